@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from millrace_serve.engine.config import Limits
 from millrace_serve.engine.schedule.plan import Plan
-from millrace_serve.engine.start.rehearsal import Shape, batch_of
+from millrace_serve.engine.start.rehearsal import StepShape, batch_of
 from millrace_serve.engine.step import packing
 from millrace_serve.engine.step.join import Exchange
 from millrace_serve.engine.step.lockstep import Lockstep
@@ -112,7 +112,7 @@ def _wake(replicas: int, hosts: int, steps: int) -> Row:
 
 
 def _batches(kind: str, ranks: int, steps: int) -> Row:
-    batch = batch_of(Shape(num_decode=SEQUENCES), Limits(num_pages=9, max_model_len=256, max_running=SEQUENCES))
+    batch = batch_of(StepShape(num_decode=SEQUENCES), Limits(num_pages=9, max_model_len=256, max_running=SEQUENCES))
     batch.updates = None
 
     def make(rank: int, exchange: Exchange) -> Step:

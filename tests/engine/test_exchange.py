@@ -105,7 +105,7 @@ def test_a_step_without_the_answer_of_a_rank_fails() -> None:
     runner = load_rank(limits, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32).runner
     error = torch.zeros(1, dtype=torch.int32)
     runner.watch("sums", error)
-    batch = rehearsal.batch_of(rehearsal.Shape(num_decode=2), limits)
+    batch = rehearsal.batch_of(rehearsal.StepShape(num_decode=2), limits)
     assert runner.launch(batch).result().tokens.shape == (2, 1)
     error.fill_(1 + 3)
     with pytest.raises(RuntimeError, match="rank 3 did not answer in sums"):

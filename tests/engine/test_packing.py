@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from millrace_serve.engine.cache.canary import CANARY_WORDS, CanaryBatch
 from millrace_serve.engine.config import Limits
-from millrace_serve.engine.start.rehearsal import Shape, batch_of
+from millrace_serve.engine.start.rehearsal import StepShape, batch_of
 from millrace_serve.engine.step.batch import HostBatch, SharedChunk, StepBatch
 from millrace_serve.engine.step.packing import decode, encode
 from millrace_serve.engine.step.sampling_batch import Bias, Penalties
@@ -26,7 +26,7 @@ def ints(*shape: int, dtype: Any = np.int64) -> np.ndarray:
 
 def full() -> HostBatch:
     """Every optional field is there."""
-    batch = batch_of(Shape(num_decode=3, num_queries=3, chunks=2, chunk=70, prefix=64, greedy=False), LIMITS, dp=2)
+    batch = batch_of(StepShape(num_decode=3, num_queries=3, chunks=2, chunk=70, prefix=64, greedy=False), LIMITS, dp=2)
     assert batch.sampling is not None
     floats = RNG.random(4).astype(np.float32)
     joined = [(5, ints(100), ints(0)), (6, ints(7), ints(3))]
@@ -57,7 +57,7 @@ def check_same(ours: Any, theirs: Any, where: str) -> None:
         assert ours == theirs, where
 
 
-@pytest.mark.parametrize("batch", [StepBatch.idle(3), batch_of(Shape(num_decode=4), LIMITS, dp=1), full()])
+@pytest.mark.parametrize("batch", [StepBatch.idle(3), batch_of(StepShape(num_decode=4), LIMITS, dp=1), full()])
 def test_a_batch_is_what_pickle_would_make_of_it(batch: HostBatch) -> None:
     check_same(decode(bytes(encode(batch))), pickle.loads(pickle.dumps(batch)), "batch")
 

@@ -12,7 +12,7 @@ from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.start.phases import Phases, slowest, table
 from millrace_serve.engine.start.rehearsal import (
     PREFIX_TOKENS,
-    Shape,
+    StepShape,
     batch_of,
     decode_shapes,
     largest,
@@ -46,8 +46,8 @@ def test_shapes_respect_the_limits(limits: Limits) -> None:
 
 
 def test_the_largest_step_uses_every_slot_and_a_prefix() -> None:
-    assert largest(V3) == Shape(num_decode=255, chunks=1, chunk=16384, prefix=4096, greedy=False)
-    assert largest(SHORT) == Shape(num_decode=0, chunks=3, chunk=32, prefix=0, greedy=False)
+    assert largest(V3) == StepShape(num_decode=255, chunks=1, chunk=16384, prefix=4096, greedy=False)
+    assert largest(SHORT) == StepShape(num_decode=0, chunks=3, chunk=32, prefix=0, greedy=False)
 
 
 def test_prompts_of_every_size_class_are_rehearsed() -> None:
@@ -99,7 +99,7 @@ def test_cached_tokens_are_rehearsed_though_the_longest_prompt_is_one_step() -> 
 
 
 def test_a_batch_is_laid_out_as_the_builder_does() -> None:
-    batch = batch_of(Shape(num_decode=2, chunks=2, chunk=3, prefix=64, greedy=False), SMALL, dp=2)
+    batch = batch_of(StepShape(num_decode=2, chunks=2, chunk=3, prefix=64, greedy=False), SMALL, dp=2)
     slots = Slots(SMALL, torch.device("cpu"))
     step = Staging(Device(), 0).upload(0, batch)
     slots.update(step.updates)
@@ -111,8 +111,8 @@ def test_a_batch_is_laid_out_as_the_builder_does() -> None:
     assert len(set(inputs.token_ids.tolist())) > 4
     assert batch.sample_rows.tolist() == [0, 1, 4, 7] and batch.dp_num_tokens == (8, 8)
     assert not batch.all_decode and len(batch.sampling.drawn) == 4
-    assert batch_of(Shape(num_decode=2), SMALL, graphs=True).all_decode
-    assert not batch_of(Shape(num_decode=2), SMALL).all_decode
+    assert batch_of(StepShape(num_decode=2), SMALL, graphs=True).all_decode
+    assert not batch_of(StepShape(num_decode=2), SMALL).all_decode
 
 
 def test_every_shape_runs_and_leaves_pages_alone() -> None:

@@ -22,7 +22,7 @@ from millrace_router.config import BodyLimits as Pace
 from millrace_router.config import RouterConfig
 from millrace_router.edge import json_shape
 from millrace_router.edge.http_answers import body_deadline
-from millrace_router.edge.json_shape import Shape, shape
+from millrace_router.edge.json_shape import JsonShape, shape
 from millrace_router.flow.bodies import Bodies
 from millrace_router.openai import serving
 from millrace_rpc.errors import MillraceError
@@ -214,12 +214,12 @@ JSON = st.recursive(
 )
 
 
-def counted(value: object) -> Shape:
+def counted(value: object) -> JsonShape:
     inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
     shapes = [counted(part) for part in inner]
     commas = max(len(value) - 1, 0) if isinstance(value, dict | list) else 0
     texts = sum(part.texts for part in shapes) + isinstance(value, str | dict | list)
-    return Shape(texts, sum(part.separators for part in shapes) + commas)
+    return JsonShape(texts, sum(part.separators for part in shapes) + commas)
 
 
 @given(JSON, st.booleans())

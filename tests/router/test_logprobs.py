@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from millrace.v1 import common_pb2
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import Delta, Text
-from millrace_router.openai.answers import Shape
+from millrace_router.openai.answers import AnswerShape
 from millrace_router.text.markers import THINK_END
 from millrace_router.text.message import MessageParser
 from millrace_router.text.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ def deltas(tokenizer: Tokenizer, pieces: list[list[int]], tops: list[list[int]],
 
 def told(tokenizer: Tokenizer, made: list[Delta], chat: bool, keep: bool, stream: bool) -> tuple[str, dict[str, Any]]:
     """The text and the log-probabilities of an answer."""
-    shape = Shape(chat, Answer("", "", 1, False, None), tokenizer, True, keep)  # type: ignore[arg-type]
+    shape = AnswerShape(chat, Answer("", "", 1, False, None), tokenizer, True, keep)  # type: ignore[arg-type]
     if not stream:
         (choice,) = shape.whole(made)["choices"]
         return (choice["message"]["content"] if chat else choice["text"]), choice["logprobs"]

@@ -13,7 +13,7 @@ SHORT = 1 << 18  # bytes, the same
 TINY = 1 << 12  # bytes that are not worth counting
 
 
-class Shape(NamedTuple):
+class JsonShape(NamedTuple):
     """Of a text that is JSON; of another one any numbers."""
 
     texts: int  # strings, keys among them, objects and arrays
@@ -33,11 +33,11 @@ class Shape(NamedTuple):
                 raise MillraceError(Reason.MESSAGE_TOO_LARGE, f"the request has more than {most} {what}")
 
 
-def shape(body: bytes) -> Shape:
+def shape(body: bytes) -> JsonShape:
     """Count in a few passes in C, each of which takes some ms for 8 MiB."""
     plain = body.replace(b"\\\\", b"")  # then every \" is part of a string
     quotes = plain.count(b'"') - plain.count(b'\\"')
     if quotes > 2 * MOST:
-        return Shape(quotes // 2, 0)
+        return JsonShape(quotes // 2, 0)
     outside = b"".join(plain.replace(b'\\"', b"").split(b'"')[::2])
-    return Shape(quotes // 2 + outside.count(b"{") + outside.count(b"["), outside.count(b","))
+    return JsonShape(quotes // 2 + outside.count(b"{") + outside.count(b"["), outside.count(b","))

@@ -26,7 +26,7 @@ FINISH: dict[int, str] = {common_pb2.FINISH_REASON_STOP: STOP, common_pb2.FINISH
 
 
 @dataclass(slots=True)
-class Shape:
+class AnswerShape:
     """One answer on its way out. Reading a delta also counts usage; the objects are plain JSON values."""
 
     keep_alive: ClassVar = COMMENT

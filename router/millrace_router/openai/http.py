@@ -13,7 +13,7 @@ from starlette.routing import Route
 from millrace_router.edge.http_answers import json_answer
 from millrace_router.flow.inference import Answer, Inference
 from millrace_router.flow.validate import check_model
-from millrace_router.openai.answers import Shape
+from millrace_router.openai.answers import AnswerShape
 from millrace_router.openai.chat import ChatRequest
 from millrace_router.openai.objects import ModelObject
 from millrace_router.openai.responses import ResponseForm
@@ -66,10 +66,10 @@ async def _generate(
     wanted, ask = await read_ask(inference, request, kind, lambda wanted: wanted.ask(request_id.get()))
     chat, logprobs = isinstance(wanted, ChatRequest), "logprobs" in ask.numbers
 
-    def shape(answer: Answer) -> Shape:
+    def shape(answer: Answer) -> AnswerShape:
         options = wanted.stream_options
         usage = options.include_usage, options.include_usage and options.continuous_usage_stats
         special = wanted.keep_special_tokens
-        return Shape(chat, answer, inference.tokenizer, logprobs, special, *usage)
+        return AnswerShape(chat, answer, inference.tokenizer, logprobs, special, *usage)
 
     return await serve(inference, request, ask, shape, wanted.stream)

@@ -34,7 +34,7 @@ def _broken(site: Site, runner: TorchRunner) -> bool:
     """The same on every rank. A prompt of a page, because all of its KV goes to one."""
     limits = site.limits
     length = min(limits.page_size, limits.max_prefill_tokens, limits.max_model_len - 1)
-    prompt = rehearsal.Shape(num_queries=1 + limits.num_drafts(1), chunks=1, chunk=length)
+    prompt = rehearsal.StepShape(num_queries=1 + limits.num_drafts(1), chunks=1, chunk=length)
     broken = bool(runner.launch(rehearsal.batch_of(prompt, limits, site.dims.dp)).result().corrupt)
     if site.dims.world_group is not None:
         anywhere = torch.tensor([int(broken)])

@@ -20,7 +20,7 @@ PREFIX_TOKENS = 4096  # cached tokens before a chunk: as many as are expanded at
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class StepShape:
     """A step: `num_decode` sequences, and chunks of `chunk` tokens after `prefix` cached ones."""
 
     num_decode: int = 0
@@ -36,13 +36,13 @@ class Shape:
         return self.num_decode * self.num_queries + self.chunks * self.chunk
 
 
-def largest(limits: Limits) -> Shape:
+def largest(limits: Limits) -> StepShape:
     """The step that needs most memory: prompt chunks after cached tokens, all slots in use and sampling from top_p."""
     chunks, chunk = _chunks(limits, limits.max_prefill_tokens)
     return _shape(limits, limits.max_running - chunks, chunks, chunk, _prefix(limits, chunk), greedy=False)
 
 
-def prefill_shapes(limits: Limits, index_topk: int = 0) -> list[Shape]:
+def prefill_shapes(limits: Limits, index_topk: int = 0) -> list[StepShape]:
     """With sparse attention also the shapes that are so short that all keys are chosen, where it is dense; and one of
     them beside decode sequences that are longer.
     """
@@ -56,7 +56,7 @@ def prefill_shapes(limits: Limits, index_topk: int = 0) -> list[Shape]:
     return list(dict.fromkeys(found))
 
 
-def _prefill_shapes(limits: Limits) -> Iterator[Shape]:
+def _prefill_shapes(limits: Limits) -> Iterator[StepShape]:
     """1. Prompts of every size in `_sizes`, and of every one up to SMALL_TOKENS, where kernels change most often.
     2. Prompts of every size behind cached tokens.
     3. One token behind 1, 2, 4, … pages, beside a decode sequence: keys are split up by the width of the page table.
@@ -77,16 +77,16 @@ def _prefill_shapes(limits: Limits) -> Iterator[Shape]:
     yield _shape(limits, limits.max_running - 1, chunks=1, chunk=longest, greedy=False)
 
 
-def most_rows(limits: Limits, shapes: Sequence[Shape]) -> int:
+def most_rows(limits: Limits, shapes: Sequence[StepShape]) -> int:
     """Of a product: the tokens of a step, or the cached ones of which k and v are made at a time."""
     return max(*(shape.num_tokens for shape in shapes), min(PREFIX_TOKENS, limits.max_running * limits.max_model_len))
 
 
 def _shape(
     limits: Limits, num_decode: int = 0, chunks: int = 0, chunk: int = 0, prefix: int = 0, *, greedy: bool = True
-) -> Shape:
+) -> StepShape:
     """With as many drafts as such a step has."""
-    return Shape(num_decode, 1 + limits.num_drafts(num_decode + chunks), chunks, chunk, prefix, greedy)
+    return StepShape(num_decode, 1 + limits.num_drafts(num_decode + chunks), chunks, chunk, prefix, greedy)
 
 
 def _sizes(most: int) -> list[int]:
@@ -95,21 +95,21 @@ def _sizes(most: int) -> list[int]:
     return sorted({*powers, *(3 * power // 4 - 1 for power in powers if power > 4)}) if most > 0 else []
 
 
-def chunk_shape(limits: Limits, rows: int) -> Shape:
+def chunk_shape(limits: Limits, rows: int) -> StepShape:
     """A step of so many rows: prompt chunks as far as they may go, and decode sequences."""
     chunks, chunk = _chunks(limits, min(rows, limits.max_prefill_tokens))
     decode = (rows - chunks * chunk) // (1 + limits.draft_tokens)
     return _shape(limits, min(decode, limits.max_running - chunks), chunks, chunk)
 
 
-def decode_shapes(limits: Limits, buckets: Sequence[int]) -> Iterator[Shape]:
+def decode_shapes(limits: Limits, buckets: Sequence[int]) -> Iterator[StepShape]:
     """Of every graph: a bucket may come with several numbers of drafts. Largest first, greedy and not."""
     for bucket, num_queries in graph_keys(buckets, limits.num_drafts):
-        yield Shape(bucket, num_queries)
-        yield Shape(bucket, num_queries, greedy=False)
+        yield StepShape(bucket, num_queries)
+        yield StepShape(bucket, num_queries, greedy=False)
 
 
-def batch_of(shape: Shape, limits: Limits, dp: int = 1, *, graphs: bool = False) -> HostBatch:
+def batch_of(shape: StepShape, limits: Limits, dp: int = 1, *, graphs: bool = False) -> HostBatch:
     """Its sequences own no page, so all KV goes to the sink. `graphs`: let the step be one."""
     q = shape.num_queries
     lens = (q,) * shape.num_decode + (shape.chunk,) * shape.chunks
@@ -156,7 +156,7 @@ def shared_batch(limits: Limits, dp: int, dp_rank: int) -> HostBatch:
     return batch
 
 
-def _updates(slots: np.ndarray, shape: Shape, limits: Limits) -> SlotUpdates[np.ndarray]:
+def _updates(slots: np.ndarray, shape: StepShape, limits: Limits) -> SlotUpdates[np.ndarray]:
     """All slots join, behind their prefixes and with different tokens."""
     none, lengths = np.zeros(0, np.int64), np.where(slots < shape.num_decode, 0, shape.prefix)
     return SlotUpdates(

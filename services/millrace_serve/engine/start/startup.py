@@ -18,7 +18,7 @@ from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
 from millrace_serve.engine.start import memory, rehearsal
 from millrace_serve.engine.start.compile import compiled
 from millrace_serve.engine.start.phases import Phases
-from millrace_serve.engine.start.rehearsal import Shape
+from millrace_serve.engine.start.rehearsal import StepShape
 from millrace_serve.engine.step.chunk_graphs import chunk_buckets_up_to
 from millrace_serve.engine.step.device import Device, device_of
 from millrace_serve.engine.step.graphs import DecodeGraphs, Forward, buckets_up_to, graph_keys
@@ -200,7 +200,7 @@ class MemoryPlanner:
         del graphs
         return max(_free(self._site.device) - taken, 0)
 
-    def _peak(self, runner: TorchRunner, shape: Shape) -> int:
+    def _peak(self, runner: TorchRunner, shape: StepShape) -> int:
         """Bytes that a step needs besides what was allocated before it."""
         site = self._site
         before = torch.cuda.memory_allocated(site.device)
@@ -258,13 +258,13 @@ def capture(site: Site, config: EngineConfig, runner: TorchRunner) -> None:
         _rehearse(site, runner, list(rehearsal.decode_shapes(site.limits, site.buckets)), graphs=True)
 
 
-def _rehearse(site: Site, runner: TorchRunner, shapes: list[Shape], *, graphs: bool = False) -> None:
+def _rehearse(site: Site, runner: TorchRunner, shapes: list[StepShape], *, graphs: bool = False) -> None:
     for shape in shapes:
         runner.launch(rehearsal.batch_of(shape, site.limits, site.dims.dp, graphs=graphs)).result()
     log.info("rehearsed %d steps of %d to %d tokens", len(shapes), min(_tokens(shapes)), max(_tokens(shapes)))
 
 
-def _tokens(shapes: list[Shape]) -> list[int]:
+def _tokens(shapes: list[StepShape]) -> list[int]:
     return [shape.num_tokens for shape in shapes]
 
 
