@@ -38,13 +38,13 @@ from millrace_serve.engine.start.rehearsal import StepShape, batch_of
 from millrace_serve.engine.step import packing
 from millrace_serve.engine.step.join import Exchange
 from millrace_serve.engine.step.lockstep import Lockstep
-from millrace_serve.engine.step.replicas import Replicas, State
+from millrace_serve.engine.step.replicas import Replicas, ReplicaState
 
 from millrace_bench.common import Record, print_record
 from millrace_bench.stepping_ranks import Step, joined, measure, threads
 
 PAUSE_S = 0.02
-STATE = State(128, 0, 0, 0, 0, 0, 0)
+STATE = ReplicaState(128, 0, 0, 0, 0, 0, 0)
 NEEDS = """Needs Linux on x86-64, torch for a CPU, and 1 GiB of memory: 72 ranks are 72 processes, which share most of
 theirs. Two cores are enough; with more ranks than cores, wall times are waits for a core. A rank that has not answered
 for 120 s ends the run: where others load the cores, take fewer ranks (--agreements 8/1 --groups 8)."""

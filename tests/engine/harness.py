@@ -31,7 +31,7 @@ from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.sim.factory import build_sim_engine, sim_layout
 from millrace_serve.engine.sim.runner import SimSettings
 from millrace_serve.engine.step.lockstep import Lockstep
-from millrace_serve.engine.step.replicas import State
+from millrace_serve.engine.step.replicas import ReplicaState
 from millrace_testing.oracle import oracle_outputs
 
 TINY = {"num_pages": 14, "page_size": 4, "max_model_len": 32, "max_running": 3, "max_waiting": 50}
@@ -42,7 +42,7 @@ class FakeReplicas:
     """Replicas in threads that meet in every step, also in those in which none has work."""
 
     def __init__(self, size: int) -> None:
-        self._barrier, self._values = threading.Barrier(size, timeout=20), [State()] * size
+        self._barrier, self._values = threading.Barrier(size, timeout=20), [ReplicaState()] * size
 
     def of(self, index: int) -> FakeReplica:
         return FakeReplica(index, self._barrier, self._values)
@@ -52,13 +52,13 @@ class FakeReplicas:
 class FakeReplica:
     index: int
     barrier: threading.Barrier
-    values: list[State]
+    values: list[ReplicaState]
     fds: Sequence[int] = ()
 
     def called(self) -> bool:
         return True
 
-    def all_gather(self, mine: State, *, ring: bool) -> list[State]:
+    def all_gather(self, mine: ReplicaState, *, ring: bool) -> list[ReplicaState]:
         self.values[self.index] = mine
         self.barrier.wait()
         values = list(self.values)

@@ -14,7 +14,7 @@ from typing import Any
 from millrace_bench.stepping_ranks import exchanges
 from millrace_serve.engine.step.join import Exchange, join
 from millrace_serve.engine.step.lockstep import Lockstep
-from millrace_serve.engine.step.replicas import Said, State
+from millrace_serve.engine.step.replicas import ReplicaState, Said
 from millrace_serve.engine.step.shared_memory import RankLost
 
 EXCHANGES = 3  # of one join
@@ -82,7 +82,7 @@ def _rank_main(rank: int, tp: int, hosts: str, pipe: Connection) -> None:
     lockstep = join(rank, tp, len(hosts) // tp, exchange, host=hosts[rank])
     for count in range(10**9):
         try:
-            step(lockstep, State(rank, count), bytes(100_000))  # so large that buffers are full at once
+            step(lockstep, ReplicaState(rank, count), bytes(100_000))  # so large that buffers are full at once
         except RankLost as error:
             pipe.send((str(error), time.monotonic()))
             return
@@ -90,7 +90,7 @@ def _rank_main(rank: int, tp: int, hosts: str, pipe: Connection) -> None:
             pipe.send("steps")
 
 
-def step(lockstep: Lockstep, state: State, data: bytes) -> tuple[list[Said], bytes]:
+def step(lockstep: Lockstep, state: ReplicaState, data: bytes) -> tuple[list[Said], bytes]:
     """What the replicas said, of a leader, and the batch that the replica's leader sent, of a follower."""
     if lockstep._inlet is not None:
         return [], bytes(lockstep._inlet.receive())

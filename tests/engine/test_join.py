@@ -14,7 +14,7 @@ from millrace_serve.engine.schedule.plan import Plan
 from millrace_serve.engine.step.followers import FRAME_BYTES
 from millrace_serve.engine.step.links import HELLO, RankConnection, RankListener, connect
 from millrace_serve.engine.step.lockstep import Lockstep
-from millrace_serve.engine.step.replicas import State
+from millrace_serve.engine.step.replicas import ReplicaState
 from millrace_serve.engine.step.shared_memory import RankLost, Segment
 
 TOKEN = bytes(range(16))
@@ -31,13 +31,14 @@ def test_all_hear_the_same(tp: int, hosts: str) -> None:
     """Also with replicas that lie on two hosts, and batches of all sizes around that of a frame."""
     sizes = (1, FRAME_BYTES - 1, FRAME_BYTES, FRAME_BYTES + 1, 5 * FRAME_BYTES + 7)
     wanted = [
-        [State(leader, count, 7 * leader, 0, -count) for leader in range(0, len(hosts), tp)] for count in range(60)
+        [ReplicaState(leader, count, 7 * leader, 0, -count) for leader in range(0, len(hosts), tp)]
+        for count in range(60)
     ]
     batches = [bytes([count]) * sizes[count % len(sizes)] for count in range(60)]
 
     def run(rank: int, lockstep: Lockstep) -> None:
         for count in range(60):
-            said, data = step(lockstep, State(rank, count, 7 * rank, 0, -count), batches[count])
+            said, data = step(lockstep, ReplicaState(rank, count, 7 * rank, 0, -count), batches[count])
             assert said == (wanted[count] if rank % tp == 0 and len(hosts) > tp else [])
             assert data == (batches[count] if rank % tp else b"")
 

@@ -18,7 +18,7 @@ from millrace_serve.engine.step import packing
 from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.engine.step.followers import Inlet, LinkInlet, Outlet
 from millrace_serve.engine.step.progress import Progress
-from millrace_serve.engine.step.replicas import Replicas, Said, State
+from millrace_serve.engine.step.replicas import Replicas, ReplicaState, Said
 from millrace_serve.engine.step.runner import Runner, StepHandle
 from millrace_serve.model.split import Split
 
@@ -81,7 +81,7 @@ class Lockstep:
 
     def agree(self, plan: Plan | None, last: bool) -> Agreement:
         """Once per step on every leader; None: no work here. `last`: this replica wants to end."""
-        mine = State(last=int(last)) if plan is None else _state(plan, last)
+        mine = ReplicaState(last=int(last)) if plan is None else _state(plan, last)
         if self._replicas is None or not (any(mine) or self.due()):
             return _agreement([mine], 0)
         with self.progress.waits():
@@ -126,11 +126,11 @@ class Lockstep:
         self._close()
 
 
-def _state(plan: Plan, last: bool) -> State:
+def _state(plan: Plan, last: bool) -> ReplicaState:
     sampling = sum(chunk.samples for chunk in plan.chunks)
     tokens = sum(chunk.end - chunk.start for chunk in plan.chunks if not chunk.shared)
     shared = (plan.shared.start, plan.shared.end) if plan.shared else (0, 0)
-    return State(len(plan.decode), sampling, tokens, int(last), int(plan.wants_turn), *shared)
+    return ReplicaState(len(plan.decode), sampling, tokens, int(last), int(plan.wants_turn), *shared)
 
 
 def _agreement(states: Sequence[Said], me: int) -> Agreement:

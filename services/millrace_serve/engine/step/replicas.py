@@ -20,7 +20,7 @@ from millrace_serve.engine.step.links import RankConnection
 from millrace_serve.engine.step.shared_memory import RankLost
 
 
-class State(NamedTuple):
+class ReplicaState(NamedTuple):
     """What a replica says in a step. Every field is an integer of 64 bits; all are 0 when it has nothing to say."""
 
     num_decode: int = 0  # sequences
@@ -34,7 +34,7 @@ class State(NamedTuple):
 
 Said = tuple[int, ...]  # a State as the plain tuple of its fields: 72 of them are made in every step
 
-VECTOR = struct.Struct(f"={len(State._fields)}q")
+VECTOR = struct.Struct(f"={len(ReplicaState._fields)}q")
 HEADER = struct.Struct("=qq")  # number of the step, bytes of text behind the vectors that says which rank was lost
 
 
@@ -77,7 +77,7 @@ class Replicas:
             return True
         return bool(self._links and self._poll.poll(0))
 
-    def all_gather(self, mine: State, *, ring: bool) -> list[Said]:
+    def all_gather(self, mine: ReplicaState, *, ring: bool) -> list[Said]:
         """Vectors in the order of replicas. `ring`: the others may sleep. Raises RankLost."""
         self._post(mine)
         if ring:
@@ -96,7 +96,7 @@ class Replicas:
             raise
         return self._read()
 
-    def _post(self, mine: State) -> None:
+    def _post(self, mine: ReplicaState) -> None:
         self._step += 1
         self._table = self._host.table(self._step)
         VECTOR.pack_into(self._table, self._places[self.index] * VECTOR.size, *mine)
