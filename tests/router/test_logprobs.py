@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace.v1 import common_pb2
 from millrace_router.flow.inference import Answer
-from millrace_router.flow.stream import Delta, Text
+from millrace_router.flow.stream import AnswerText, Delta
 from millrace_router.openai.answers import AnswerShape
 from millrace_router.text.markers import THINK_END
 from millrace_router.text.message import MessageParser
@@ -40,7 +40,12 @@ def entry(tokenizer: Tokenizer, token: int, others: Sequence[int]) -> common_pb2
 
 def deltas(tokenizer: Tokenizer, pieces: list[list[int]], tops: list[list[int]], stops: list[str], keep: bool) -> list:
     """As they come for these outputs."""
-    text, made, count, tops = Text(tokenizer, MessageParser.of_plain_text(), stops, keep_special=keep), [], 0, [*tops]
+    text, made, count, tops = (
+        AnswerText(tokenizer, MessageParser.of_plain_text(), stops, keep_special=keep),
+        [],
+        0,
+        [*tops],
+    )
     for i, piece in enumerate([*pieces, []]):
         said, used = text.push(piece)
         ended = text.stopped or i == len(pieces)

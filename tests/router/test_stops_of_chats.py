@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace.v1 import common_pb2, inference_pb2, worker_pb2
-from millrace_router.flow.stream import Text
+from millrace_router.flow.stream import AnswerText
 from millrace_router.text.call_stream import CallDelta
 from millrace_router.text.chat_format import ChatFormat, Style
 from millrace_router.text.markers import DEEPSEEK, KIMI, THINK, THINK_END
@@ -91,12 +91,12 @@ def output_of(form: Form) -> str:
     return thoughts + CONTENT.lstrip() + FORMS[form.style](*CALLS) + AFTER
 
 
-def text_of(tokenizer: Tokenizer, form: Form, stops: Sequence[str], one_call: bool = False) -> Text:
+def text_of(tokenizer: Tokenizer, form: Form, stops: Sequence[str], one_call: bool = False) -> AnswerText:
     parser = MessageParser(ChatFormat(form.style, reasons=True), thinking=form.begun, offer=OFFER)
-    return Text(tokenizer, parser, stops, one_call=one_call)
+    return AnswerText(tokenizer, parser, stops, one_call=one_call)
 
 
-def read(text: Text, pieces: list[list[int]]) -> tuple[Said, int]:
+def read(text: AnswerText, pieces: list[list[int]]) -> tuple[Said, int]:
     """All that was said, and the number of tokens that were used."""
     said, used = [], 0
     for piece in pieces:

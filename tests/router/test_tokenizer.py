@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_common.config import ConfigError
 from millrace_common.reasons import Reason
-from millrace_router.flow.stream import Text
+from millrace_router.flow.stream import AnswerText
 from millrace_router.text.message import MessageParser, Said
 from millrace_router.text.tokenizer import LONG_TEXT, Tokenizer
 from millrace_rpc.errors import MillraceError
@@ -55,13 +55,13 @@ def test_incremental_equals_whole_for_any_ids(
     tokenizer: Tokenizer, reference: HfTokenizer, ids: list[int], keep: bool, piece: int
 ) -> None:
     """Also for bytes that are no UTF-8: the tokenizers library's own answer, whatever the pieces."""
-    stream = Text(tokenizer, MessageParser.of_plain_text(), keep_special=keep)
+    stream = AnswerText(tokenizer, MessageParser.of_plain_text(), keep_special=keep)
     text = "".join(stream.push(ids[i : i + piece])[0].text for i in range(0, len(ids), piece)) + stream.flush().text
     assert text == tokenizer.decode(ids, keep) == reference.decode(ids, skip_special_tokens=not keep)
 
 
 def test_a_character_appears_when_its_last_byte_does(tokenizer: Tokenizer) -> None:
-    ids, stream = tokenizer._encode("é🚀", add_bos=False), Text(tokenizer, MessageParser.of_plain_text())
+    ids, stream = tokenizer._encode("é🚀", add_bos=False), AnswerText(tokenizer, MessageParser.of_plain_text())
     assert [stream.push([i])[0].text for i in ids] == ["", "é", "", "", "", "🚀"]
     assert stream.push(ids[:1]) == (Said(), 1) and stream.flush().text == "\ufffd"
 
@@ -71,7 +71,7 @@ def test_ids_beyond_the_tokenizer_are_silent(tokenizer: Tokenizer) -> None:
 
 
 def test_stop_string_over_token_boundaries_and_inside_characters(tokenizer: Tokenizer) -> None:
-    text = Text(tokenizer, MessageParser.of_plain_text(), ["🚀b"])
+    text = AnswerText(tokenizer, MessageParser.of_plain_text(), ["🚀b"])
     ids = tokenizer._encode("aé🚀bcd", add_bos=False)
     said, used = text.push(ids)
     assert said.text == "aé" and text.stopped_by and tokenizer.decode(ids[:used]) == "aé🚀b"

@@ -28,7 +28,7 @@ from millrace_router.flow.grammars import RequestGrammars
 from millrace_router.flow.metrics import observe_generation
 from millrace_router.flow.rounds import Rounds
 from millrace_router.flow.spans import ContinuationSpans
-from millrace_router.flow.stream import Continuation, Stream, Text, gone
+from millrace_router.flow.stream import AnswerText, Continuation, Stream, gone
 from millrace_router.flow.tenant import Tenant, caller
 from millrace_router.text.message import MessageParser
 from millrace_router.text.tokenizer import Tokenizer
@@ -105,14 +105,14 @@ class Inference:
         ignored = ask.prompt.ignored if isinstance(ask.prompt, Chat) else {}
         return Answer(request_id, self.model.model, len(token_ids), thinking, stream, ignored)
 
-    def _text(self, ask: Ask, thinking: bool) -> Text:
+    def _text(self, ask: Ask, thinking: bool) -> AnswerText:
         chat, keep_special = ask.prompt, ask.keep_special_tokens
         if not ask.message or not isinstance(chat, Chat):
-            return Text(self.tokenizer, MessageParser.of_plain_text(), ask.stop, keep_special=keep_special)
+            return AnswerText(self.tokenizer, MessageParser.of_plain_text(), ask.stop, keep_special=keep_special)
         offer = chat.offer(certain=ask.calls is not None)
         parser = MessageParser(self.tokenizer.format, thinking=thinking, offer=offer)
         one_call = bool(chat.tools) and not chat.parallel
-        return Text(self.tokenizer, parser, ask.stop, keep_special=keep_special, one_call=one_call)
+        return AnswerText(self.tokenizer, parser, ask.stop, keep_special=keep_special, one_call=one_call)
 
     async def _admit(
         self, ask: Ask, tenant: Tenant, received: float

@@ -48,7 +48,7 @@ class Delta:
     version: str = ""  # of the weights that computed it
 
 
-class Text:
+class AnswerText:
     """Tokens to what they say, cut at a stop string. A character whose bytes are spread over tokens appears when it is
     complete; bytes that can never become one appear as U+FFFD. With a parser of plain text and without a stop string
     all pieces together equal `Tokenizer.decode` of all ids.
@@ -103,7 +103,7 @@ class Text:
 class Continuation:
     """One generation with its text. `on_gap` gets the seconds between two deltas."""
 
-    def __init__(self, index: int, generation: Generation, text: Text, on_gap: Callable[[float], None]) -> None:
+    def __init__(self, index: int, generation: Generation, text: AnswerText, on_gap: Callable[[float], None]) -> None:
         self.generation = generation
         self.finished = False
         self.completion_tokens = 0
