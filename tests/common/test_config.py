@@ -110,7 +110,7 @@ def test_models_are_frozen() -> None:
 ROUTER, WORKER = ("model=x",), ("engine=sim",)
 TIMES = [
     *((RouterConfig, ROUTER, f"timeouts.{name}") for name in router_config.Timeouts.model_fields),
-    *((WorkerConfig, WORKER, f"timeouts.{name}") for name in worker_config.Timeouts.model_fields),
+    *((WorkerConfig, WORKER, f"timeouts.{name}") for name in worker_config.WorkerTimeouts.model_fields),
     *((WorkerConfig, WORKER, f"sim.{name}") for name in SimSettings.model_fields if name.endswith("_s")),
     (RouterConfig, ROUTER, "connections.max_age"),
     (RouterConfig, ROUTER, "routing.local_prefill_wait"),

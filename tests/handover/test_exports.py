@@ -10,7 +10,7 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 from millrace_serve.engine.core import Failure, FinishReason, KvPart, LeaseEnded, RequestId, SequenceOutput, TokenOutput
 from millrace_serve.handover.exports import Export, Exports
-from millrace_serve.worker.config import Timeouts
+from millrace_serve.worker.config import WorkerTimeouts
 from millrace_serve.worker.frontend.requests import ABORTED
 from millrace_testing.blocks import block
 from prometheus_client import CollectorRegistry
@@ -25,7 +25,7 @@ class Bench:
         self.ended: list[tuple[int, RequestId]] = []
         values = {"stall": 0.1, "lease": 5.0, **timeouts}
         metrics = catalogue.Metrics(catalogue.WORKER, CollectorRegistry())
-        self.exports = Exports(Timeouts(**values), metrics, self._end)
+        self.exports = Exports(WorkerTimeouts(**values), metrics, self._end)
 
     def _end(self, replica: int, message: LeaseEnded) -> None:
         self.ended.append((replica, message.id))

@@ -9,7 +9,7 @@ from millrace_serve.engine.config import Role
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.model.config import ModelConfigError
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.worker.config import Timeouts, WorkerConfig
+from millrace_serve.worker.config import WorkerConfig, WorkerTimeouts
 from millrace_serve.worker.rank import model as model_rank
 from millrace_serve.worker.rank import process
 from millrace_serve.worker.rank.parts import RankSpec
@@ -28,7 +28,7 @@ def test_a_collective_waits_as_long_as_the_worker_may_take_to_start(monkeypatch:
         raise Joined
 
     monkeypatch.setattr(model_rank, "init_parallel", init_parallel)
-    config = WorkerConfig(role=Role.UNIFIED, model=TINY, dp=2, timeouts=Timeouts(start=4800))
+    config = WorkerConfig(role=Role.UNIFIED, model=TINY, dp=2, timeouts=WorkerTimeouts(start=4800))
     with pytest.raises(Joined):
         model_rank.build(RankSpec(config, 1, "", "", "tcp://127.0.0.1:1"), Phases())
     assert told["timeout_s"] == 4800

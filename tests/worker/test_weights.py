@@ -20,7 +20,7 @@ from millrace_common.pace import LEAST_S
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_serve.engine.core import Load, Pause
-from millrace_serve.worker.config import Timeouts, WorkerConfig
+from millrace_serve.worker.config import WorkerConfig, WorkerTimeouts
 from millrace_serve.worker.frontend.lifecycle import Lifecycle, State
 from millrace_serve.worker.frontend.load import LoadBoard
 from millrace_serve.worker.frontend.weights import HotWeights
@@ -422,7 +422,7 @@ async def test_a_wake_that_comes_half_way_leaves_no_weights_without_their_versio
     await weights.pause(drop=False)
     await weights.sleep()
     ranks.says = lambda paused: None
-    frontend.config = WorkerConfig(engine="sim", weights_root="/", timeouts=Timeouts(stall=0.01))
+    frontend.config = WorkerConfig(engine="sim", weights_root="/", timeouts=WorkerTimeouts(stall=0.01))
     with pytest.raises(MillraceError, match="the end of steps and copies took longer"):
         await weights.wake("/checkpoints/two", "2b")
     assert frontend.calls[-2:] == ["start /checkpoints/two", "stop"]

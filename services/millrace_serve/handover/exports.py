@@ -29,7 +29,7 @@ from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.core import Failure, KvPart, LeaseEnded, Lend, RequestId
 from millrace_serve.transfer.lease import LeaseEnd, LeaseTable
-from millrace_serve.worker.config import Timeouts
+from millrace_serve.worker.config import WorkerTimeouts
 from millrace_serve.worker.frontend.wakeup import Wakeup
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,9 @@ class Export:
 class Exports:
     """`send(replica, message)` reaches the engine."""
 
-    def __init__(self, timeouts: Timeouts, metrics: Metrics, send: Callable[[int, LeaseEnded | Lend], None]) -> None:
+    def __init__(
+        self, timeouts: WorkerTimeouts, metrics: Metrics, send: Callable[[int, LeaseEnded | Lend], None]
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.leases = LeaseTable(timeouts.lease, timeouts.max_lease, loop.time, self._on_ended)
         self._timeouts = timeouts

@@ -25,7 +25,7 @@ class EngineKind(enum.StrEnum):
     SIM = "sim"  # a timing model with a token oracle: no weights, no torch in any process
 
 
-class Timeouts(Config):
+class WorkerTimeouts(Config):
     """Seconds."""
 
     start: Seconds = Field(600.0, gt=0)  # until every rank is ready to warm up; later what a rank announces
@@ -72,7 +72,7 @@ class WorkerConfig(Execution):
     dtype: Literal["float32", "bfloat16"]  # of activations; float32 on a CPU unless it is set
     cache_dir: Path = Path("~/.cache/millrace")  # of everything that is compiled (worker/caches.py)
     launcher: Literal["local", "ray"] = "local"
-    timeouts: Timeouts = Timeouts()
+    timeouts: WorkerTimeouts = WorkerTimeouts()
     profile_dir: Path | None = None  # where torch.profiler's traces go; none: profiles are refused
     secret: Path | None = None  # file of the deployment's secret, the same on every router and worker
     tls: Tls | None = None  # of the gRPC port, and towards prefill workers; none: plain, like the metrics port
