@@ -53,7 +53,7 @@ class Unusable(ValueError):
         self.path = path
 
 
-class Translated(str):
+class LlguidancePattern(str):
     """A pattern in llguidance's form."""
 
     __slots__ = ()
@@ -130,7 +130,7 @@ def strings(given: Mapping[str, Any], made: dict[str, Any], at: str) -> None:
 
 def searched(text: Any, *path: str) -> str:
     """A pattern of the client in llguidance's form."""
-    if isinstance(text, Translated):
+    if isinstance(text, LlguidancePattern):
         return str(text)
     if not isinstance(text, str):
         raise Unusable(path, "must be a regular expression")

@@ -222,11 +222,11 @@ class _Normal:
                 named.setdefault(name, other)
             return False
         if set(names) <= {"pattern", "type"} and not named:
-            by_pattern[keywords.Translated(names["pattern"])] = other
+            by_pattern[keywords.LlguidancePattern(names["pattern"])] = other
             return False
         if set(names) <= {"minLength", "maxLength", "type"} and not named:
             lengths = f"{names.get('minLength', 0)},{names.get('maxLength', '')}"
-            by_pattern[keywords.Translated(f"^(?:(?s:.{{{lengths}}}))$")] = other
+            by_pattern[keywords.LlguidancePattern(f"^(?:(?s:.{{{lengths}}}))$")] = other
             return False
         raise Refused(where, "only enum, const, or beside no properties a pattern, a format or lengths are supported")
 
