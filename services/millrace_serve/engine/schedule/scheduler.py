@@ -32,7 +32,7 @@ from millrace_serve.engine.schedule.host_copies import HostCopies
 from millrace_serve.engine.schedule.loans import Loans
 from millrace_serve.engine.schedule.outbox import Outbox
 from millrace_serve.engine.schedule.pages import Pages
-from millrace_serve.engine.schedule.plan import Chunk, Plan, StepOutput, Turn
+from millrace_serve.engine.schedule.plan import Chunk, Plan, SharedTurn, StepOutput
 from millrace_serve.engine.schedule.requests import EngineRequests
 from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer, Trust
 from millrace_serve.engine.schedule.waiting import Waits
@@ -45,7 +45,7 @@ class Scheduler(abc.ABC):
         self.host = HostCopies(pages.cache)
         self.loans = Loans(pages.cache)
         self.leaving: set[Sequence] = set()  # have left, but a launched step still names them
-        self.turn: Turn | None = None  # whether the next step has a shared chunk; the engine sets it
+        self.turn: SharedTurn | None = None  # whether the next step has a shared chunk; the engine sets it
         self._prefilling: dict[Sequence, None] = {}  # in order of admission
         self._joined: list[Sequence] = []  # got a slot that no plan has named yet
         self._blocked = False  # the head of the queue lacked pages when it was last tried

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import add
 
-from millrace_serve.engine.schedule.plan import Plan, Turn
+from millrace_serve.engine.schedule.plan import Plan, SharedTurn
 from millrace_serve.engine.step import packing
 from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.engine.step.followers import Inlet, LinkInlet, Outlet
@@ -32,7 +32,7 @@ class Agreement:
     chunk_tokens: tuple[int, ...]
     last: bool  # of all steps
     split: Split | None = None  # of the step's shared chunk
-    turn: Turn | None = None  # in the next step
+    turn: SharedTurn | None = None  # in the next step
 
     @property
     def anybody_works(self) -> bool:
@@ -144,8 +144,8 @@ def _agreement(states: Sequence[Said], me: int) -> Agreement:
     return Agreement(decode, tuple(map(add, decode, chunks)), tokens, any(ends), split, turn)
 
 
-def _turn(wants: Sequence[int], split: Split | None, me: int) -> Turn:
+def _turn(wants: Sequence[int], split: Split | None, me: int) -> SharedTurn:
     """Of those that want it, the first one behind the owner of this step's shared chunk."""
     count, first = len(wants), 0 if split is None else split.owner + 1
     replica = next(index % count for index in range(first, first + count) if wants[index % count])
-    return Turn(replica == me, count)
+    return SharedTurn(replica == me, count)
