@@ -20,7 +20,7 @@ from millrace_serve.engine.core import FinishReason, RequestId, Route, SequenceO
 
 
 @dataclass(slots=True)
-class _Attempt:
+class _AttemptSpans:
     route: Route
     parent: str
     began: float
@@ -33,7 +33,7 @@ class _Attempt:
 class WorkerSpans:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        self._live: dict[RequestId, _Attempt] = {}
+        self._live: dict[RequestId, _AttemptSpans] = {}
         self._now = asyncio.get_running_loop().time
 
     def begin(self, id: RequestId, route: Route, traceparent: str, num_tokens: int) -> None:
@@ -41,7 +41,7 @@ class WorkerSpans:
             now = self._now()
             name = "transfer" if route is Route.IMPORT else "prefill"
             span = self._tracer.begin(name, traceparent, now, {"millrace.tokens": num_tokens}, server=True)
-            self._live[id] = _Attempt(route, traceparent, now, span)
+            self._live[id] = _AttemptSpans(route, traceparent, now, span)
 
     def waits_for_pages(self, id: RequestId) -> None:
         if (attempt := self._live.get(id)) is not None:
@@ -88,7 +88,7 @@ class WorkerSpans:
             self.end(id, "the worker stopped")
         self._tracer.close()
 
-    def _prefilled(self, output: SequenceOutput, attempt: _Attempt, now: float) -> None:
+    def _prefilled(self, output: SequenceOutput, attempt: _AttemptSpans, now: float) -> None:
         queue = self._tracer.begin("queue", attempt.span.traceparent, attempt.began)
         queue.end(attempt.began + output.queued_s)
         attempt.answered = True
@@ -99,12 +99,12 @@ class WorkerSpans:
         else:
             attempt.span = Span("")  # nothing follows on a prefill worker
 
-    def _decode(self, attempt: _Attempt, now: float) -> None:
+    def _decode(self, attempt: _AttemptSpans, now: float) -> None:
         attempt.span = self._tracer.begin("decode", attempt.parent, now, server=True)
         attempt.answered = True
 
 
-def _end_queue(attempt: _Attempt, now: float) -> None:
+def _end_queue(attempt: _AttemptSpans, now: float) -> None:
     if attempt.queue is not None:
         attempt.queue.end(now)
         attempt.queue = None
