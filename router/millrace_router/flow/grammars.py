@@ -71,7 +71,7 @@ class Turns:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _GrammarCheck:
     task: asyncio.Task[str]
     given_up: threading.Event
     waiting: int = 0
@@ -82,7 +82,7 @@ class RequestGrammars:
         self._checker = Checker(PROCESSES)
         self._threads = ThreadPoolExecutor(PROCESSES, "grammar")
         self._turns = Turns(PROCESSES, MAX_WAITING)
-        self._jobs: dict[bytes, _Job] = {}
+        self._jobs: dict[bytes, _GrammarCheck] = {}
         self._problems: OrderedDict[bytes, str] = OrderedDict()  # empty: none
 
     async def settle(self, ask: Ask, token_of: Callable[[str], int | None], tenant: str) -> Ask:
@@ -138,9 +138,9 @@ class RequestGrammars:
                 job.task.cancel()
                 del self._jobs[key]
 
-    def _begin(self, key: bytes, kind: str, text: str, tenant: str) -> _Job:
+    def _begin(self, key: bytes, kind: str, text: str, tenant: str) -> _GrammarCheck:
         given_up = threading.Event()
-        job = _Job(asyncio.create_task(self._compile(kind, text, tenant, given_up)), given_up)
+        job = _GrammarCheck(asyncio.create_task(self._compile(kind, text, tenant, given_up)), given_up)
         self._jobs[key] = job
 
         def over(task: asyncio.Task[str]) -> None:
