@@ -84,7 +84,7 @@ class CallReader(ABC):
         return ""
 
 
-class _State(enum.Enum):
+class _CallState(enum.Enum):
     TEXT = enum.auto()
     BETWEEN = enum.auto()  # calls
     CALL = enum.auto()
@@ -97,7 +97,7 @@ class CallParser:
 
     def __init__(self, marks: ListMarks, reader: Callable[[], CallReader], offer: Offer) -> None:
         self._marks, self._new_reader, self._certain = marks, reader, offer.certain
-        self._state = _State.TEXT
+        self._state = _CallState.TEXT
         self._scanner = Scanner()
         self._space = ""  # between calls: belongs to the text if more than white space comes
         self._index = -1
@@ -110,7 +110,7 @@ class CallParser:
     @property
     def called(self) -> bool:
         """A call has ended."""
-        return self._index > 0 or (self._index == 0 and not (self._state is _State.CALL and self._told))
+        return self._index > 0 or (self._index == 0 and not (self._state is _CallState.CALL and self._told))
 
     def push(self, text: str, last: bool = False, cut: bool = False) -> list[str | CallDelta]:
         """`last`: the text ends here, `cut`: by its length, so that a call may be unfinished."""
@@ -119,7 +119,7 @@ class CallParser:
             pass
         if last:
             self._end(cut)
-        elif self._state is _State.CALL and self._begun:
+        elif self._state is _CallState.CALL and self._begun:
             self._tell()
         self._place_text()
         parts, self._parts = self._parts, []
@@ -128,13 +128,13 @@ class CallParser:
     def _end(self, cut: bool) -> None:
         rest = self._scanner.rest()
         match self._state:
-            case _State.TEXT:
+            case _CallState.TEXT:
                 self._text.append(rest)
-            case _State.BETWEEN:
+            case _CallState.BETWEEN:
                 self._between(rest, closed=True)
-            case _State.CALL if cut and not self._reader.broken and self._reader.cut():
+            case _CallState.CALL if cut and not self._reader.broken and self._reader.cut():
                 self._tell()  # without `rest`, the beginning of a mark
-            case _State.CALL:
+            case _CallState.CALL:
                 self._read(rest)
                 self._close("")
 
@@ -142,13 +142,13 @@ class CallParser:
         """Parse a piece of the text. False: more text is needed."""
         marks = self._marks
         match self._state:
-            case _State.TEXT:
+            case _CallState.TEXT:
                 before, found = self._scanner.until(*marks.opens)
                 self._text.append(before)
-            case _State.BETWEEN:
+            case _CallState.BETWEEN:
                 before, found = self._scanner.until(marks.call, marks.closes, *marks.opens)
                 self._between(before, closed=bool(found))
-            case _State.CALL:
+            case _CallState.CALL:
                 before, found = self._scanner.until(marks.call_end, marks.call, marks.closes, *marks.opens)
                 self._read(before)
                 if found:
@@ -156,8 +156,8 @@ class CallParser:
         if found == marks.call:
             self._reader, self._raw, self._told = self._new_reader(), [], False
         if found:
-            states = {marks.call: _State.CALL, marks.closes: _State.TEXT}
-            self._state = states.get(found, _State.BETWEEN)
+            states = {marks.call: _CallState.CALL, marks.closes: _CallState.TEXT}
+            self._state = states.get(found, _CallState.BETWEEN)
         return bool(found)
 
     def _read(self, text: str) -> None:

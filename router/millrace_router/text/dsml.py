@@ -34,7 +34,7 @@ _ATTRIBUTE = re.compile(r"""\s+(\w+)=(?:"([^"\n｜]*)"|'([^'\n｜]*)')""")
 _TAG = re.compile(rf"(?:{_ATTRIBUTE.pattern})*\s*>")
 
 
-class _State(enum.Enum):
+class _DsmlState(enum.Enum):
     HEAD = enum.auto()
     PARAMETERS = enum.auto()  # between them
     TAG = enum.auto()  # attributes of a parameter
@@ -46,7 +46,7 @@ class DsmlCall(CallReader):
     def __init__(self, offer: Offer) -> None:
         super().__init__()
         self._offer = offer
-        self._state = _State.HEAD
+        self._state = _DsmlState.HEAD
         self._scanner = Scanner()
         self._seen: set[str] = set()  # names of parameters
         self._member = ""  # the beginning of a JSON parameter in the object
@@ -59,13 +59,13 @@ class DsmlCall(CallReader):
             pass
 
     def close(self, marked: bool) -> bool:
-        whole = marked and not self.broken and self._state is _State.PARAMETERS and not self._scanner.text.strip()
+        whole = marked and not self.broken and self._state is _DsmlState.PARAMETERS and not self._scanner.text.strip()
         if whole:
             self.pieces.append("}" if self._seen else NONE)
         return whole
 
     def cut(self) -> bool:
-        if self._state is _State.JSON:
+        if self._state is _DsmlState.JSON:
             value = "".join(self._value).lstrip()
             if not may_become_object('{"": ' + value):
                 return False
@@ -78,21 +78,21 @@ class DsmlCall(CallReader):
     def _step(self) -> bool:
         """Read a piece. False: more text is needed, or nothing helps."""
         match self._state:
-            case _State.HEAD:
+            case _DsmlState.HEAD:
                 return self._read_head()
-            case _State.PARAMETERS:
+            case _DsmlState.PARAMETERS:
                 text = self._scanner.text.lstrip()
                 if text.startswith(PARAMETER):
                     self._raw = [PARAMETER]
                     self._scanner.text = text[len(PARAMETER) :]
-                    return self._go(_State.TAG)
+                    return self._go(_DsmlState.TAG)
                 return self._break(not PARAMETER.startswith(text))
-            case _State.TAG:
+            case _DsmlState.TAG:
                 return self._read_tag()
             case _:
                 return self._read_value()
 
-    def _go(self, state: _State) -> bool:
+    def _go(self, state: _DsmlState) -> bool:
         self._state = state
         return True
 
@@ -116,30 +116,30 @@ class DsmlCall(CallReader):
         if attributes.keys() != {"name"} or name not in self._offer.names:
             return self._break(True)
         self.name = name
-        return self._go(_State.PARAMETERS)
+        return self._go(_DsmlState.PARAMETERS)
 
     def _read_tag(self) -> bool:
         if (attributes := self._attributes()) is None:
             return False
-        state = {"true": _State.STRING, "false": _State.JSON}.get(attributes.get("string", ""))
+        state = {"true": _DsmlState.STRING, "false": _DsmlState.JSON}.get(attributes.get("string", ""))
         if attributes.keys() != {"name", "string"} or state is None or attributes["name"] in self._seen:
             return self._break(True)
         self._member = f"{', ' if self._seen else '{'}{_quoted(attributes['name'])}: "
         self._seen.add(attributes["name"])
-        if state is _State.STRING:
+        if state is _DsmlState.STRING:
             self._told(f'{self._member}"')
         return self._go(state)
 
     def _read_value(self) -> bool:
         before, found = self._scanner.until(PARAMETER_END, PARAMETER)
-        if self._state is _State.STRING:
+        if self._state is _DsmlState.STRING:
             self._told(_quoted(before)[1:-1])
         else:
             self._raw.append(before)
             self._value.append(before)
-        if found == PARAMETER_END and self._state is _State.STRING:
+        if found == PARAMETER_END and self._state is _DsmlState.STRING:
             self._told('"')
-            return self._go(_State.PARAMETERS)
+            return self._go(_DsmlState.PARAMETERS)
         self._raw.append(found)
         return self._read_json() if found == PARAMETER_END else self._break(bool(found))
 
@@ -150,7 +150,7 @@ class DsmlCall(CallReader):
         if not valid:
             return self._break(True)
         self._told(self._member + text)
-        return self._go(_State.PARAMETERS)
+        return self._go(_DsmlState.PARAMETERS)
 
     def _told(self, piece: str) -> None:
         self.pieces.append(piece)
