@@ -6,6 +6,7 @@ Everything is read with `ast`; nothing is imported.
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import re
 from collections.abc import Iterable, Iterator
@@ -383,6 +384,17 @@ def test_functions_are_short() -> None:
                 if length > MAX_FUNCTION:
                     long[f"{module.path.relative_to(ROOT)}:{node.name}"] = length
     assert long == {}, f"limit {MAX_FUNCTION}"
+
+
+def test_names_of_classes_are_unique_in_the_product() -> None:
+    """A class name says what the class is without its module."""
+    found = collections.defaultdict(list)
+    for module in modules():
+        if not module.name.startswith("millrace_bench"):
+            for node in module.nodes:
+                if isinstance(node, ast.ClassDef):
+                    found[node.name].append(module.name)
+    assert {name: where for name, where in found.items() if len(where) > 1} == {}
 
 
 def test_top_level_folders_are_not_packages() -> None:
