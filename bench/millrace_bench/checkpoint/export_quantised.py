@@ -63,7 +63,7 @@ def export(source: Path, target: Path, form: str = "fp8", max_shard_bytes: int =
     """Makes the folder `target`, or leaves nothing behind.
 
     Raises:
-        ConfigError, CheckpointError: `source` cannot be quantised; a message about weights names the tensor.
+        ModelConfigError, CheckpointError: `source` cannot be quantised; a message about weights names the tensor.
         FileExistsError: `target` exists.
         OSError: reading or writing failed.
     """

@@ -41,7 +41,7 @@ class EngineBackend:
         keep_quantised: bool | None = None,
         form: str = "",
     ) -> None:
-        """ValueError (ConfigError, CheckpointError) for a checkpoint that cannot be used.
+        """ValueError (ModelConfigError, CheckpointError) for a checkpoint that cannot be used.
 
         Args:
             keep_quantised: as load_model has it.

@@ -132,8 +132,8 @@ class ModelConfig(BaseModel):
 
     @classmethod
     def load(cls, directory: str | Path) -> ModelConfig:
-        """An answer ends at every token that one of the folder's files names as an end. Raises ConfigError, which names
-        the file.
+        """An answer ends at every token that one of the folder's files names as an end. Raises ModelConfigError,
+        which names the file.
         """
         path, modelopt = Path(directory) / CONFIG_FILE, Path(directory) / MODELOPT_FILE
         if modelopt.exists():

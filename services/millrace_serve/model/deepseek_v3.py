@@ -176,7 +176,7 @@ def load_model(
         experts: None: `LocalExperts`, or `GatherExperts` for several replicas.
 
     Raises:
-        ConfigError: config.json is unusable.
+        ModelConfigError: config.json is unusable.
         CheckpointError: the tensors are not those that config.json describes.
         ValueError: the config does not divide by `dims`.
     """

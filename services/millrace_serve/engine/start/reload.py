@@ -22,7 +22,7 @@ def load(site: Site, model: DeepseekV3, runner: TorchRunner, path: Path, check: 
     Args:
         check: only look at the headers, and return "".
     Raises:
-        ConfigError, ValueError: the checkpoint cannot take the place of the present one.
+        ModelConfigError, ValueError: the checkpoint cannot take the place of the present one.
         CheckpointError: likewise; without `check` some weights may be the new ones already.
     """
     _check(site, path)

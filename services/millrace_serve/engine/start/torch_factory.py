@@ -88,7 +88,7 @@ def load_rank(
         model: one that is there already, in the place of what `path` holds.
         address: at which ranks of other hosts reach this one.
     Raises:
-        ConfigError, CheckpointError: the checkpoint cannot be used.
+        ModelConfigError, CheckpointError: the checkpoint cannot be used.
         ValueError: max_model_len, draft_tokens, spare_experts, exchange or attention asks for what the model, the ranks
             or the device cannot give, or the model does not divide by `dims`.
         OverCommitted: there is too little memory.
