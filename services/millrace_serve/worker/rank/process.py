@@ -182,7 +182,7 @@ def _context(parts: Parts, rank: int) -> int:
 
 
 def _add_disk_tier(parts: Parts, config: WorkerConfig) -> None:
-    """Raises Refused when the folder or the secret cannot be used."""
+    """Raises StartRefused when the folder or the secret cannot be used."""
     limits, layout = config.limits, parts.pool.layout
     if parts.engine is None or limits.disk_cache is None:
         return
