@@ -91,6 +91,10 @@ format: setup ## Format the code and fix what can be fixed
 dashboards: setup ## Write the chart's dashboards and alerts (ARGS="--ttft 2" for another limit)
 	@PYTHONPATH=helm $(BIN)/python -m millrace_dashboards $(ARGS)
 
+.PHONY: pictures
+pictures: setup stubs $(PROMETHEUS) ## Record a local cluster for five minutes and draw every dashboard into docs/figures
+	@PYTHONPATH=tests:helm $(BIN)/python -m millrace_testing.pictures $(ARGS)
+
 .PHONY: golden
 golden: setup stubs ## Write the chart's values.schema.json and the renders of its presets in k8s/golden
 	@PYTHONPATH=helm $(BIN)/python -m millrace_chart

@@ -254,7 +254,7 @@ async def panels_have_data(prometheus: Prometheus) -> None:
     known = await prometheus.metrics()
     empty = {}
     for board in dashboards(THRESHOLDS):
-        for panel in (panel for row in board.rows for panel in row.panels if row.title != "gpus"):
+        for panel in (panel for row in board.rows for panel in row.panels if row.title != "GPUs"):
             for query in panel.queries:
                 if not await prometheus.query(as_grafana(query)):
                     empty[panel.title] = query.expr

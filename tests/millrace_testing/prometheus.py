@@ -108,6 +108,14 @@ class Prometheus:
         data = answer["data"]
         return data["result"] if data["resultType"] == "vector" else [{"value": data["result"]}]
 
+    async def range(self, expr: str, start: float, end: float, step_s: float) -> list[dict[str, Any]]:
+        """Series with their samples from `start` to `end`, Unix times."""
+        asked = {"query": expr, "start": start, "end": end, "step": step_s}
+        answer = (await self._http.post("api/v1/query_range", data=asked)).json()
+        assert answer["status"] == "success", f"{expr}: {answer.get('error')}"
+        series: list[dict[str, Any]] = answer["data"]["result"]
+        return series
+
     async def metrics(self) -> set[str]:
         """Names of all metrics that targets describe, also of those without a sample."""
         return set((await self._http.get("api/v1/metadata")).json()["data"])

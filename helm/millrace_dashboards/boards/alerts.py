@@ -6,6 +6,8 @@ from millrace_dashboards import alerts
 from millrace_dashboards.alert import WHERE, Alert, Thresholds
 from millrace_dashboards.grafana import CHOSEN, Dashboard, Panel, Query, Row
 
+TITLES = dict(zip(alerts.groups(), ("Service", "KV pages", "Processes", "GPUs"), strict=True))
+
 
 def board(t: Thresholds) -> Dashboard:
     return Dashboard(
@@ -13,7 +15,7 @@ def board(t: Thresholds) -> Dashboard:
         "Alerts",
         "Value and limit of every alert. Rules have no choice of pods, and so it has none.",
         tuple(
-            Row(name.removeprefix("millrace-"), tuple(_panel(alert) for alert in group))
+            Row(TITLES[name], tuple(_panel(alert) for alert in group))
             for name, group in alerts.groups(t, CHOSEN).items()
         ),
         variables=(),

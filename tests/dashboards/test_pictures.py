@@ -1,0 +1,121 @@
+"""The pictures of the guide: what is drawn from a recording, and that there is one of every board."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from millrace_dashboards import alerts
+from millrace_dashboards.alert import Alert
+from millrace_dashboards.boards import dashboards
+from millrace_dashboards.grafana import Dashboard, Panel, Query, Row
+from millrace_testing.paths import ROOT
+from millrace_testing.pictures.draw import NAMED, Painter, text
+from millrace_testing.pictures.record import Recording, queries, record
+from millrace_testing.prometheus import needs_prometheus
+
+FIGURES = ROOT / "docs" / "figures"
+URLS = [board.url.removeprefix("/d/") for board in dashboards(alerts.DEFAULTS)]
+START, STEP, COUNT = 1000.0, 2, 31
+RULES = {"Slow": Alert("Slow", "", "v", 5.0, unit="s"), "Bad": Alert("Bad", "", "v", 9.0, severity="critical")}
+
+
+def series(values: list[float], **labels: str) -> dict[str, Any]:
+    return {"metric": labels, "values": [[START + STEP * number, str(value)] for number, value in enumerate(values)]}
+
+
+def drawn(panel: Panel, answers: dict[str, list[dict[str, Any]]]) -> Figure:
+    board = Dashboard("b", "Board", "", (Row("Row", (panel,)),)).to_json(RULES, ())
+    nothing: dict[str, list[dict[str, Any]]] = {query: [] for query in queries([board])}
+    return Painter(Recording(START, START + STEP * (COUNT - 1), STEP, [board], nothing | answers)).draw(board)
+
+
+def words(figure: Figure) -> list[str]:
+    return [one.get_text() for one in figure.texts]
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "expected"),
+    [
+        (0.0123, "s", "12.3 ms"),
+        (0.00002, "s", "20 µs"),
+        (0.0, "s", "0 s"),
+        (90.0, "s", "90 s"),
+        (600.0, "s", "10 min"),
+        (0.05, "percentunit", "5 %"),
+        (1234.0, "ops", "1.23 k/s"),
+        (0.25, "reqps", "0.25 req/s"),
+        (5e9, "Bps", "5 GB/s"),
+        (12.0, "short", "12"),
+        (-24.0, "short", "-24"),
+        (300.0, "dateTimeFromNow", "5 min ago"),
+        (math.nan, "s", "-"),
+    ],
+)
+def test_values_are_written_with_their_unit(value: float, unit: str, expected: str) -> None:
+    assert text(value, unit) == expected
+
+
+def test_curves_have_limits_and_a_legend() -> None:
+    panel = Panel("P", "", "s", (Query("v", "{{pod}}"),), alerts=("Slow", "Bad"))
+    figure = drawn(panel, {"v": [series([1.0] * COUNT, pod="b"), series([2.0, 8.0], pod="a")]})
+    lines = {(to_hex(line.get_color()), line.get_ydata()[0]) for axes in figure.axes for line in axes.lines}
+    assert {(NAMED["orange"], 5.0), (NAMED["red"], 9.0)} <= lines
+    found = words(figure)
+    assert found.index("a") < found.index("b"), "in the order of their names"
+    assert found.count("8 s") == 2, "last and largest: there is nothing after it"
+
+
+@pytest.mark.parametrize(("value", "color"), [(1.0, "green"), (5.0, "orange"), (20.0, "red")])
+def test_a_number_has_the_color_of_its_limit(value: float, color: str) -> None:
+    panel = Panel("P", "", "s", (Query("v", "P"),), "stat", alerts=("Slow", "Bad"))
+    (number,) = [one for one in drawn(panel, {"v": [series([value])]}).texts if one.get_text() == f"{value:g} s"]
+    assert number.get_color() == NAMED[color]
+
+
+def test_a_list_of_starts() -> None:
+    end = START + STEP * (COUNT - 1)
+    panel = Panel("P", "", "dateTimeFromNow", (Query("v", "{{pod}}"),), "stat")
+    answer = [series([1000 * (end - age)] * COUNT, pod=pod) for pod, age in (("a", 60), ("b", 3600))]
+    assert {"a", "1 min ago", "b", "60 min ago"} <= set(words(drawn(panel, {"v": answer})))
+
+
+def test_buckets_are_drawn_as_what_is_in_them() -> None:
+    panel = Panel("P", "", "s", (Query("v", "{{le}}"),), "heatmap")
+    answer = [series([value] * COUNT, le=le) for le, value in (("+Inf", 9), ("0.1", 2), ("1", 9))]
+    (mesh,) = [mesh for axes in drawn(panel, {"v": answer}).axes for mesh in axes.collections]
+    assert mesh.get_array()[:, 0].tolist() == [2, 7]
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    panel = Panel("P", "", "s", (Query("v", "a"), Query("w", "b")), "bargauge")
+    figure = drawn(panel, {"v": [series([1.0])], "w": [series([4.0])]})
+    short, long = sorted(axes.get_position().width for axes in figure.axes if axes.patches)
+    assert long == pytest.approx(4 * short)
+
+
+def test_a_panel_without_data_says_so() -> None:
+    assert "No data" in words(drawn(Panel("P", "", "s", (Query("v", ""),)), {}))
+
+
+@pytest.mark.parametrize("name", URLS)
+def test_every_board_has_a_picture_in_the_guide(name: str) -> None:
+    """Small enough for a page with all of them."""
+    assert 10_000 < (FIGURES / f"{name}.png").stat().st_size < 200_000
+    assert re.search(rf"!\[[^]]+\]\(figures/{name}\.png\)", (ROOT / "docs" / "operations.md").read_text())
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+@needs_prometheus
+async def test_a_run_is_recorded(tmp_path: Path) -> None:
+    recording = await record(tmp_path, (10.0, 2.0, 2.0))
+    requests = [query for query in recording.answers if query.startswith("sum by (status) (rate(millrace_requests")]
+    assert requests and all(recording.answers[query] for query in requests)
+    for board in recording.boards:
+        Painter(recording).save(board, tmp_path / "picture.png")
