@@ -5,7 +5,7 @@ A dashboard is rows of panels; panels flow from left to right in a grid of 24 co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -85,7 +85,7 @@ class Panel:
         return defaults
 
 
-def steps(rules: Iterable[Alert]) -> list[Object]:
+def steps(rules: Sequence[Alert]) -> list[Object]:
     """Colours from each limit on. Either all rules are about values that are too high, or all about too low ones."""
     ordered = sorted((rule.limit or ABOVE_ZERO, COLORS[rule.severity]) for rule in rules)
     values, colors = [None, *(limit for limit, _ in ordered)], [color for _, color in ordered]
