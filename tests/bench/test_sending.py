@@ -39,7 +39,7 @@ class Answering:
         self.most = max(self.most, self.now)
         if self.now == self._together:
             self._met.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await self._met.wait()
         self.now -= 1
         sample.end = time.perf_counter()

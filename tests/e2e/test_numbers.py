@@ -160,7 +160,7 @@ async def call(ch: grpc.aio.Channel, method: Any, requests: list[Message], **opt
         try:
             for request in requests if method.client_streaming else ():
                 await stream.write(request)
-            answer = await asyncio.wait_for(stream.read(), 30)
+            answer = await asyncio.wait_for(stream.read(), 120)
             return None if answer is grpc.aio.EOF else answer
         finally:
             stream.cancel()
@@ -240,12 +240,12 @@ async def linked(ch: grpc.aio.Channel, method: Any, epoch: str, leaf: numbers.Pr
     stream = ch.stream_stream(path, type(message).SerializeToString, worker_pb2.LinkResponse.FromString)()
     try:
         await stream.write(type(message)(hello=worker_pb2.LinkHello(router_id=where, epoch=epoch)))
-        assert (await asyncio.wait_for(stream.read(), 30)).HasField("welcome")
+        assert (await asyncio.wait_for(stream.read(), 120)).HasField("welcome")
         await stream.write(message)
         if not message.HasField("submit"):
             return
         while True:
-            response = await asyncio.wait_for(stream.read(), 30)
+            response = await asyncio.wait_for(stream.read(), 120)
             assert response is not grpc.aio.EOF, f"{where}: the link ended"
             for output in response.outputs.outputs:
                 assert output.failure.reason not in FAULTS, f"{where}: {output.failure}"

@@ -47,7 +47,7 @@ async def ask_and_settle(client: Client, name: str, prompt: list[int]) -> list[i
     """The next request meets an idle decode worker, and the router knows that it is."""
     before = await decoded(client)
     tokens = await ask(client, name, prompt)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while await decoded(client) < before + len(tokens) - 1:  # perhaps without the first
             await asyncio.sleep(0.01)
     await client.wait_whole()
@@ -64,7 +64,7 @@ async def ask_and_report(client: Client, name: str, prompt: list[int], max_token
 
 async def reported(client: Client, prompt_tokens: int) -> int:
     """What prefill workers were given, once they report at least so many tokens."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while (found := await prompts_computed(client, PREFILL)) < prompt_tokens:
             await asyncio.sleep(0.01)
     return found
@@ -83,7 +83,7 @@ async def decision(client: Client, name: str) -> admin_pb2.PlacementDecision:
 
 async def placed(client: Client, name: str) -> str:
     """The way of a request that has only just been sent."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):  # NOT_FOUND
                 return (await decision(client, name)).way
@@ -139,7 +139,7 @@ async def test_a_client_that_leaves_frees_what_a_decode_worker_prefills() -> Non
             prompt, before = prompt_of(length), await decoded(client)
             task = asyncio.create_task(ask(client, f"left {length}", prompt, max_tokens))
             await _until_running(client)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while await decoded(client) < before + minimum:
                     await asyncio.sleep(0.01)
             assert not task.done()
@@ -151,7 +151,7 @@ async def test_a_client_that_leaves_frees_what_a_decode_worker_prefills() -> Non
 
 
 async def _until_running(client: Client) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while True:
             workers = (await client.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
             if any(w.info.role == DECODE and w.load.replicas[0].running for w in workers):
@@ -189,7 +189,7 @@ async def _until_known(
     client: Client, family: list[int], condition: Callable[[dict[str, int]], bool], flush: bool = False
 ) -> None:
     """Ask for one token after the family until the router knows what it should of the prefill workers."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         for number in itertools.count():
             if flush:
                 await client.wait_whole()

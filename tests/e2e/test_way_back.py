@@ -66,7 +66,7 @@ async def known_blocks(cluster: LocalCluster) -> int:
 
 async def until_known(client: Client, cluster: LocalCluster, at_decode: int) -> None:
     """Until the decode workers have so many pages in their caches, and the router knows all of them."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while True:
             workers = await client.wait_whole()
             blocks = {worker.address: await cached_blocks(worker.address) for worker in workers}

@@ -66,14 +66,14 @@ async def pages(worker: Worker, direction: str) -> float:
 
 
 async def until(worker: Worker, what: str, condition: Callable[[worker_pb2.ReplicaLoad], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition((await worker.load()).replicas[0]):
             assert worker.process.running, what
             await asyncio.sleep(0.02)
 
 
 async def until_counted(read: Callable[[], object], value: float) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while await read() < value:  # type: ignore[misc,operator]
             await asyncio.sleep(0.02)
 
@@ -257,7 +257,7 @@ async def test_what_happens_to_a_loan_that_was_offered(tmp_path: Path) -> None:
             await link.first(refused)
             link.abort(refused)
             await computed(prefill, link, r, BORROWED - PAGE)
-        assert await asyncio.wait_for(lender.process.wait(), 20) == 0
+        assert await asyncio.wait_for(lender.process.wait(), 120) == 0
         await prefill.whole()
 
 

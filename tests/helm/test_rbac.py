@@ -48,7 +48,7 @@ async def test_the_role_is_what_discovery_calls(objects: str) -> None:
         config = KubernetesConfig.model_validate({"objects": objects, "selector": "app=millrace", "api": server.url})
         source = kubernetes.KubernetesSource(config)
         source.start(Nobody())
-        await asyncio.wait_for(server.watched.wait(), 30)
+        await asyncio.wait_for(server.watched.wait(), 120)
         await source.stop()
     (role,) = of_kind(items, "Role")
     granted = {

@@ -73,7 +73,7 @@ async def test_workers_pairs_and_this_process(operate: Callable) -> None:
 async def test_the_drafts_of_workers(operate: Callable) -> None:
     made, http = await operate(FakeWorker(PREFILL), FakeWorker(DECODE))
     made.decodes[0].change(counts={"drafted": [10, 4], "accepted": [8, 1]})
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         while True:
             loads = [worker["load"]["replicas"][0] for worker in (await http.get("/workers")).json()["workers"]]
             if loads[1]["drafted"]:

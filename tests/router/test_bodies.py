@@ -47,7 +47,7 @@ def head(length: int, *headers: str, path: str = PATH) -> bytes:
 
 async def last_answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]]:
     """Of a connection that the router closes."""
-    said = await asyncio.wait_for(reader.read(), 10)
+    said = await asyncio.wait_for(reader.read(), 120)
     start, _, body = said.partition(b"\r\n\r\n")
     assert b"connection: close" in start, said
     return int(start.split()[1]), json.loads(body)["error"]
@@ -193,7 +193,7 @@ async def test_bodies_that_are_held_back_take_no_more_than_their_share(keyed: Cl
     assert status == 429 and "of one that are being received" in error["message"]
     assert (await keyed.http.post(PATH, json=POSTS[PATH], headers=KEY)).status_code == 200, "a short one has room"
     held[1].write(b" " * 100)
-    assert (await asyncio.wait_for(held[0].readline(), 10)).startswith(b"HTTP/1.1 200")
+    assert (await asyncio.wait_for(held[0].readline(), 120)).startswith(b"HTTP/1.1 200")
     assert bodies._held == 0
     for _, writer in (held, refused):
         writer.close()

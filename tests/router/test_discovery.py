@@ -42,7 +42,7 @@ class Heard:
         return sorted(target.address for target in self.targets)
 
     async def until(self, condition: object) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not condition():
                 self._news.clear()
                 await self._news.wait()

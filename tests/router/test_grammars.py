@@ -37,7 +37,7 @@ class Gate:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -71,7 +71,7 @@ async def test_tenants_take_turns() -> None:
     turns.give_back()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert order in (["b", "a", "b", "a", "a"], ["a", "b", "a", "b", "a"])
-    await asyncio.wait_for(turns.take("c"), 10)
+    await asyncio.wait_for(turns.take("c"), 120)
 
 
 async def test_a_tenants_line_is_bounded_and_holds_up_nobody_else() -> None:
@@ -86,7 +86,7 @@ async def test_a_tenants_line_is_bounded_and_holds_up_nobody_else() -> None:
     await asyncio.sleep(0)
     turns.give_back()
     turns.give_back()
-    await asyncio.wait_for(other, 10)
+    await asyncio.wait_for(other, 120)
     turns.give_back()
     await asyncio.gather(*waiting)
 

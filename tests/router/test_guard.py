@@ -91,7 +91,7 @@ async def test_a_tenant_that_is_gone_leaves_no_series(keyed: Cluster, tmp_path: 
     series = (await keyed.http.get(probe)).text
     assert 'tenant="one"' in series and 'tenant="two"' in series
     (tmp_path / "keys").write_text(json.dumps({"keys": [{"name": "two", "key": OTHER}]}))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while 'tenant="one"' in (series := (await keyed.http.get(probe)).text):
             await asyncio.sleep(0.1)
     assert 'tenant="two"' in series
@@ -155,7 +155,7 @@ async def test_headers_are_bounded(cluster: Callable) -> None:
     piece = b"a" * 4096
     for _ in range(MAX_HEAD_BYTES // len(piece) + 2):
         writer.write(piece)
-    assert b" 413 " in await asyncio.wait_for(reader.readline(), 10)
+    assert b" 413 " in await asyncio.wait_for(reader.readline(), 120)
     writer.close()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await made.stub.ListModels(inference_pb2.ListModelsRequest(), metadata=(("x-much", "a" * 100_000),))
@@ -208,7 +208,7 @@ async def test_a_rotation_cuts_no_stream(cluster: Callable, tmp_path: Path) -> N
 async def _until_loaded(made: Cluster, ca: object) -> None:
     """Until the files were loaded again, which handshakes make happen, and HTTPS shows them."""
     context = ssl.create_default_context(cafile=str(ca))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not made.metric("millrace_reloads_total", what="certificates", outcome="ok"):
             with contextlib.suppress(httpx.ConnectError):
                 async with httpx.AsyncClient(verify=context) as client:

@@ -45,7 +45,7 @@ async def hear(server: KubeServer) -> AsyncIterator[Callable]:
 
 
 async def settled(server: KubeServer, condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0.01)
 

@@ -65,7 +65,7 @@ def site(request: pytest.FixtureRequest, server: KubeServer, tmp_path: Path, mon
 
 
 async def settled(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0.01)
 

@@ -90,7 +90,7 @@ async def test_operators_are_told_of_it(cluster: Callable, monkeypatch: pytest.M
     monkeypatch.setattr(traffic, "PERIOD_S", 0.01)
     made: Cluster = await cluster(FakeWorker(UNIFIED))
     await made.generate([1, 2, 3])
-    async with httpx.AsyncClient(base_url=admin_url(made)) as http, asyncio.timeout(10):
+    async with httpx.AsyncClient(base_url=admin_url(made)) as http, asyncio.timeout(120):
         while True:
             router = (await http.get("/workers")).json()["router"]
             if router["recent"] and router["last_minutes"]["requests"]:

@@ -12,7 +12,7 @@ from millrace_rpc.health import NOT_SERVING, SERVING, UNKNOWN
 
 
 async def heard(call: grpc.aio.UnaryStreamCall) -> int:
-    return (await asyncio.wait_for(call.read(), 5)).status
+    return (await asyncio.wait_for(call.read(), 120)).status
 
 
 def watch(ch: grpc.aio.Channel, service: str = "") -> grpc.aio.UnaryStreamCall:

@@ -43,7 +43,7 @@ class Mirror:
 
     async def until(self, messages: Messages, sequences: dict[int, int]) -> None:
         while self.sequences != sequences:
-            self.take(await asyncio.wait_for(anext(messages), 5))
+            self.take(await asyncio.wait_for(anext(messages), 120))
 
 
 def apply(held: set[bytes], stored: Collection[bytes], removed: Collection[bytes]) -> None:
@@ -144,7 +144,7 @@ async def test_changes_that_cancel_out_still_advance_the_sequence() -> None:
 
 
 async def until_holds(call: Messages, mirror: Mirror, wanted: set[bytes]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not wanted <= mirror.blocks.get(0, set()):
             mirror.take(await call.read())
 
@@ -172,7 +172,7 @@ async def run(worker: Worker, role: str) -> None:
         second.cancel()
     await worker.whole(40)
     await worker.stub.FlushCache(worker_pb2.FlushCacheRequest())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while mirror.blocks[0]:
             mirror.take(await call.read())
     call.cancel()

@@ -31,7 +31,7 @@ async def test_prefixes_survive_a_restart(tmp_path: Path) -> None:
                 await link.finish(asked)
                 assert link.tokens(asked) == expected(prompt, 3)
                 assert link.of(asked)[0].cached_tokens == cached
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while not blocks <= {file.name for file in folder.rglob("*")}:
                     await asyncio.sleep(0.02)
             await worker.whole()

@@ -32,7 +32,7 @@ async def test_a_decode_worker_reads_from_the_new_address(tmp_path: Path) -> Non
             await prefill.start()
             await prefill.ready()
             dns.addresses["prefill.test"] = address
-            async with FakePair(prefill, decode) as pair, asyncio.timeout(20):
+            async with FakePair(prefill, decode) as pair, asyncio.timeout(120):
                 pair.source.address = dns.target("prefill.test", port)
                 one = pair.submit(request(prompt))
                 end = await pair.to_decode.finish(one)

@@ -99,7 +99,7 @@ async def test_a_report_that_cannot_be_handled_ends_the_worker(
     rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
     rank.send(FromRank(0, Events()))
     rank.send(FromRank(0, Events()))
-    assert "rank 0: AssertionError: illegal transition" in await asyncio.wait_for(lost, 20)
+    assert "rank 0: AssertionError: illegal transition" in await asyncio.wait_for(lost, 120)
     await asyncio.wait({starting})
     assert "illegal transition" in str(starting.exception())
 
@@ -117,10 +117,10 @@ async def test_a_rank_that_hangs_ends_the_worker(
     rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
     rank.send(FromRank(0, ready(config, f"ipc://{tmp_path}/rank")))
     assert not ranks.busy
-    await asyncio.wait_for(starting, 20)
+    await asyncio.wait_for(starting, 120)
     for doing in ("a profile", ""):
         rank.send(FromRank(0, Pulse(marks=5, waiting=False, launched=3, limit_s=0.3, doing=doing)))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while ranks.busy != bool(doing):
                 await asyncio.sleep(0.01)
     asking = asyncio.create_task(ranks.freeze_gc())
@@ -147,7 +147,7 @@ async def test_ranks_that_end_before_they_answer_leave_no_question_to_the_next_o
         rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
         inbox: Receiver[ToEngine] = Receiver(context, f"ipc://{tmp_path}/{name}", ToEngine)
         rank.send(FromRank(0, ready(config, inbox.endpoint)))
-        await asyncio.wait_for(starting, 20)
+        await asyncio.wait_for(starting, 120)
         return inbox, rank
 
     first, _ = await start("first")
@@ -155,7 +155,7 @@ async def test_ranks_that_end_before_they_answer_leave_no_question_to_the_next_o
     await asyncio.sleep(0)
     assert first.receive(20) == [FreezeGc()]
     await ranks.stop(0)
-    assert asking in (await asyncio.wait({asking}, timeout=20))[0]
+    assert asking in (await asyncio.wait({asking}, timeout=120))[0]
     with pytest.raises(MillraceError, match="ended before they answered"):
         asking.result()
     with pytest.raises(MillraceError, match="the ranks are not up"):  # or a profile would run that nobody makes
@@ -166,7 +166,7 @@ async def test_ranks_that_end_before_they_answer_leave_no_question_to_the_next_o
     await asyncio.sleep(0)
     assert second.receive(20) == [FreezeGc()]
     rank.send(FromRank(0, GcFrozen(7)))
-    assert await asyncio.wait_for(asking, 20) == [7]
+    assert await asyncio.wait_for(asking, 120) == [7]
 
 
 async def test_answers_are_in_the_order_of_ranks(
@@ -179,12 +179,12 @@ async def test_answers_are_in_the_order_of_ranks(
     frontend: Sender[FromRank] = Sender(context, await launcher.endpoint)
     for rank in (1, 0):
         frontend.send(FromRank(rank, ready(config, f"ipc://{tmp_path}/rank{rank}")))
-    await asyncio.wait_for(starting, 20)
+    await asyncio.wait_for(starting, 120)
     asking = asyncio.create_task(ranks.set_weights(SetWeights("/x", "v")))
     await asyncio.sleep(0)
     for rank, error in ((0, ""), (1, "no such file")):
         frontend.send(FromRank(rank, WeightsSet(sim_layout(config.limits, config.sim), error)))
-    assert await asyncio.wait_for(asking, 20) == "rank 1: no such file"
+    assert await asyncio.wait_for(asking, 120) == "rank 1: no such file"
 
 
 async def test_what_nobody_asked_for_is_dropped_and_counted(
@@ -199,7 +199,7 @@ async def test_what_nobody_asked_for_is_dropped_and_counted(
     rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
     first, second = (Receiver[ToEngine](context, f"ipc://{tmp_path}/{name}", ToEngine) for name in ("first", "second"))
     rank.send(FromRank(0, ready(config, first.endpoint)))
-    await asyncio.wait_for(starting, 20)
+    await asyncio.wait_for(starting, 120)
     for stray in (
         FromRank(1, RankFailed("of no rank")),
         FromRank(-1, RankFailed("of no rank")),
@@ -210,13 +210,13 @@ async def test_what_nobody_asked_for_is_dropped_and_counted(
     ):
         rank.send(stray)  # type: ignore[arg-type]
     rank.send(FromRank(0, Events()))
-    assert await asyncio.wait_for(reports.get(), 20) == Events()
+    assert await asyncio.wait_for(reports.get(), 120) == Events()
     assert strays == ["RankFailed", "RankFailed", "RankReady", "GcFrozen", "undecodable", "undecodable"] and not lost
     asking = asyncio.create_task(ranks.freeze_gc())
     await asyncio.sleep(0)
     assert first.receive(20) == [FreezeGc()] and second.receive() == []
     rank.send(FromRank(0, GcFrozen(7)))
-    assert await asyncio.wait_for(asking, 20) == [7]
+    assert await asyncio.wait_for(asking, 120) == [7]
 
 
 async def test_a_rank_that_is_lost_between_two_warm_up_requests_ends_the_start() -> None:
@@ -228,7 +228,7 @@ async def test_a_rank_that_is_lost_between_two_warm_up_requests_ends_the_start()
     living = asyncio.create_task(worker_main._live(frontend, asyncio.Event(), ""))
     await asyncio.sleep(0)
     frontend.lost.set_result("rank 1 ended (signal 9)")
-    assert await asyncio.wait_for(living, 20) == (1, "could not start: rank 1 ended (signal 9)")
+    assert await asyncio.wait_for(living, 120) == (1, "could not start: rank 1 ended (signal 9)")
 
 
 async def test_ranks_may_be_stopped_by_two_at_once() -> None:
@@ -244,7 +244,7 @@ async def test_ranks_may_be_stopped_by_two_at_once() -> None:
     launcher._processes, launcher._ends = [rank], [end]
     end.set_result(None)
     await launcher.stop(20)
-    await asyncio.wait_for(stops[0], 20)
+    await asyncio.wait_for(stops[0], 120)
 
 
 def test_an_announcement_is_with_the_frontend_before_the_work_begins() -> None:
@@ -268,10 +268,10 @@ def test_an_announcement_is_with_the_frontend_before_the_work_begins() -> None:
 def test_pulses_come_by_themselves_and_say_how_far_the_rank_is() -> None:
     progress, pulses = Progress(), queue.Queue[Pulse]()
     with PulseThread(progress, pulses.put):
-        assert pulses.get(timeout=20).waiting
+        assert pulses.get(timeout=120).waiting
         with progress.waits():
             pass
-        while (pulse := pulses.get(timeout=20)).marks < 2:
+        while (pulse := pulses.get(timeout=120)).marks < 2:
             pass
         assert (pulse.marks, pulse.waiting, pulse.limit_s) == (2, False, LEAST_S)
 
@@ -283,7 +283,7 @@ def test_a_rank_that_comes_no_further_writes_its_stacks_once(caplog: pytest.LogC
 
     def few_pulses() -> None:
         for _ in range(pulses.qsize() + 3):
-            pulses.get(timeout=20)
+            pulses.get(timeout=120)
 
     with PulseThread(progress, pulses.put, lambda: written.put(caplog.messages[-1])):
         few_pulses()
@@ -291,7 +291,7 @@ def test_a_rank_that_comes_no_further_writes_its_stacks_once(caplog: pytest.LogC
             few_pulses()
         assert written.empty()
         for _ in range(2):
-            assert "no step has ended" in written.get(timeout=20)
+            assert "no step has ended" in written.get(timeout=120)
             few_pulses()
             assert written.empty()
             with progress.waits():

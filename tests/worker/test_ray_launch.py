@@ -114,7 +114,7 @@ async def test_ranks_as_actors_over_tcp(fake_ray: list[str]) -> None:
             finished.set()
 
     ranks = Ranks(config, launcher, on_report, lost.append)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await ranks.start()
         assert ranks.info is not None
         for endpoint, said in (
@@ -176,7 +176,7 @@ async def test_who_waits_for_pods_says_so(
     joined = asyncio.Event()
     with caplog.at_level(logging.WARNING):
         waiting = asyncio.create_task(ray_launch._placed(types.SimpleNamespace(ready=joined.wait), 16))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while not caplog.messages:
                 await asyncio.sleep(0.01)
             assert caplog.messages[0] == "waiting for pods: Ray has 1, too few for 16 ranks" and not waiting.done()

@@ -202,7 +202,7 @@ async def test_sleep_ends_leases_and_waits_for_none(tmp_path: Path) -> None:
             await link.first(one)
             await do(worker, "pause")
             assert (await worker.load()).replicas[0].exporting == 1
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 await do(worker, "sleep")
         await do(worker, "wake")
         await do(worker, "resume")
@@ -654,7 +654,7 @@ async def test_pages_in_the_tiers_are_of_one_version(
             assert await answers(worker, cached) == references[reference]
             folders = {folder.name for folder in (tmp_path / "kv").iterdir()}
             assert (await worker.info()).layout.fingerprint in folders
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while (await worker.load()).replicas[0].host_pages_used < 4:
                     await asyncio.sleep(0.02)
 
