@@ -9,7 +9,7 @@ import pytest
 from millrace_router.edge.http_answers import event
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import Delta
-from millrace_router.openai.answers import Shape
+from millrace_router.openai.answers import AnswerShape
 from millrace_router.text.message import Said
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_testing import paths
@@ -30,7 +30,7 @@ def test_an_event_has_one_line_of_data() -> None:
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_chunk_has_one_line_of_data(chat: bool) -> None:
     answer = Answer("", "".join(BREAKS), 1, False, None)  # type: ignore[arg-type]
-    shape, text = Shape(chat, answer, Tokenizer.load(paths.TINY), False), "x".join(BREAKS)
+    shape, text = AnswerShape(chat, answer, Tokenizer.load(paths.TINY), False), "x".join(BREAKS)
     told = data(shape.push(Delta(0, Said("", text), [5], [], 0, 1, 0, 0, 0, True)))
     assert isinstance(told, dict)
     (choice,) = told["choices"]

@@ -143,7 +143,7 @@ RESILIENCE = Row(
         ),
         Panel(
             "Ejections",
-            "For failures in a row, for failing more often than the peers, or for being slower.",
+            "For failures in a row.",
             "ops",
             (Query(total(VIEW.rate("ejections"), "role", "why"), "{{role}} {{why}}"),),
         ),

@@ -88,7 +88,12 @@ def one_line(value: Any) -> bytes:
 
     Server-sent events end no line at them. Clients do that read lines of text (httpx's `iter_lines`, `str.splitlines`).
     """
-    return LINE_BREAKS.sub(lambda found: f"\\u{ord(found[0].decode()):04x}".encode(), msgspec.json.encode(value))
+    data = msgspec.json.encode(value)
+    return data if data.isascii() else LINE_BREAKS.sub(_escaped, data)
+
+
+def _escaped(found: re.Match[bytes]) -> bytes:
+    return f"\\u{ord(found[0].decode()):04x}".encode()
 
 
 async def on_error(request: Request, error: Exception) -> Response:
