@@ -38,7 +38,7 @@ def test_no_result_of_the_readme_is_typed() -> None:
 
 # Measured beside changes that were not committed, and not measured again yet.
 BEFORE_A_COMMIT = {
-    "cpu/chaos-throttled-all",
+    "cpu/chaos-throttled-all", "cpu/router-tls", "cpu/router-tls-sim",
     "h200/drafts-tp8",
     "h200/eval-drafts", "h200/ranks-overlap", "h200/ranks-third", "h200/tiers",
 }  # fmt: skip

@@ -346,7 +346,7 @@ def test_products_are_tuned_beside_deep_gemm(monkeypatch: pytest.MonkeyPatch) ->
         return fp8_linear(x, weight, out_dtype)
 
     triton_interpreter.install()
-    ours, us = tune_mid.Config(32, 64, 1, 4, 2), iter((30.0, 20.0, 10.0))
+    ours, us = tune_mid.Fp8LinearConfig(32, 64, 1, 4, 2), iter((30.0, 20.0, 10.0))
     monkeypatch.setattr(tune_mid, "CUDA", CPU)
     monkeypatch.setattr(tune_mid, "COLD_BYTES", 0)
     monkeypatch.setattr(tune_mid, "STEP", 2)

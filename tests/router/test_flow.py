@@ -291,9 +291,18 @@ def test_what_a_worker_began_waits_longer_than_a_first_token_may() -> None:
     one.assign(BOTH, 3.0)
     one.output(Leg.PREFILL, out(0, 5), 4.0)
     one.leg_failed(Leg.DECODE, MillraceError(Reason.WORKER_LOST, "gone"), 5.0)
-    assert one.stage is Stage.QUEUED and one.expires == 5.0 + limits.prefill
+    assert one.stage is Stage.QUEUED and one.expires == 5.0 + limits.queue
+    assert one.tick(5.0 + limits.queue, routable=True) == () and one.expires == 5.0 + limits.prefill
     one.tick(5.0 + limits.prefill, routable=True)
-    assert one.error is not None and one.error.reason is Reason.WORKER_LOST
+    assert one.stage is Stage.FAILED and one.error is not None and one.error.reason is Reason.WORKER_LOST
+
+
+def test_what_a_worker_began_ends_as_a_first_token_does_when_no_worker_is_left() -> None:
+    one, limits = flow(), Timeouts()
+    one.assign(BOTH, 1.0)
+    one.leg_failed(Leg.DECODE, MillraceError(Reason.WORKER_LOST, "gone"), 5.0)
+    one.tick(5.0 + limits.queue, routable=False)
+    assert one.stage is Stage.FAILED
 
 
 def test_progress_moves_the_stall_limit() -> None:

@@ -113,7 +113,7 @@ class Flow:
     max_attempts: int
     deadline: float | None  # all times on the event loop's clock
     progress: float  # when the stage began or last moved
-    queue_s: float  # how long the first wait may take
+    queue_s: float  # how long a wait in the queue may take
     wants_logprobs: bool = True
     stage: Stage = Stage.QUEUED
     attempt: int = -1  # of the latest submit
@@ -148,18 +148,12 @@ class Flow:
     def expires(self) -> float:
         """The time of the next `tick`."""
         limit = {
-            Stage.QUEUED: self._queue_limit(),
+            Stage.QUEUED: self.queue_s,
             Stage.PREFILL: self.timeouts.prefill,
             Stage.HANDOVER: self.timeouts.handover,
             Stage.DECODE: self.timeouts.stall,
         }[self.stage]
         return self.progress + limit if self.deadline is None else min(self.progress + limit, self.deadline)
-
-    def _queue_limit(self) -> float:
-        """Seconds. What a worker began is not given up as soon as a first token: a client may have read a part."""
-        if self.tries > 0:
-            return max(self.timeouts.queue, self.timeouts.prefill)
-        return self.queue_s if self.attempt < 0 else self.timeouts.queue
 
     @property
     def waits(self) -> bool:
@@ -244,6 +238,9 @@ class Flow:
             error = MillraceError(Reason.DEADLINE_EXCEEDED, f"the deadline passed in stage {self.stage}")
             return self._end(Stage.FAILED, "deadline", error=error)
         if self.stage is Stage.QUEUED:
+            if routable and self.tries > 0 and now < self.progress + self.timeouts.prefill:
+                self.queue_s = self.timeouts.prefill  # a client may have read a part of what a worker began
+                return NOTHING
             return self._end(Stage.FAILED, "queue timeout", error=self.error or _no_room(routable))
         if self.waits:
             self.progress = now
@@ -300,6 +297,7 @@ class Flow:
             return (*self._end(Stage.FAILED, str(error.reason), error=last), blamed)
         aborts = self._abort_open(str(error.reason))
         self._move(Stage.QUEUED, now)
+        self.queue_s = self.timeouts.queue
         return (*aborts, blamed, Retry(error.reason, pause, refused))
 
     def _culprits(self) -> frozenset[Leg]:
