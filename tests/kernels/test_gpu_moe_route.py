@@ -26,7 +26,7 @@ def test_few_tokens_go_where_many_would(
     experts = held_ids(experts, first, held - shared)
     scales = torch.rand(56, num, generator=generator, device=CUDA).t()
 
-    def route() -> tuple[moe_route.Route, moe_route.Blocks]:
+    def route() -> tuple[moe_route.ExpertRoute, moe_route.Blocks]:
         plan, blocks = moe_route.route(experts, held, shared, 32, gather=True, scales=scales)
         assert blocks is not None
         return plan, blocks
