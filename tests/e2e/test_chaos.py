@@ -44,9 +44,10 @@ async def test_nothing_wrong_comes_out_of_a_system_that_breaks(tmp_path: Path) -
 
 
 async def test_an_overloaded_system_that_breaks_loses_nothing_and_blames_nobody_healthy(tmp_path: Path) -> None:
-    report = await overload(tmp_path, minutes=1.0, seed=2)
+    """Four times, because other tests may take half of the machine while the capacity is measured, and not later."""
+    report = await overload(tmp_path, minutes=1.0, seed=2, factors=(1.5, 4.0))
     assert not report.broken(), report.table()
-    assert [phase.factor for phase in report.phases] == [1.5, 2.0] and all(phase.kills for phase in report.phases)
+    assert [phase.factor for phase in report.phases] == [1.5, 4.0] and all(phase.kills for phase in report.phases)
     for phase in report.phases:
         row = phase.row()
         assert row["answered"] > 20 and row["computed"] >= row["answered"], row

@@ -122,7 +122,7 @@ class Report:
         rows = [phase.row() for phase in self.phases]
         bounds = ("lost", "wrong_or_hung", "computed_and_refused")
         counted = [f"at {row['factor']} times: {name} {row[name]}" for row in rows for name in bounds if row[name]]
-        unlimited = [f"at {row['factor']} times nothing was refused" for row in rows if not row["refused"]]
+        unlimited = [] if any(row["refused"] for row in rows) else ["nothing was refused: this was no overload"]
         return [*counted, *unlimited, *self.ejected, *self.alarms]
 
     def results(self) -> dict[str, Any]:
