@@ -85,7 +85,7 @@ def test_what_else_overload_must_not_do() -> None:
     assert report(wrong) == ["at 2.0 times: wrong_or_hung 1"]
     unlimited = phase(sent=1)
     unlimited.streams.seen.pop()
-    assert report(unlimited) == ["at 2.0 times nothing was refused"]
+    assert report(unlimited) == ["nothing was refused: this was no overload"]
 
 
 def test_whom_nobody_killed_is_ejected_in_vain() -> None:
