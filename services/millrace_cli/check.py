@@ -96,9 +96,10 @@ def _facts(model: ModelConfig, tokenizer: Tokenizer) -> str:
 
 
 def _table(found: Sequence[Layout]) -> Table:
-    table = Table("GPUs", "tp x dp", "GiB of weights", *GPUS, title="Tokens of KV of a replica, estimated", box=None)
+    title = "Tokens of KV of a replica, estimated; no: does not fit"
+    table = Table("GPUs", "tp x dp", "GiB of weights", *GPUS, title=title, box=None)
     for (tp, dp), line in itertools.groupby(found, key=lambda one: (one.tp, one.dp)):
         cells = list(line)
-        tokens = (f"{one.tokens:,}" if one.tokens else "does not fit" for one in cells)
+        tokens = (f"{one.tokens:,}" if one.tokens else "no" for one in cells)
         table.add_row(str(tp * dp), f"{tp} x {dp}", f"{cells[0].weights / GIB:.1f}", *tokens)
     return table
