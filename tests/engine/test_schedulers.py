@@ -381,6 +381,27 @@ def test_a_short_prompt_is_computed_beside_a_long_one_that_came_before(role, rou
     ]
 
 
+def test_a_prompt_that_replicas_share_keeps_no_tokens_of_a_step_for_itself(monkeypatch):
+    """It is computed in shared chunks only."""
+    driver = Driver(
+        Role.PREFILL, max_prefill_tokens=8, share_prompts=20, overlap=False, prefix_cache=False, num_pages=100
+    )
+    scheduler, planned = driver.engine._scheduler, []
+    monkeypatch.setattr(type(scheduler), "_take_shared", lambda self, plan: None)
+    take_chunks = scheduler._take_chunks
+
+    def taken(plan):
+        take_chunks(plan)
+        planned.append({chunk.seq.id.room: chunk.end - chunk.start for chunk in plan.chunks})
+
+    monkeypatch.setattr(scheduler, "_take_chunks", taken)
+    for prompts in ({1: 30}, {2: 4, 3: 4}):
+        for room, size in prompts.items():
+            driver.submit(request(room, [7] * size, Route.EXPORT, max_tokens=1))
+        driver.step()
+    assert {2: 4, 3: 4} in planned
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
 def test_abort_keeps_what_was_published_until_the_lease_ends(overlap, steps):
     driver = Driver(Role.PREFILL, overlap=overlap, max_prefill_tokens=4)

@@ -157,8 +157,9 @@ class Scheduler(abc.ABC):
         self._take_shared(plan)
 
     def _lasts(self, seq: Sequence) -> bool:
-        """Whether its prompt is far from its end: more than half of a step's tokens are left."""
-        return not seq.filling and len(seq.tokens) - seq.num_computed > self._chunk_tokens // 2
+        """Whether more than half of a step's tokens are left of its prompt, which this replica computes alone."""
+        left = len(seq.tokens) - seq.num_computed
+        return not seq.filling and not self._is_long(seq) and left > self._chunk_tokens // 2
 
     @abc.abstractmethod
     def _admit_head(self, seq: Sequence, budget: int) -> bool:
@@ -208,7 +209,8 @@ class Scheduler(abc.ABC):
 
     def _may_admit(self, budget: int) -> bool:
         """Whether the step has room for another prompt. One long prompt waits behind another one, not more."""
-        return budget > 0 and sum(map(self._lasts, self._prefilling)) < 2 and self.pages.has_slot()
+        long = sum(self._lasts(seq) or self._is_long(seq) for seq in self._prefilling)
+        return budget > 0 and long < 2 and self.pages.has_slot()
 
     def _complete(self, plan: Plan) -> Plan | None:
         """None: nothing runs, and no prompt waits for its turn."""
