@@ -196,12 +196,14 @@ async def test_short_prompts_are_run_by_the_decode_worker(cluster: Callable) -> 
     prefill, decode = Caching(PREFILL), Caching(DECODE)
     made = await cluster(prefill, decode, routing={"local_prefill_tokens": 16})
     await made.until(lambda: len(made.router.registry.hooks.ready) == 1)  # the decode worker alone is ready before
-    short, long = PROMPT[:10], PROMPT
+    short, long = PROMPT[10:], PROMPT  # no common prefix: a page of the short one would make the long one short, too
     assert (await made.generate(short, request_id="short")).tokens() == expected(short, 8)
     assert not prefill.submitted and decode.sources == [None]
+    await settled(made)
     assert (await made.generate(long, request_id="long")).tokens() == expected(long, 8)
     assert len(prefill.submitted) == 1 and decode.sources[1].epoch == prefill.epoch
     again = [*long, 70]  # 20 of its 21 tokens are known to be there now
+    await settled(made)
     assert (await made.generate(again, request_id="again")).tokens() == expected(again, 8)
     assert len(prefill.submitted) == 1 and decode.sources[2] is None
     assert [(await ways(made, name))[0].way for name in ("short", "long", "again")] == ["local", "pair", "local"]
