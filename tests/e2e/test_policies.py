@@ -115,7 +115,8 @@ async def test_short_prompts_bypass_the_prefill_worker_with_the_same_tokens() ->
 
 
 async def test_a_decode_worker_runs_what_would_wait_for_the_prefill_worker() -> None:
-    settings = ("sim.token_s=0.001", "limits.max_prefill_tokens=100")  # what is not in a step yet is waiting
+    # What is not in a step yet is waiting; the long prompt takes six seconds, far more than it takes to send the others.
+    settings = ("sim.token_s=0.004", "limits.max_prefill_tokens=100")
     slow = replace(spec("routing.local_prefill_wait=0.5", prefill=1), worker_set=settings)
     async with LocalCluster(slow) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
         prompts = {"idle": prompt_of(400), "long": prompt_of(1500), "spared": prompt_of(601), "short": prompt_of(70)}
