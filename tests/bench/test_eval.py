@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from millrace_bench.checkpoint.export_quantised import export
 from millrace_bench.eval import __main__ as command
 from millrace_bench.eval import in_process, matrix, perplexity
 from millrace_bench.eval.backend import Answer, Job, Perplexity
@@ -33,6 +32,7 @@ from millrace_kernels import backend, linear
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import Fp8, fp8_linear
 from millrace_serve.model.attn_step import FormThresholds
+from millrace_serve.model.checkpoint.export_quantised import export
 from millrace_serve.worker.config import WorkerConfig
 from millrace_testing.paths import TINY
 from rich.console import Console

@@ -1,6 +1,6 @@
 """Quantises a checkpoint, in the formats in which DeepSeek V3 and R1 are published.
 
-    python -m millrace_bench.checkpoint.export_quantised SRC DST --form int8-block
+    python -m millrace_serve.model.checkpoint.export_quantised SRC DST --form int8-block
 
     fp8          E4M3, one float32 `weight_scale_inv` per 128 x 128 block, as DeepSeek published V3
     int8-block   INT8 with the same blocks, as meituan/DeepSeek-R1-Block-INT8
@@ -34,13 +34,13 @@ import torch
 import torch.nn.functional as F
 from millrace_kernels.fp8 import BLOCK, quant_blocks
 from millrace_kernels.int8 import Int8, quant_rows
-from millrace_serve.model.config import CONFIG_FILE, ModelConfig, ModelConfigError
-from millrace_serve.model.quantised import FORMS, Quantised, form_of
-from millrace_serve.model.weights import INDEX_FILE, CheckpointError, checkpoint_files
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from millrace_bench.checkpoint.shard_writer import write_json, write_shards
+from millrace_serve.model.checkpoint.shard_writer import write_json, write_shards
+from millrace_serve.model.config import CONFIG_FILE, ModelConfig, ModelConfigError
+from millrace_serve.model.quantised import FORMS, Quantised, form_of
+from millrace_serve.model.weights import INDEX_FILE, CheckpointError, checkpoint_files
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from millrace_serve.model.weights import INDEX_FILE
 from safetensors.torch import save_file
 from torch import Tensor
+
+from millrace_serve.model.weights import INDEX_FILE
 
 log = logging.getLogger(__name__)
 
