@@ -11,12 +11,12 @@ from millrace_kernels.fp8 import Operand
 from millrace_kernels.peer.exchange import Exchange, ExpertPlaces, Received
 from millrace_kernels.peer.signals import POLLS_PER_S
 from millrace_kernels.rms_norm import rms_norm
+from millrace_kernels.testing.tolerances import dequantised
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.model.parallel import ParallelDims
 from torch import Tensor
 
 from millrace_bench.exchange_others import Call, Case
-from millrace_bench.kernels.numeric import dequantised
 
 TOP_K, HELD, EPS = 8, 32, 1e-6
 

@@ -14,10 +14,10 @@ from millrace_kernels.mla_absorb import absorb_q
 from millrace_kernels.mla_qkv import kv_store, mla_qkv_norm
 from millrace_kernels.rms_norm import rms_norm
 from millrace_kernels.rope import rope
+from millrace_kernels.testing import attention_inputs
+from millrace_kernels.testing.attention_inputs import LATENT, NOPE, ROPE, ROW, VALUE, Draw
 from torch import Tensor
 
-from millrace_bench.kernels import attention_inputs
-from millrace_bench.kernels.attention_inputs import LATENT, NOPE, ROPE, ROW, VALUE, Draw
 from millrace_bench.kernels.case import forced
 from millrace_bench.onoff_pairs import Call, MakePairs, Pair, Sizes
 

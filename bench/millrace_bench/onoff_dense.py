@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 from millrace_kernels.fp8 import Fp8, fp8_linear, quant_blocks, quant_groups
 from millrace_kernels.linear import linear, operand
+from millrace_kernels.testing.attention_inputs import ROW
 from torch import Tensor
 
-from millrace_bench.kernels.attention_inputs import ROW
 from millrace_bench.onoff_pairs import Call, MakePairs, Pair, Sizes
 
 

@@ -11,12 +11,12 @@ from millrace_kernels.linear import linear, operand
 from millrace_kernels.moe_experts import moe_experts
 from millrace_kernels.moe_gate import GateRule, moe_gate
 from millrace_kernels.silu_mul import silu_mul
+from millrace_kernels.testing.expert_inputs import rule_of
+from millrace_kernels.testing.shapes import Dims
 from torch import Tensor
 
 from millrace_bench.kernels.case import forced
-from millrace_bench.kernels.expert_inputs import rule_of
 from millrace_bench.kernels.moe import draw_weights
-from millrace_bench.kernels.shapes import Dims
 from millrace_bench.onoff_pairs import Call, MakePairs, Pair, Sizes
 
 SCALING = 2.5  # V3's routed_scaling_factor

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from millrace_kernels.testing.shapes import TINY, V3_TP8, Dims
+from millrace_kernels.testing.tolerances import rms_error
 from torch import Tensor
-
-from millrace_bench.kernels.numeric import rms_error
-from millrace_bench.kernels.shapes import TINY, V3_TP8, Dims
 
 Call = Callable[[], tuple[Tensor, ...]]
 

@@ -29,12 +29,9 @@ from millrace_bench.kernels import (
     tuned_file,
     tuning,
 )
-from millrace_bench.kernels.attention_inputs import Draw
 from millrace_bench.kernels.case import Call, Case, candidates
 from millrace_bench.kernels.driver import Row, as_dict, floor_us, line, measure, num_sets
 from millrace_bench.kernels.moe import TP8_SHARED, Rank, draw_weights
-from millrace_bench.kernels.numeric import FP8_EXPERTS_TOLERANCE
-from millrace_bench.kernels.shapes import TINY
 from millrace_bench.kernels.tune_few import Experts, Linear
 from millrace_bench.kernels.tuned_file import Entry
 from millrace_bench.kernels.tuning import Clock, Found
@@ -43,6 +40,9 @@ from millrace_kernels.backend import KernelChoice
 from millrace_kernels.fp8 import BLOCK, Fp8, fp8_linear
 from millrace_kernels.gpu import Gpu
 from millrace_kernels.moe_experts import reference_experts
+from millrace_kernels.testing.attention_inputs import Draw
+from millrace_kernels.testing.shapes import TINY
+from millrace_kernels.testing.tolerances import FP8_EXPERTS_TOLERANCE
 from millrace_kernels.triton import mla_absorb, mla_decode, moe_grouped, quant, small_linear
 from millrace_kernels.triton.gemv import Gemv
 from millrace_kernels.triton.moe_grouped import Launch

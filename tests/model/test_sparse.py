@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close
+from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close
 from millrace_serve.engine.config import Execution, Limits
 from millrace_serve.engine.start.startup import kv_layout
 from millrace_serve.model import mla

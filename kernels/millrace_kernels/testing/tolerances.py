@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from millrace_kernels.fp8 import BLOCK, Fp8
 from torch import Tensor
+
+from millrace_kernels.fp8 import BLOCK, Fp8
 
 # Largest error, as a part of the largest expected magnitude.
 OP_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}

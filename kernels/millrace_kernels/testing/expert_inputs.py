@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from millrace_kernels.backend import forced
 from millrace_kernels.fp8 import Fp8, quant_blocks
 from millrace_kernels.moe_gate import GateRule, moe_gate
-from torch import Tensor
-
-from millrace_bench.kernels.shapes import Dims
+from millrace_kernels.testing.shapes import Dims
 
 Experts = tuple[Tensor, Tensor] | tuple[Fp8, Fp8]  # w13, w2
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from millrace_kernels.fp8 import BLOCK, E4M3_MAX, Fp8
 from torch import Tensor
 
-from millrace_bench.kernels.numeric import poisoned
+from millrace_kernels.fp8 import BLOCK, E4M3_MAX, Fp8
+from millrace_kernels.testing.tolerances import poisoned
 
 LATENT, ROPE, NOPE, VALUE, PAGE, LAYERS = 512, 64, 128, 128, 64, 3
 ROW, QK = LATENT + ROPE, NOPE + ROPE
