@@ -91,7 +91,7 @@ MAY_IMPORT = {
     "millrace_serve.prefill": {STUBS, COMMON, RPC, ENGINE, TRANSFER, WORKER, HANDOVER},
     "millrace_serve.decode": {STUBS, COMMON, RPC, ENGINE, TRANSFER, WORKER, HANDOVER},
 }
-ANYTHING = ("millrace_cli", "millrace_bench")  # on top of everything: they start it and measure it
+ANYTHING = ("millrace_cli", "millrace_load", "millrace_bench")  # on top of everything: they start it and measure it
 NO_TORCH_NO_GRPC = (
     "millrace_serve/engine/*.py",
     "millrace_serve/engine/schedule/*.py",
@@ -218,6 +218,7 @@ def test_every_module_was_found() -> None:
         "millrace_serve",
         "millrace_cli",
         "millrace_router",
+        "millrace_load",
         "millrace_bench",
     }
 

@@ -31,11 +31,11 @@ from millrace_kernels.fp8 import Operand
 from millrace_kernels.peer.reduce_norm import ReduceNorm, Ways
 from millrace_kernels.rms_norm import rms_norm
 from millrace_kernels.testing.tolerances import FP8_TOLERANCE, dequantised, rms_error
+from millrace_load.record import Record, print_record
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.model.parallel import init_parallel
 from torch import Tensor
 
-from millrace_bench.common import Record, print_record
 from millrace_bench.processes import spawn
 from millrace_bench.shard import time_ms
 

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from millrace_load.record import Record, print_record
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
@@ -43,7 +44,6 @@ from millrace_serve.model.parallel import ParallelDims, init_parallel
 from millrace_serve.model.quantised import FP8
 
 from millrace_bench import v3
-from millrace_bench.common import Record, print_record
 from millrace_bench.heldout_texts import TEXTS
 from millrace_bench.processes import spawn
 from millrace_bench.shard import Row, measure

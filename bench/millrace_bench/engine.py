@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace_common.config import load
+from millrace_load.record import Record, command, print_record
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
@@ -31,8 +32,6 @@ from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.sim.factory import sim_layout
 from millrace_serve.engine.sim.runner import SimRunner, SimSettings
 from millrace_serve.engine.step.batch import BatchBuilder
-
-from millrace_bench.common import Record, command, print_record
 
 if TYPE_CHECKING:
     from millrace_serve.model.parallel import ParallelDims  # host overhead needs no torch

@@ -31,12 +31,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from millrace_load.record import Record, print_record
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.model.parallel import ParallelDims, init_parallel
 from torch import multiprocessing
 
 from millrace_bench import exchange_others
-from millrace_bench.common import Record, print_record
 from millrace_bench.exchange_others import Call, Case
 from millrace_bench.exchange_ours import HELD, TOP_K, Ours
 from millrace_bench.processes import spawn

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+from millrace_load.record import ROOT
 
 from millrace_bench import gpu_figures, scaling
 from millrace_bench.api_fields import api_fields
-from millrace_bench.common import ROOT
 
 RESULTS = "bench/results"
 TEMPLATES = ROOT / "bench" / "figures"

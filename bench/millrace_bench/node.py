@@ -108,7 +108,7 @@ def _served(model: Path, ranks: str, length: int, running: int, prefill_tokens: 
     """A system of one worker; sequences have at most `length` tokens and a page."""
     own = f"device=cuda random_weights=true {ranks} limits.max_model_len={length + 64} limits.max_running={running}"
     rows = f"limits.max_prefill_tokens={prefill_tokens}"
-    return f"millrace_bench.serving --self-serve --unified --model {shlex.quote(str(model))} --worker-set {own} {rows}"
+    return f"millrace_load.serving --self-serve --unified --model {shlex.quote(str(model))} --worker-set {own} {rows}"
 
 
 def _seeds(host: Host, prompt: int, output: int, target: str) -> Stage:
@@ -122,7 +122,7 @@ def _seeds(host: Host, prompt: int, output: int, target: str) -> Stage:
 # The same over small shapes on a CPU, by stage. DeepEP has no CPU.
 SMALL = "millrace_bench.replicas --dp 2 --widths tiny --layers 2 --device cpu --set graphs=on --steps 6"
 SMALL_WORKER = "random_weights=true limits.max_model_len=256 limits.num_pages=40"
-SMALL_SERVED = "millrace_bench.serving --self-serve --unified --num-requests 8 --warmup 1"
+SMALL_SERVED = "millrace_load.serving --self-serve --unified --num-requests 8 --warmup 1"
 
 
 def small_stages(model: Path) -> dict[str, str]:

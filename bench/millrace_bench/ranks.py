@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from millrace_load.record import Record, print_record
 from millrace_serve.engine.start.exchange import PEER_BYTES
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
@@ -37,7 +38,6 @@ from millrace_serve.model.parallel import ParallelDims, init_parallel
 from millrace_serve.model.quantised import FP8
 
 from millrace_bench import v3
-from millrace_bench.common import Record, print_record
 from millrace_bench.processes import spawn
 from millrace_bench.shard import FoldedExperts, Row, measure, say
 

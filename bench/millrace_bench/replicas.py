@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from millrace_common.config import load
+from millrace_load.record import Record, print_record
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.start.torch_factory import Rank, load_rank
@@ -43,7 +44,6 @@ from millrace_serve.model.parallel import ParallelDims, init_parallel
 
 from millrace_bench import v3
 from millrace_bench.balance import SKEWS, skew
-from millrace_bench.common import Record, print_record
 from millrace_bench.engine import ACCEPTANCE
 from millrace_bench.engine_model import Work, import_context, submit
 from millrace_bench.processes import spawn

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from millrace_load.record import Record, print_record
 from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import LeaseEnded, Request, RequestId, Route, SamplingParams, Submit
@@ -46,7 +47,6 @@ from millrace_serve.model.quantised import FP8
 from torch import Tensor
 
 from millrace_bench import ranks, v3
-from millrace_bench.common import Record, print_record
 from millrace_bench.processes import spawn
 from millrace_bench.shard import breakdown
 

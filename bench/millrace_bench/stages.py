@@ -22,14 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from millrace_cli.cluster import LOG_DIR
+from millrace_load.record import Record, busiest_gpus, print_record
 from millrace_serve.worker import caches
 from millrace_serve.worker.config import WorkerConfig
 from rich import box
 from rich.console import Console
 from rich.table import Table
-
-from millrace_bench import common
-from millrace_bench.common import busiest_gpus
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("proto", "kernels", "services", "router", "bench")  # so that nothing needs to be installed
@@ -191,7 +189,7 @@ def carry_out(name: str, stages: Sequence[Stage], parser: argparse.ArgumentParse
     console = Console(stderr=True, highlight=False, width=WIDTH)
     outcomes = run(stages, args.out, args.seconds, console)
     console.print(table(outcomes))
-    record = common.Record(name, vars(args), {"stages": results(outcomes)})
+    record = Record(name, vars(args), {"stages": results(outcomes)})
     (args.out / f"{name}.json").write_text(record.to_json() + "\n")
-    common.print_record(record)
+    print_record(record)
     sys.exit(int(not all(outcome.passed for outcome in outcomes)))

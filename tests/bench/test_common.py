@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_bench import common
-from millrace_bench.common import Record, Summary, command, hardware, percentile, print_record, versions
+from millrace_load import record as records
+from millrace_load.record import Record, Summary, command, hardware, percentile, print_record, versions
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50)
 
@@ -40,8 +40,8 @@ def test_record_is_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
     print_record(
         Record(
             "x",
-            {"path": Path("/a"), "model": common.ROOT / "models/tiny", "n": 3},
-            {"nan": math.nan, "list": (1, 2.5), "ok": True, "text": f"{common.ROOT}/a b"},
+            {"path": Path("/a"), "model": records.ROOT / "models/tiny", "n": 3},
+            {"nan": math.nan, "list": (1, 2.5), "ok": True, "text": f"{records.ROOT}/a b"},
         )
     )
     out = capsys.readouterr().out
@@ -55,7 +55,7 @@ def test_record_is_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_checkout_has_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "ROOT", tmp_path)
+    monkeypatch.setattr(records, "ROOT", tmp_path)
     monkeypatch.delenv("MILLRACE_COMMIT", raising=False)
     assert "commit" not in versions()
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
@@ -69,7 +69,7 @@ def test_a_checkout_has_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_copy_is_told_its_commit(checkout: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its git may be that of another commit."""
     if not checkout:
-        monkeypatch.setattr(common, "ROOT", tmp_path)
+        monkeypatch.setattr(records, "ROOT", tmp_path)
     monkeypatch.setenv("MILLRACE_COMMIT", "1234567")
     assert versions()["commit"] == "1234567"
 
@@ -107,7 +107,7 @@ def test_a_record_says_what_each_gpu_did(nvidia_smi: Path) -> None:
 
 
 def test_the_clock_is_that_of_the_most_power(nvidia_smi: Path) -> None:
-    with common.busiest_gpus() as found:
+    with records.busiest_gpus() as found:
         deadline = time.monotonic() + 60
         while not nvidia_smi.exists():
             assert time.monotonic() < deadline
@@ -118,8 +118,8 @@ def test_the_clock_is_that_of_the_most_power(nvidia_smi: Path) -> None:
 
 def test_without_a_driver_there_are_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with common.busiest_gpus() as found:
-        assert common.gpus() == []
+    with records.busiest_gpus() as found:
+        assert records.gpus() == []
     assert found == []
 
 

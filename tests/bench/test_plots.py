@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from millrace_bench import plots
-from millrace_bench.plots import PlotError, Point, draw, lines, points
+from millrace_load import plots
+from millrace_load.plots import PlotError, Point, draw, lines, points
 
 TIMES = {"p50": 0.2, "p99": 0.5}
 

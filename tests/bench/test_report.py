@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_bench.clients import Sample
-from millrace_bench.report import Report, Slo, by_turn, latency_table, throughput_table, turn_table
+from millrace_load.clients import Sample
+from millrace_load.report import Report, Slo, by_turn, latency_table, throughput_table, turn_table
 from rich.console import Console
 
 FAST = Sample(due=10.0, arrivals=[10.2, 10.3, 10.4], prompt_tokens=8, cached_tokens=4, output_tokens=3, end=10.4)

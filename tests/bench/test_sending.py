@@ -6,9 +6,9 @@ import asyncio
 import time
 
 import pytest
-from millrace_bench.clients import Job, Sample, Target
-from millrace_bench.sending import send
-from millrace_bench.workload import Conversation, Plan, Prompt, Turn
+from millrace_load.clients import Job, Sample, Target
+from millrace_load.sending import send
+from millrace_load.workload import Conversation, Plan, Prompt, Turn
 
 
 class Answering:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from millrace_bench import serving
-from millrace_bench.serving import collect, collect_batches
-from millrace_bench.serving_options import Settings, parse
 from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_load import serving
+from millrace_load.serving import collect, collect_batches
+from millrace_load.serving_options import Settings, parse
 from rich.console import Console
 
 
@@ -86,7 +86,7 @@ def test_a_bad_trace_is_refused_before_anything_starts(tmp_path: Path, monkeypat
 def test_a_whole_run(arguments: list[str], turns: int) -> None:
     common = ["--self-serve", "--engine", "sim", "--ignore-eos", "--warmup", "4"]
     lengths = ["--input-len", "80:120", "--output-len", "16"]
-    command = [sys.executable, "-m", "millrace_bench.serving", *common, *lengths, *arguments]
+    command = [sys.executable, "-m", "millrace_load.serving", *common, *lengths, *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     record: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from millrace_bench.clients import Sample
-from millrace_bench.serving_batches import Row, table
+from millrace_load.clients import Sample
+from millrace_load.serving_batches import Row, table
 from rich.console import Console
 
 FAST = Sample(due=1.0, arrivals=[1.5, 2.0, 2.5], prompt_tokens=10, output_tokens=3, end=2.6)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_bench.traces import (
+from millrace_load.traces import (
     BLOCK,
     Exchange,
     Recorded,
@@ -18,7 +18,7 @@ from millrace_bench.traces import (
     read_mooncake,
     read_sharegpt,
 )
-from millrace_bench.workload import Distribution, WorkloadError
+from millrace_load.workload import Distribution, WorkloadError
 
 ROW = {"timestamp": 27482, "input_length": 1030, "output_length": 52, "hash_ids": [46, 47, 2353]}
 NO_TIME = Distribution.times("0")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_bench.workload import Distribution, SharedPrefix, Workload, WorkloadError, poisson_arrivals
+from millrace_load.workload import Distribution, SharedPrefix, Workload, WorkloadError, poisson_arrivals
 
 
 def workload(**changes: Any) -> Workload:

@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 from millrace_cli.cluster import TINY
 from millrace_kernels.testing.tolerances import TEXT_TOLERANCE
+from millrace_load.record import Record, print_record
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.model.checkpoint.export_quantised import export
 from torch import Tensor
 
-from millrace_bench.common import Record, print_record
 from millrace_bench.eval.perplexity import Logits, checkpoint_logits
 from millrace_bench.eval.report import make_console, make_table
 from millrace_bench.heldout_texts import TEXTS

@@ -14,7 +14,7 @@ from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from millrace_rpc.client import channel
 from millrace_rpc.errors import from_rpc_error
 
-from millrace_bench.workload import Prompt
+from millrace_load.workload import Prompt
 
 CONNECTIONS = 8  # HTTP/2 allows about 100 streams on one
 

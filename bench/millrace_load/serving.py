@@ -31,14 +31,14 @@ from millrace_common import gc_hooks
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from millrace_bench import serving_batches, traces
-from millrace_bench.clients import Client, GrpcClient, HttpClient, Options, Sample, Target
-from millrace_bench.common import Record, print_record
-from millrace_bench.plots import draw, points
-from millrace_bench.report import Report, Slo, by_turn, latency_table, throughput_table, turn_table
-from millrace_bench.sending import send
-from millrace_bench.serving_options import Settings, parse
-from millrace_bench.workload import Distribution, Plan, SharedPrefix, Workload, WorkloadError
+from millrace_load import serving_batches, traces
+from millrace_load.clients import Client, GrpcClient, HttpClient, Options, Sample, Target
+from millrace_load.plots import draw, points
+from millrace_load.record import Record, print_record
+from millrace_load.report import Report, Slo, by_turn, latency_table, throughput_table, turn_table
+from millrace_load.sending import send
+from millrace_load.serving_options import Settings, parse
+from millrace_load.workload import Distribution, Plan, SharedPrefix, Workload, WorkloadError
 
 ADDRESSES = {"grpc": "127.0.0.1:50051", "http": "http://127.0.0.1:8000"}
 

@@ -8,10 +8,10 @@ from itertools import islice
 
 from rich.table import Table
 
-from millrace_bench.clients import Client, Sample
-from millrace_bench.common import Summary
-from millrace_bench.sending import send
-from millrace_bench.workload import Plan, Workload
+from millrace_load.clients import Client, Sample
+from millrace_load.record import Summary
+from millrace_load.sending import send
+from millrace_load.workload import Plan, Workload
 
 
 @dataclass(frozen=True, slots=True)

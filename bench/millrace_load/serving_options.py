@@ -10,9 +10,9 @@ from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 from millrace_cli.cluster import TINY
 
-from millrace_bench.plots import check as check_picture
-from millrace_bench.report import Slo
-from millrace_bench.workload import Distribution, SharedPrefix
+from millrace_load.plots import check as check_picture
+from millrace_load.report import Slo
+from millrace_load.workload import Distribution, SharedPrefix
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.table import Table
 
-from millrace_bench.clients import Sample
-from millrace_bench.common import Summary
+from millrace_load.clients import Sample
+from millrace_load.record import Summary
 
 OF_TURN = (
     *("completed", "errors", "prompt_tokens", "cached_tokens", "cached_share", "output_tokens"),

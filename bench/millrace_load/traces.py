@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, TextIO
 
-from millrace_bench.workload import Conversation, Distribution, Plan, Turn, WorkloadError, prompt, vocabulary
+from millrace_load.workload import Conversation, Distribution, Plan, Turn, WorkloadError, prompt, vocabulary
 
 BLOCK = 512  # tokens
 

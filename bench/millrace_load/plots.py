@@ -1,6 +1,6 @@
 """Pictures of load runs: goodput, TTFT and TPOT against the rate of requests.
 
-python -m millrace_bench.plots FILE.svg RESULT.json ...      results of `bench serving` and `bench pd`; .svg or .png
+python -m millrace_load.plots FILE.svg RESULT.json ...      results of `bench serving` and `bench pd`; .svg or .png
 
 A row of three axes for each load (two length mixes, say), a line for each system, in one colour everywhere.
 Without matplotlib, which is in the extra `bench`: PlotError.

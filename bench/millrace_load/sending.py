@@ -7,8 +7,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from millrace_bench.clients import Client, Job, Sample
-from millrace_bench.workload import Conversation, Plan, Prompt
+from millrace_load.clients import Client, Job, Sample
+from millrace_load.workload import Conversation, Plan, Prompt
 
 
 async def send(
