@@ -10,7 +10,6 @@ python -m millrace_bench.engine --shard tp8 --ranks 2 --sums fused nccl --device
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import itertools
 import random
@@ -34,6 +33,7 @@ from millrace_serve.engine.sim.runner import SimRunner, SimSettings
 from millrace_serve.engine.step.batch import BatchBuilder
 
 if TYPE_CHECKING:
+    import torch
     from millrace_serve.model.parallel import ParallelDims  # host overhead needs no torch
 
 BATCHES = (1, 16, 64, 256)
@@ -198,15 +198,20 @@ def report(command: str, args: argparse.Namespace, joined: ParallelDims | None =
         print_record(Record("engine", vars(args), {"rows": rows}, command=command))
 
 
+def of_rank(dims: ParallelDims, device: torch.device, command: str, args: argparse.Namespace) -> list[Row]:
+    """Rank 0 prints."""
+    report(command, args, dims)
+    return []
+
+
 def main() -> None:
     args = parser().parse_args()
-    measure = functools.partial(report, command())
     if args.ranks > 1:
-        from millrace_bench import engine_ranks
+        from millrace_bench.processes import Ranks
 
-        engine_ranks.spawn(args.ranks, measure, args)
+        Ranks(args.ranks, args.device, tensor_parallel=True, timeout_s=120.0).run(of_rank, command(), args)
     else:
-        measure(args)
+        report(command(), args)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterable
@@ -25,7 +26,7 @@ from typing import Any, NoReturn
 import jinja2
 from millrace_load.record import ROOT
 
-from millrace_bench import gpu_figures, scaling
+from millrace_bench import scaling
 from millrace_bench.api_fields import api_fields
 
 RESULTS = "bench/results"
@@ -79,12 +80,6 @@ def computed(gpus: int) -> dict[str, scaling.Step]:
     return {step.name: step for step in steps if step.gpus == gpus}
 
 
-def said(figures: str, run: str) -> str:
-    """What a table of `millrace bench node` says of a stage."""
-    text: str = getattr(gpu_figures, figures)(results(run))
-    return text
-
-
 def fail(why: str) -> NoReturn:
     raise ValueError(why)
 
@@ -98,8 +93,11 @@ def environment(templates: Path = TEMPLATES) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    functions = (results, rows, row, of_runs, by, source, short, computed, said, fail, min, max, dict, api_fields)
-    made.globals |= {function.__name__: function for function in functions} | {"median": statistics.median}
+    functions = (results, rows, row, of_runs, by, source, short, computed, fail, min, max, dict, api_fields)
+    made.globals |= {function.__name__: function for function in functions} | {
+        "median": statistics.median,
+        "nan": math.nan,
+    }
     made.filters |= {
         "f": format,
         "apply": lambda value, function: function(value),
@@ -107,6 +105,11 @@ def environment(templates: Path = TEMPLATES) -> jinja2.Environment:
     }
     made.tests["contains"] = lambda text, part: part in text
     return made
+
+
+def said(stage: str, found: dict[str, Any]) -> str:
+    """What the tables of `millrace bench gpu` and `node` say of results. jinja2.UndefinedError: something lacks."""
+    return str(getattr(environment().get_template("stages.jinja").module, stage)(found))
 
 
 def render(document: Path, templates: jinja2.Environment) -> str:

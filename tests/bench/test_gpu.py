@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from millrace_bench import gpu, gpu_figures, node, stages
+from millrace_bench import figures, gpu, node, stages
 from millrace_bench.stages import Stage
 from millrace_cli.cluster import LOG_DIR
 from millrace_testing.procs import gone
@@ -24,7 +24,7 @@ from rich.console import Console
 TALKS = f"""
 import json, os
 print("begins")
-print(json.dumps({{"results": {{"ms": 4.25}}}}))
+print(json.dumps({{"results": {{"rows": [1, 2]}}}}))
 print(os.environ["{LOG_DIR}"])
 """
 FAILS = "raise SystemExit('there is no device')"
@@ -57,17 +57,17 @@ def test_every_stage_runs_whatever_became_of_those_before(tmp_path: Path, module
     found = stages.run(
         [
             Stage("fails", module("fails", FAILS), 60, "nothing"),
-            Stage("talks", module("talks", TALKS), 60, "5 ms", lambda results: f"{results['ms']:.1f} ms"),
-            Stage("lacks", "talks", 60, "", lambda results: results["tokens"]),
+            Stage("talks", module("talks", TALKS), 60, "5 ms", "rows"),
+            Stage("lacks", "talks", 60, "", "shard"),
         ],
         tmp_path / "out",
         100,
         quiet(),
     )
     assert [(one.stage, one.passed) for one in found] == [("fails", False), ("talks", True), ("lacks", True)]
-    assert found[0].result == "exit code 1; there is no device" and found[1].result == "4.2 ms"
-    assert found[2].result == "its JSON lacks KeyError: 'tokens'"
-    assert json.loads((tmp_path / "out" / "talks.json").read_text()) == {"results": {"ms": 4.25}}
+    assert found[0].result == "exit code 1; there is no device" and found[1].result == "2 rows"
+    assert found[2].result.startswith("its JSON lacks UndefinedError: ")
+    assert json.loads((tmp_path / "out" / "talks.json").read_text()) == {"results": {"rows": [1, 2]}}
     log = (tmp_path / "out" / "talks.log").read_text().splitlines()
     assert log[0] == "begins" and log[-1] == str(tmp_path / "out" / "logs" / "talks")
     assert "there is no device" in (tmp_path / "out" / "fails.log").read_text()
@@ -314,4 +314,4 @@ FIGURES = {
 @pytest.mark.parametrize("name", FIGURES)
 def test_what_the_table_says_of_a_bench(name: str) -> None:
     results, text = FIGURES[name]
-    assert getattr(gpu_figures, name)(results) == text
+    assert figures.said(name, results) == text
