@@ -30,7 +30,7 @@ from millrace_bench.kernels import (
     tuning,
 )
 from millrace_bench.kernels.case import Call, Case, candidates
-from millrace_bench.kernels.driver import Row, as_dict, floor_us, line, measure, num_sets
+from millrace_bench.kernels.driver import floor_us, line, measure, num_sets
 from millrace_bench.kernels.moe import TP8_SHARED, Rank, draw_weights
 from millrace_bench.kernels.tune_few import Experts, Linear
 from millrace_bench.kernels.tuned_file import Entry
@@ -107,13 +107,6 @@ def test_the_record_is_written_as_it_grows_and_says_what_the_time_did_not_reach(
     kernels_main.main()
     results = json.loads(out.read_text())["results"]
     assert written == [1] and len(results["rows"]) == 1 and results["left_out"] == ["op.op T=2"]
-
-
-def test_a_row_leaves_out_what_is_empty() -> None:
-    row = as_dict(Row("op.op", "T=1", "ours", 12.34567, 1.0, 2.0, 0.5))
-    assert row == {
-        "op": "op.op", "shape": "T=1", "impl": "ours", "us": 12.35, "gb_per_s": 1.0, "tflops": 2.0, "roofline": 0.5
-    }  # fmt: skip
 
 
 def test_without_rows_the_candidate_is_the_reference() -> None:
