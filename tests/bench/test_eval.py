@@ -346,14 +346,14 @@ def test_no_server_is_one_line_and_exit_code_1() -> None:
     assert result.stderr == "millrace eval: no server answers at 127.0.0.1:9; start one with `millrace serve-local`\n"
 
 
-def test_the_command_prints_tables_and_one_json_line() -> None:
-    result = run_command("--model", str(TINY), "--tasks", "addition", "copy", "--num-items", "3")
-    assert result.returncode == 0, result.stderr
-    record = json.loads(result.stdout)
+def test_the_command_prints_tables_and_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--model", str(TINY), "--tasks", "addition", "copy", "--num-items", "3"]) == 0
+    out, err = capsys.readouterr()
+    record = json.loads(out)
     assert record["bench"] == "eval" and record["config"]["num_items"] == 3
     assert record["results"]["all"]["accuracy"] == 1.0
     assert 5 < record["results"]["perplexity"]["value"] < 50
-    assert "95 % interval" in result.stderr and "perplexity" in result.stderr
+    assert "95 % interval" in err and "perplexity" in err
 
 
 @contextlib.contextmanager

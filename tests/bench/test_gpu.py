@@ -150,21 +150,16 @@ def test_small_stages_are_those_of_a_host() -> None:
     assert set(names) - set(node.small_stages(MODEL)) == {"tokens", "lost", "deepep", "ttft-8192"}
 
 
-def test_a_real_stage_through_the_command(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "millrace_bench.gpu",
-        "--tiny",
-        "--only",
-        "kernels-sampling",
-        "--out",
-        str(tmp_path),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    assert result.returncode == 0, result.stderr
-    (row,) = json.loads(result.stdout)["results"]["stages"]
-    assert row["passed"] and row["result"].endswith("rows") and "kernels-sampling" in result.stderr
+def test_a_real_stage_through_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu", "--tiny", "--only", "kernels-sampling", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as stop:
+        gpu.main()
+    out, err = capsys.readouterr()
+    assert stop.value.code == 0, err
+    (row,) = json.loads(out)["results"]["stages"]
+    assert row["passed"] and row["result"].endswith("rows") and "kernels-sampling" in err
     assert json.loads((tmp_path / "gpu.json").read_text())["bench"] == "gpu"
     assert json.loads((tmp_path / "kernels-sampling.json").read_text())["bench"] == "kernels"
 

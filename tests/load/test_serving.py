@@ -69,24 +69,10 @@ def test_a_bad_trace_is_refused_before_anything_starts(tmp_path: Path, monkeypat
 
 @pytest.mark.e2e
 @pytest.mark.xdist_group("e2e")
-@pytest.mark.parametrize(
-    ("arguments", "turns"),
-    [
-        (["--api", "grpc", "--concurrency", "8", "--multi-turn", "3", "--num-requests", "10", "--seed", "3"], 3),
-        (
-            [
-                *("--api", "http", "--request-rate", "100", "--max-concurrency", "4"),
-                *("--num-requests", "30", "--shared-prefix", "1:64"),
-            ],
-            1,
-        ),
-    ],
-    ids=["closed loop of conversations over grpc", "open loop over http"],
-)
-def test_a_whole_run(arguments: list[str], turns: int) -> None:
-    common = ["--self-serve", "--engine", "sim", "--ignore-eos", "--warmup", "4"]
-    lengths = ["--input-len", "80:120", "--output-len", "16"]
-    command = [sys.executable, "-m", "millrace_load.serving", *common, *lengths, *arguments]
+def test_a_closed_loop_of_conversations_over_a_system_of_its_own() -> None:
+    sizes = ["--concurrency", "8", "--multi-turn", "3", "--num-requests", "10", "--input-len", "80:120"]
+    options = ["--self-serve", "--engine", "sim", "--ignore-eos", "--warmup", "4", "--output-len", "16", "--seed", "3"]
+    command = [sys.executable, "-m", "millrace_load.serving", *options, *sizes]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     record: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
@@ -96,9 +82,8 @@ def test_a_whole_run(arguments: list[str], turns: int) -> None:
     assert figures["prompt_tokens"] >= 30 * 80
     assert 0 < figures["ttft"]["p50"] <= figures["request_latency"]["p50"]
     assert record["config"]["target"]["model"] == "tiny"
-    assert "goodput" in figures
-    assert "TTFT" in result.stderr and ("Turns" in result.stderr) == (turns > 1)
-    assert len(figures["turns"]) == (turns if turns > 1 else 0)
+    assert "goodput" in figures and len(figures["turns"]) == 3
+    assert "TTFT" in result.stderr and "Turns" in result.stderr
     for earlier, later in itertools.pairwise(figures["turns"]):
         assert later["prompt_tokens"] >= earlier["prompt_tokens"] + 10 * (80 + 16), "with the question and the answer"
         assert later["cached_share"] > 0, "a page of the first question at least"
@@ -106,7 +91,7 @@ def test_a_whole_run(arguments: list[str], turns: int) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.xdist_group("e2e")
-async def test_traces_and_batches(tmp_path: Path) -> None:
+async def test_open_loops_traces_and_batches(tmp_path: Path) -> None:
     rows = [{"timestamp": 0, "input_length": 1030, "output_length": 3, "hash_ids": [0, 1, last]} for last in (2, 3)]
     mooncake = tmp_path / "mooncake.jsonl"
     mooncake.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -132,6 +117,11 @@ async def test_traces_and_batches(tmp_path: Path) -> None:
             (single,) = await figures(api=api, address=address, sharegpt=str(sharegpt))
             assert single == first and first[2] >= 2 and second[2] >= 2
             assert second[0] > first[0] + first[2] >= 5
+
+        loop = {"request_rate": 100.0, "max_concurrency": 4, "num_requests": 30, "shared_prefix": "1:64"}
+        sizes = {"input_len": "80:120", "output_len": "16"}
+        opened = await figures(api="http", address=cluster.http_url, **loop, **sizes)
+        assert [output for _, _, output in opened] == [16] * 30 and min(opened)[0] >= 64 + 80
 
         batches = Settings(batches=(1, 3), rounds=2, warmup=1, input_len="70", output_len="5", ignore_eos=True)
         for api, address in (("grpc", cluster.grpc_address), ("http", cluster.http_url)):
