@@ -34,9 +34,8 @@ from millrace_serve.engine.step.device import device_of
 from millrace_serve.model.parallel import ParallelDims
 from torch import multiprocessing
 
-from millrace_bench import exchange_others
-from millrace_bench.exchange_others import Call, Case
-from millrace_bench.exchange_ours import HELD, TOP_K, Ours
+from millrace_bench import exchange_ways
+from millrace_bench.exchange_ways import HELD, TOP_K, Call, Case, Ours
 from millrace_bench.processes import Ranks, Row, spawn
 from millrace_bench.shard import time_ms
 
@@ -91,11 +90,11 @@ def other(
 
 FAMILIES: dict[str, Callable[[argparse.Namespace, ParallelDims, torch.device], Iterator[Row]]] = {
     "ours": ours,
-    "gather": functools.partial(other, exchange_others.gather, ""),
-    "deepep_ll": functools.partial(other, exchange_others.deepep_ll, ""),
-    "deepep_eager": functools.partial(other, exchange_others.deepep, "_eager"),
-    "deepep": functools.partial(other, exchange_others.deepep, ""),
-    "symm": functools.partial(other, exchange_others.symm, ""),
+    "gather": functools.partial(other, exchange_ways.gather, ""),
+    "deepep_ll": functools.partial(other, exchange_ways.deepep_ll, ""),
+    "deepep_eager": functools.partial(other, exchange_ways.deepep, "_eager"),
+    "deepep": functools.partial(other, exchange_ways.deepep, ""),
+    "symm": functools.partial(other, exchange_ways.symm, ""),
 }
 
 
