@@ -235,6 +235,6 @@ $(STUBS): $(PROTOS) $(SERVING)
 	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --grpc_python_out=proto $(PROTOS)
 	@touch $@
 
-$(TINY_FP8)/config.json: $(addprefix bench/millrace_bench/checkpoint/,export_quantised.py shard_writer.py) $(wildcard $(TINY)/*) | $(SERVING)
+$(TINY_FP8)/config.json: $(addprefix services/millrace_serve/model/checkpoint/,export_quantised.py shard_writer.py) $(wildcard $(TINY)/*) | $(SERVING)
 	@rm -rf $(TINY_FP8)
-	@$(BIN)/python -m millrace_bench.checkpoint.export_quantised $(TINY) $(TINY_FP8)
+	@$(BIN)/python -m millrace_serve.model.checkpoint.export_quantised $(TINY) $(TINY_FP8)

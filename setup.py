@@ -1,4 +1,7 @@
-"""What a wheel has beside the packages of pyproject.toml: the stubs of the .proto files, and the trained checkpoint."""
+"""What a wheel has beside the packages of pyproject.toml: the stubs of the .proto files, and the trained checkpoint.
+
+It lacks millrace_bench, which measures a source tree.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,11 @@ PROTOS = ROOT / "proto"
 
 
 class Build(build_py):
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if not self.editable_mode:
+            self.packages = [name for name in self.packages if name.split(".")[0] != "millrace_bench"]
+
     def run(self) -> None:
         from grpc_tools import protoc
 

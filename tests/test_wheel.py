@@ -23,7 +23,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from what git has, without generated files."""
     folder = tmp_path_factory.mktemp("wheel")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    wanted = ("proto/", "kernels/", "services/", "router/", "bench/millrace_bench/", "models/tiny/")
+    wanted = ("proto/", "kernels/", "services/", "router/", "bench/", "models/tiny/")
     for name in filter(None, listed.split("\0")):
         if name.startswith(wanted) or "/" not in name:
             (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -33,12 +33,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def test_it_has_stubs_types_licence_the_page_and_the_small_model(wheel: Path) -> None:
+def test_it_has_what_serves_and_of_the_benches_the_load_client(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    packages = {name.split("/")[0] for name in names if name.endswith(".py")} - {"millrace", "millrace_bench"}
+    packages = {name.split("/")[0] for name in names if name.endswith(".py")} - {"millrace"}
     assert {"millrace/v1/inference_pb2_grpc.py", "millrace_cli/gpus.yaml"} <= {*names}
     assert {f"{package}/py.typed" for package in packages} <= {*names}, packages
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert "millrace_load" in packages and not any(name.startswith("millrace_bench") for name in names)
     for source, there in (("models/tiny", "millrace_cli/tiny/"), (f"router/{PAGE}", PAGE)):
         assert {path.name for path in (ROOT / source).iterdir()} == {
             name.rpartition("/")[2] for name in names if name.startswith(there)

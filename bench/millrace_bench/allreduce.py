@@ -18,10 +18,7 @@ import argparse
 import functools
 import itertools
 import statistics
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,19 +27,18 @@ from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import Operand
 from millrace_kernels.peer.reduce_norm import ReduceNorm, Ways
 from millrace_kernels.rms_norm import rms_norm
+from millrace_kernels.testing.tolerances import FP8_TOLERANCE, dequantised, rms_error
+from millrace_load.record import Record, print_record
 from millrace_serve.engine.step.device import device_of
-from millrace_serve.model.parallel import init_parallel
+from millrace_serve.model.parallel import ParallelDims
 from torch import Tensor
 
-from millrace_bench.common import Record, print_record
-from millrace_bench.kernels.numeric import FP8_TOLERANCE, dequantised, rms_error
-from millrace_bench.processes import spawn
+from millrace_bench.processes import Ranks, Row, slowest
 from millrace_bench.shard import time_ms
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 FORMS = {"plain": (False, True), "fp8": (True, False), "both": (True, True)}  # quant, plain
 CALLS, EPS = 20, 1e-6
-Row = dict[str, Any]
 Result = tuple[Operand, Tensor]
 
 
@@ -145,20 +141,13 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[Row]:
     return rows
 
 
-def rank_main(rank: int, folder: str, args: argparse.Namespace) -> None:
-    """`measure`, into a file of the folder."""
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    init_parallel(rank, args.ranks, 1, f"file://{folder}/rendezvous", device, timeout_s=60.0)
-    torch.save(measure(args, device), Path(folder) / f"{rank}.pt")
+def of_rank(dims: ParallelDims, device: torch.device, args: argparse.Namespace) -> list[Row]:
+    return measure(args, device)
 
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Times are the slowest rank's."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(args.ranks, rank_main, folder, args)
-        ranks = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(args.ranks)]
-    return [max(same, key=lambda row: row["us"]) for same in zip(*ranks, strict=True)]
+    return slowest(Ranks(args.ranks, tensor_parallel=True).run(of_rank, args), "us")
 
 
 def table(rows: list[Row]) -> str:

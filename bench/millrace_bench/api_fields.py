@@ -12,11 +12,9 @@ from millrace_router.anthropic.http import POSTS
 from millrace_router.openai import openapi
 from millrace_router.openai.parsing import IGNORED, REFUSED
 
-from millrace_bench.figures_source import Blocks, table
-
 Schema = dict[str, Any]
 Row = tuple[str, str, str, str, str]
-HEADER = "field | type | default | limits | note"
+HEADER = ("field", "type", "default", "limits", "note")
 OTHER_NAMES = {"max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens", "top_logprobs": "logprobs"}
 RANGES = NUMBERS | {"priority": PRIORITY}
 
@@ -24,7 +22,8 @@ RANGES = NUMBERS | {"priority": PRIORITY}
 def api_fields(url: str) -> str:
     """The fields of the request at this path of the HTTP port."""
     request = (openapi.POSTS | POSTS)[url].request
-    return table(HEADER, _rows({"$ref": f"/{request.__name__}"}, ""))
+    lines = (HEADER, ("---",) * len(HEADER), *_rows({"$ref": f"/{request.__name__}"}, ""))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines).replace(" --- ", "---")
 
 
 @functools.cache
@@ -101,17 +100,3 @@ def _limits(field: str, schema: Schema) -> str:
         said += [f"`{one['pattern']}`"] if "pattern" in one else []
         said += [f"{one['maxProperties']} entries"] if "maxProperties" in one else []
     return ", ".join(said)
-
-
-BLOCKS: Blocks = {
-    name: functools.partial(api_fields, url)
-    for name, url in {
-        "api-chat": "/v1/chat/completions",
-        "api-completions": "/v1/completions",
-        "api-responses": "/v1/responses",
-        "api-messages": "/v1/messages",
-        "api-count-tokens": "/v1/messages/count_tokens",
-        "api-tokenize": "/tokenize",
-        "api-detokenize": "/detokenize",
-    }.items()
-}

@@ -6,11 +6,9 @@
 
 Loads follow a power law (the k-th expert of a layer is chosen k^-a times as often as the first, in random order), or
 are counted in the trained checkpoint: the plan is made from one half of the held-out texts, the rest from the other.
-With `--ranks-on-gpus 2` two ranks of the 671B model's widths take the same step with skewed gates, before and after.
+Steps on GPUs with skewed gates: `python -m millrace_bench.replicas --skew "power law" --spare 0 1`.
 
 millrace bench balance                                  no device: R = 2, 8, 72
-millrace bench balance --ranks-on-gpus 2 --experts 64 --layers 16 --decode 128x4096 --prefill 2x4096
-millrace bench balance --ranks-on-gpus 2 --experts 64 --layers 2 --decode 8x64 --tiny      on a CPU: whether it runs
 """
 
 from __future__ import annotations
@@ -18,36 +16,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import tempfile
 import time
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from millrace_load.record import Record, print_record
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
 from millrace_serve.engine.start.torch_factory import load_rank
-from millrace_serve.model.checkpoint.random_weights import RandomWeights
-from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
-from millrace_serve.model.experts import moving
 from millrace_serve.model.experts.balance import imbalance, rebalance
-from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.placement import ExpertPlacement
 from millrace_serve.model.moe import Gate, Moe
-from millrace_serve.model.parallel import ParallelDims, init_parallel
-from millrace_serve.model.quantised import FP8
+from millrace_serve.model.parallel import ParallelDims
 
-from millrace_bench import v3
-from millrace_bench.common import Record, print_record
 from millrace_bench.heldout_texts import TEXTS
-from millrace_bench.processes import spawn
-from millrace_bench.shard import Row, measure
-from millrace_bench.stamps import synchronize
+from millrace_bench.processes import Row
 
 LAYERS, EXPERTS, TOP_K, STEPS = 8, 256, 8, 20
 EXPONENTS = (0.25, 0.5, 1.0)
@@ -136,9 +122,6 @@ def pure(rows: int) -> list[Row]:
     return found + [compare("trained, 8 experts", planned, later, r, s, rows) for r in (2, 4) for s in SPARE[:2]]
 
 
-# ------------------------------------------------------------------------------------------------ on GPUs
-
-
 def skew(model: DeepseekV3, name: str) -> None:
     """Biases that make some experts more likely, the same on every rank; sorted: those of the first rank."""
     rng = torch.Generator().manual_seed(0)
@@ -147,112 +130,14 @@ def skew(model: DeepseekV3, name: str) -> None:
         gate.bias.copy_(-SKEWS[name] * (order + 1).float().log())
 
 
-def restore(balancer: moving.Balancer, placement: ExpertPlacement) -> None:
-    balancer._plan = Future()
-    balancer._plan.set_result(placement)
-    while balancer.moving:
-        balancer.move()
-
-
-def rebalanced(model: DeepseekV3, device: torch.device) -> Row:
-    """Plans for what the gates have counted, and moves layer by layer; milliseconds of the slowest layer and of all."""
-    balancer = model.balancer
-    assert balancer is not None
-    moves, times = balancer.report.expert_moves, []
-    balancer.plan()
-    balancer._plan.result()  # type: ignore[union-attr]  # of another thread
-    while balancer.moving:
-        synchronize(device)
-        started = time.perf_counter()
-        balancer.move()
-        synchronize(device)
-        times.append((time.perf_counter() - started) * 1e3)
-    return {
-        "imbalance": round(statistics.mean(balancer.report.expert_imbalance), 3),
-        "moves": balancer.report.expert_moves - moves,
-        "move_ms_max": round(max(times), 2),
-        "move_ms_sum": round(sum(times), 1),
-    }
-
-
-def rank_main(rank: int, folder: str, args: argparse.Namespace) -> None:
-    device = torch.device("cpu") if args.tiny else torch.device("cuda", rank)
-    if args.tiny:
-        torch.set_num_threads(1)
-    else:
-        torch.cuda.set_device(device)
-    moving.LEAST_CHOICES = 1
-    joined = init_parallel(rank, 1, args.ranks_on_gpus, f"file://{folder}/rendezvous", device)
-    dims = ParallelDims(**{**_fields(joined), "spare_experts": args.spare})
-    widths: dict[str, Any] = {**v3.V3, **(v3.TINY if args.tiny else {}), "n_routed_experts": args.experts}
-    config = ModelConfig(num_hidden_layers=args.layers, **widths)
-    model = DeepseekV3(RandomWeights(device, torch.bfloat16, FP8), config, dims, experts=GatherExperts)
-    assert model.balancer is not None
-    model.balancer.connect()
-    rows = []
-    with torch.inference_mode():
-        for kind, sizes in (("decode", args.decode), ("prefill", args.prefill)):
-            for size in sizes:
-                count, length = map(int, size.split("x"))
-                rows += of_size(model, kind, count, length, device, args)
-    if rank == 0:
-        torch.save(rows, Path(folder) / "rows.pt")
-
-
-def of_size(
-    model: DeepseekV3, kind: str, count: int, length: int, device: torch.device, args: argparse.Namespace
-) -> list[Row]:
-    """Step times with each skew, on the placement that a worker begins with and on the one planned for the skew."""
-    rows, balancer = [], model.balancer
-    assert balancer is not None
-    first = balancer._placement
-    for name in SKEWS:
-        skew(model, name)
-        row: Row = {"kind": kind, "count": count, "length": length, "skew": name}
-        for when in ("before", "after"):
-            balancer.begin()
-            dist.barrier()
-            row[f"{when}_ms"] = measure(model, kind, count, length, "bfloat16", args)["ms"]
-            found = rebalanced(model, device)
-            row |= found if when == "before" else {"imbalance_after": found["imbalance"]}
-        restore(balancer, first)
-        rows.append(row)
-        if model.dims.rank == 0:
-            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-    return rows
-
-
-def _fields(dims: ParallelDims) -> dict[str, Any]:
-    return {name: getattr(dims, name) for name in dims.__slots__}
-
-
-def on_gpus(args: argparse.Namespace) -> list[Row]:
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(args.ranks_on_gpus, rank_main, folder, args)
-        rows: list[Row] = torch.load(Path(folder) / "rows.pt")
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Expert load balancing.")
     parser.add_argument("--rows", type=int, default=128, help="of a rank in a step")
-    parser.add_argument("--ranks-on-gpus", type=int, default=0, help="measure steps of so many ranks instead")
-    parser.add_argument("--experts", type=int, default=64, help="of the model on GPUs")
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--spare", type=int, default=1)
-    parser.add_argument("--decode", nargs="*", default=[], metavar="BATCHxCONTEXT", help="of each rank")
-    parser.add_argument("--prefill", nargs="*", default=[], metavar="PROMPTSxLENGTH", help="of each rank")
-    parser.add_argument("--tiny", action="store_true", help="small widths on a CPU, to see that it runs")
-    parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
-    args.shard, args.profile = f"{args.experts} experts", False
-    if args.ranks_on_gpus:
-        rows = on_gpus(args)
-    else:
-        rows = pure(args.rows)
-        print("  ".join(rows[0]))
-        for row in rows:
-            print("  ".join(str(value).rjust(len(key)) for key, value in row.items()))
+    rows = pure(args.rows)
+    print("  ".join(rows[0]))
+    for row in rows:
+        print("  ".join(str(value).rjust(len(key)) for key, value in row.items()))
     print_record(Record("balance", vars(args), {"rows": rows}))
 
 

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from millrace_cli.cluster import TINY
+from millrace_load.record import Record, print_record
 from rich.table import Table
 
-from millrace_bench.common import Record, print_record
 from millrace_bench.eval.backend import Answer, Job
 from millrace_bench.eval.in_process import EngineBackend
 from millrace_bench.eval.report import make_console, make_table

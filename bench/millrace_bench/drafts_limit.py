@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from millrace_cli.cluster import TINY
 from millrace_kernels.sample_tokens import gumbel_noise
+from millrace_load.record import Record, print_record
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
 from millrace_serve.model.parallel import ParallelDims
 from torch import Tensor
 
-from millrace_bench.common import Record, print_record
 from millrace_bench.drafts import works
 from millrace_bench.eval.in_process import EngineBackend
 from millrace_bench.pools import PAGE, model_pool

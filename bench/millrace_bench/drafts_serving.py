@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from millrace_cli.cluster import ClusterSpec, LocalCluster, StartError
+from millrace_load.record import Record, print_record
+from millrace_load.report import Report, Slo
+from millrace_load.serving import collect
+from millrace_load.serving_options import Settings
 from rich.console import Console
 
 from millrace_bench import v3
-from millrace_bench.common import Record, print_record
 from millrace_bench.engine import ACCEPTANCE
-from millrace_bench.report import Report, Slo
-from millrace_bench.serving import collect
-from millrace_bench.serving_options import Settings
 
 Row = dict[str, Any]
 

@@ -10,7 +10,6 @@ python -m millrace_bench.engine --shard tp8 --ranks 2 --sums fused nccl --device
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import itertools
 import random
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace_common.config import load
+from millrace_load.record import Record, command, print_record
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
@@ -32,9 +32,8 @@ from millrace_serve.engine.sim.factory import sim_layout
 from millrace_serve.engine.sim.runner import SimRunner, SimSettings
 from millrace_serve.engine.step.batch import BatchBuilder
 
-from millrace_bench.common import Record, command, print_record
-
 if TYPE_CHECKING:
+    import torch
     from millrace_serve.model.parallel import ParallelDims  # host overhead needs no torch
 
 BATCHES = (1, 16, 64, 256)
@@ -199,15 +198,20 @@ def report(command: str, args: argparse.Namespace, joined: ParallelDims | None =
         print_record(Record("engine", vars(args), {"rows": rows}, command=command))
 
 
+def of_rank(dims: ParallelDims, device: torch.device, command: str, args: argparse.Namespace) -> list[Row]:
+    """Rank 0 prints."""
+    report(command, args, dims)
+    return []
+
+
 def main() -> None:
     args = parser().parse_args()
-    measure = functools.partial(report, command())
     if args.ranks > 1:
-        from millrace_bench import engine_ranks
+        from millrace_bench.processes import Ranks
 
-        engine_ranks.spawn(args.ranks, measure, args)
+        Ranks(args.ranks, args.device, tensor_parallel=True, timeout_s=120.0).run(of_rank, command(), args)
     else:
-        measure(args)
+        report(command(), args)
 
 
 if __name__ == "__main__":

@@ -6,19 +6,15 @@ tokens make equal steps, so no rank needs to be told what another does.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from millrace_serve.model.deepseek_v3 import DeepseekV3
-from millrace_serve.model.parallel import ParallelDims, init_parallel
+from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.reduce import Fused, fused_reduce
 from torch import Tensor
 
-from millrace_bench import processes
 from millrace_bench.shard import SHARDS, Shard
 
 
@@ -46,18 +42,3 @@ def fused_of(model: DeepseekV3, joined: ParallelDims, device: torch.device, num_
     """The kernel for sums over the ranks of `joined` of at most so many rows; None on a CPU."""
     where = torch.device("cuda", joined.rank) if device.type == "cuda" else device
     return fused_reduce(joined, num_rows, model.config.hidden_size, where, model.dtype)
-
-
-def _main(rank: int, ranks: int, function: Callable[..., None], folder: str, args: Any) -> None:
-    if args.device == "cuda":
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
-    function(args, init_parallel(rank, ranks, 1, f"file://{folder}/rendezvous", device, timeout_s=120.0))
-
-
-def spawn(ranks: int, function: Callable[..., None], args: Any) -> None:
-    """function(args, dims) in every rank's process."""
-    with tempfile.TemporaryDirectory() as folder:
-        processes.spawn(ranks, _main, ranks, function, folder, args)

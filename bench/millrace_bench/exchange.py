@@ -21,30 +21,26 @@ import argparse
 import functools
 import itertools
 import json
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from millrace_load.record import Record, print_record
 from millrace_serve.engine.step.device import device_of
-from millrace_serve.model.parallel import ParallelDims, init_parallel
+from millrace_serve.model.parallel import ParallelDims
 from torch import multiprocessing
 
-from millrace_bench import exchange_others
-from millrace_bench.common import Record, print_record
-from millrace_bench.exchange_others import Call, Case
-from millrace_bench.exchange_ours import HELD, TOP_K, Ours
-from millrace_bench.processes import spawn
+from millrace_bench import exchange_ways
+from millrace_bench.exchange_ways import HELD, TOP_K, Call, Case, Ours
+from millrace_bench.processes import Ranks, Row, spawn
 from millrace_bench.shard import time_ms
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 4096)
 CALLS = 20
-Row = dict[str, Any]
 
 
 def case(num: int, dims: ParallelDims, args: argparse.Namespace, device: torch.device) -> Case:
@@ -94,11 +90,11 @@ def other(
 
 FAMILIES: dict[str, Callable[[argparse.Namespace, ParallelDims, torch.device], Iterator[Row]]] = {
     "ours": ours,
-    "gather": functools.partial(other, exchange_others.gather, ""),
-    "deepep_ll": functools.partial(other, exchange_others.deepep_ll, ""),
-    "deepep_eager": functools.partial(other, exchange_others.deepep, "_eager"),
-    "deepep": functools.partial(other, exchange_others.deepep, ""),
-    "symm": functools.partial(other, exchange_others.symm, ""),
+    "gather": functools.partial(other, exchange_ways.gather, ""),
+    "deepep_ll": functools.partial(other, exchange_ways.deepep_ll, ""),
+    "deepep_eager": functools.partial(other, exchange_ways.deepep, "_eager"),
+    "deepep": functools.partial(other, exchange_ways.deepep, ""),
+    "symm": functools.partial(other, exchange_ways.symm, ""),
 }
 
 
@@ -121,12 +117,7 @@ def measure(family: str, args: argparse.Namespace, dims: ParallelDims, device: t
 
 def rank_main(rank: int, family: str, folder: str, args: argparse.Namespace) -> None:
     """Prints the rows of `measure`, and appends them to a file of the folder."""
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    dims = init_parallel(rank, 1, args.ranks, f"file://{folder}/rendezvous", device, 60.0)
+    dims, device = Ranks(args.ranks, "cuda" if torch.cuda.is_available() else "cpu").join(rank, folder)
     for row in measure(family, args, dims, device):
         if rank == 0:
             print(line := json.dumps(row), flush=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from millrace_bench import gpu_figures as figures
 from millrace_bench.stages import PYTEST, ROOT, Stage, carry_out, command_line
 
 TEST_LIMIT_S = 600.0
@@ -40,33 +39,33 @@ TWO_WORKERS = (
 
 STAGES = (
     Stage("parity", f"{PYTEST} tests/e2e/test_parity.py -m gpu", 560, "all pass"),
-    Stage("logits", f"{EVAL} logits --device cuda", 180, "medians within BF16 0.02, FP8 0.08", figures.logits),
+    Stage("logits", f"{EVAL} logits --device cuda", 180, "medians within BF16 0.02, FP8 0.08", "logits"),
     Stage("graphs", f"{PYTEST} tests/engine/test_gpu.py -m gpu", 300, "graphs equal eager bit for bit"),
-    Stage("eval", f"{EVAL} {MATRIX} --device cuda", 480, "within its error", figures.evaluation),
-    Stage("engine", f"{ENGINE} {STEPS} --variants eager graph", 300, "idle < 3 %", figures.engine),
-    Stage("startup", f"{STARTUP} --widths tp8 {START}", 560, "cold 360 s, warm 60 s", figures.startup),
-    Stage("shard-tp8", f"{SHARD} --shard tp8 --decode 1x1024 1x4096 --profile", 200, "1x1024 4.5 ms", figures.shard),
+    Stage("eval", f"{EVAL} {MATRIX} --device cuda", 480, "within its error", "evaluation"),
+    Stage("engine", f"{ENGINE} {STEPS} --variants eager graph", 300, "idle < 3 %", "engine"),
+    Stage("startup", f"{STARTUP} --widths tp8 {START}", 560, "cold 360 s, warm 60 s", "startup"),
+    Stage("shard-tp8", f"{SHARD} --shard tp8 --decode 1x1024 1x4096 --profile", 200, "1x1024 4.5 ms", "shard"),
     Stage(
         "shard-ep8",
         f"{SHARD} --shard ep8 --decode 128x4096 256x2048 --prefill 4x4096 16x1024"
         " --kv-dtype bfloat16 float8_e4m3fn --profile",
         400,
         "decode 42 ms, 48 ms; prefill 1250 ms, 1100 ms",
-        figures.shard,
+        "shard",
     ),
     Stage(
         "handover",
         f"{HANDOVER} --widths v3 --layers 6 --length 4096 --prompts 10 {TWO_WORKERS}",
         400,
         "transfer 3 ms, all equal",
-        figures.handover,
+        "handover",
     ),
     Stage(
         "drafts-tp8",
         f"{DRAFTS} --shard tp8 --batches 1 --context 1024 --outputs 200 --drafts 0 1 2 3",
         400,
         "x1.6",
-        figures.drafts,
+        "drafts",
     ),
     Stage(
         "drafts-ep8",  # contexts up to 4,096; weights and KV take nearly all of the memory
@@ -74,27 +73,27 @@ STAGES = (
         " --set memory_fraction=0.98 --set graph_buckets=[128]",
         400,
         "x1.28",
-        figures.drafts,
+        "drafts",
     ),
-    Stage("drafts-sweep", f"{DRAFTS} --shard tp8 {SWEEP}", 560, "limits.draft_batches", figures.drafts_sweep),
-    Stage("drafts-sweep-ep8", f"{DRAFTS} --shard ep8 {SWEEP}", 560, "limits.draft_batches", figures.drafts_sweep),
+    Stage("drafts-sweep", f"{DRAFTS} --shard tp8 {SWEEP}", 560, "limits.draft_batches", "drafts_sweep"),
+    Stage("drafts-sweep-ep8", f"{DRAFTS} --shard ep8 {SWEEP}", 560, "limits.draft_batches", "drafts_sweep"),
     Stage(
         "drafts-serving",
         f"{SERVING} --widths e32 --layers 61 --worker-set device=cuda limits.max_prefill_tokens=4096",
         1040,
         "TPOT 14.8 ms without drafts",
-        figures.drafts_serving,
+        "drafts_serving",
     ),
-    Stage("compile", f"{ENGINE} {STEPS} --layers 8 --variants eager graph compile", 420, "ratios", figures.engine),
-    Stage("kernels-dense", f"{KERNELS} --group dense", 240, "the anchors", figures.kernels),
-    Stage("kernels-attention", f"{KERNELS} --group attention", 240, "the anchors", figures.kernels),
-    Stage("kernels-absorb", f"{KERNELS} --group absorb", 400, "FP8 activations against BF16", figures.absorb),
-    Stage("kernels-moe", f"{KERNELS} --group moe", 300, "the anchors; tuned against untuned", figures.moe),
-    Stage("kernels-rivals", f"{KERNELS} --group rivals", 1080, "in the table where FlashInfer wins", figures.kernels),
-    Stage("kernels-sampling", f"{KERNELS} --group sampling", 100, "the anchors", figures.kernels),
-    Stage("onoff", "millrace_bench.onoff", 560, "gains above 1", figures.onoff),
-    Stage("startup-v3", f"{STARTUP} --widths v3 --layers 6 {START}", 560, "cold 360 s, warm 60 s", figures.startup),
-    Stage("tune", f"{TUNE} --all --seconds 900 --folder build/tuned", 1080, "what is in use is best", figures.rows),
+    Stage("compile", f"{ENGINE} {STEPS} --layers 8 --variants eager graph compile", 420, "ratios", "engine"),
+    Stage("kernels-dense", f"{KERNELS} --group dense", 240, "the anchors", "kernels"),
+    Stage("kernels-attention", f"{KERNELS} --group attention", 240, "the anchors", "kernels"),
+    Stage("kernels-absorb", f"{KERNELS} --group absorb", 400, "FP8 activations against BF16", "absorb"),
+    Stage("kernels-moe", f"{KERNELS} --group moe", 300, "the anchors; tuned against untuned", "moe"),
+    Stage("kernels-rivals", f"{KERNELS} --group rivals", 1080, "in the table where FlashInfer wins", "kernels"),
+    Stage("kernels-sampling", f"{KERNELS} --group sampling", 100, "the anchors", "kernels"),
+    Stage("onoff", "millrace_bench.onoff", 560, "gains above 1", "onoff"),
+    Stage("startup-v3", f"{STARTUP} --widths v3 --layers 6 {START}", 560, "cold 360 s, warm 60 s", "startup"),
+    Stage("tune", f"{TUNE} --all --seconds 900 --folder build/tuned", 1080, "what is in use is best", "rows"),
 )
 
 # The same over small shapes on a CPU, by stage. Tuners time configurations of a GPU; their tests run them on a CPU.

@@ -25,10 +25,10 @@ from pathlib import Path
 import httpx
 from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from millrace_cli.cluster import TINY, ClusterSpec, LocalCluster
+from millrace_load.record import Record, Summary, print_record
 from millrace_rpc.client import channel
 
 from millrace_bench import v3
-from millrace_bench.common import Record, Summary, print_record
 
 TRANSFER = "millrace_kv_transfer_seconds"
 STAGE = r'millrace_stage_seconds_{part}{{stage="kv_transfer"}}'

@@ -20,11 +20,10 @@ from typing import Any
 
 from millrace.v1.worker_pb2 import CacheChange
 from millrace_common.page_hash import BLOCK_BYTES
+from millrace_load.record import Record, print_record
 from millrace_router.config import Routing
 from millrace_router.policy.kv_index import KvIndex
 from millrace_router.policy.prefix_index import PrefixIndex
-
-from millrace_bench.common import Record, print_record
 
 ROWS = 12
 

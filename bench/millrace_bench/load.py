@@ -24,8 +24,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from millrace_load.record import Record, print_record
 from millrace_serve.model.checkpoint.headers import Headers
 from millrace_serve.model.checkpoint.random_weights import META, RandomWeights
+from millrace_serve.model.checkpoint.shard_writer import write_shards
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
@@ -33,8 +35,6 @@ from millrace_serve.model.quantised import PLAIN
 from millrace_serve.model.weights import Shape, checkpoint_files
 
 from millrace_bench import v3
-from millrace_bench.checkpoint.shard_writer import write_shards
-from millrace_bench.common import Record, print_record
 
 WIDTHS = {  # narrow enough for a machine without GPU; experts as large as those of a rank of V3
     "hidden_size": 2048,

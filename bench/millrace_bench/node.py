@@ -16,7 +16,6 @@ import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from millrace_bench import gpu_figures as figures
 from millrace_bench import v3
 from millrace_bench.stages import PYTEST, Stage, carry_out, command_line
 
@@ -58,21 +57,21 @@ def _steps(host: Host) -> list[Stage]:
     return [
         _replicas(host, "decode", "--exchange peer gather", "40,000 (256x2048) and 90,000 tokens/s", SIZES),
         _replicas(host, "drafts", "--exchange peer --drafts 0 1", drafted, "--decode 128x4096"),
-        Stage("alone", alone, 1200, "the share of communication", figures.ranks),
+        Stage("alone", alone, 1200, "the share of communication", "ranks"),
         _replicas(host, "skew", skewed, "faster with a spare expert", "--decode 128x4096 --prefill 4x4096"),
         Stage(
             "tp",
             f"{tp} --context 1024 --outputs 200 --prefill-tokens 16 --drafts 0 3",
             900,
             "0 drafts 4.6 ms; 3 drafts 380 tokens/s",
-            figures.sums,
+            "sums",
         ),
     ]
 
 
 def _replicas(host: Host, name: str, how: str, target: str, sizes: str) -> Stage:
     bench = f"millrace_bench.replicas --dp {host.gpus} {host.shape}"
-    return Stage(name, f"{bench} {how} {sizes}", 1500, target, figures.replicas)
+    return Stage(name, f"{bench} {how} {sizes}", 1500, target, "replicas")
 
 
 def _systems(host: Host) -> list[Stage]:
@@ -84,7 +83,7 @@ def _systems(host: Host) -> list[Stage]:
     return [
         _first_token(host, 1600, "60 ms"),
         _first_token(host, 8192, "200 ms"),
-        Stage("handover", f"{handed} --worker-set device=cuda {each}", 900, "1 ms at p50", figures.handover),
+        Stage("handover", f"{handed} --worker-set device=cuda {each}", 900, "1 ms at p50", "handover"),
         _seeds(host, 512, 1, "90,000 prompt tokens/s"),
         _seeds(host, 1, 512, "36,000 output tokens/s"),
         Stage(
@@ -92,7 +91,7 @@ def _systems(host: Host) -> list[Stage]:
             f"{start} --worker-set dp={host.gpus} limits.max_model_len=8192",
             1500,
             "warm 60 s",
-            figures.startup,
+            "startup",
         ),
     ]
 
@@ -101,14 +100,14 @@ def _first_token(host: Host, length: int, target: str) -> Stage:
     """Of one prompt at a time, on tensor-parallel ranks."""
     alone = f"--batches 1 --rounds 20 --input-len {length} --output-len 8 --ignore-eos"
     command = f"{_served(host.model, f'tp={host.gpus}', length, 8, length)} {alone}"
-    return Stage(f"ttft-{length}", command, 900, target, figures.first_token)
+    return Stage(f"ttft-{length}", command, 900, target, "first_token")
 
 
 def _served(model: Path, ranks: str, length: int, running: int, prefill_tokens: int) -> str:
     """A system of one worker; sequences have at most `length` tokens and a page."""
     own = f"device=cuda random_weights=true {ranks} limits.max_model_len={length + 64} limits.max_running={running}"
     rows = f"limits.max_prefill_tokens={prefill_tokens}"
-    return f"millrace_bench.serving --self-serve --unified --model {shlex.quote(str(model))} --worker-set {own} {rows}"
+    return f"millrace_load.serving --self-serve --unified --model {shlex.quote(str(model))} --worker-set {own} {rows}"
 
 
 def _seeds(host: Host, prompt: int, output: int, target: str) -> Stage:
@@ -116,13 +115,13 @@ def _seeds(host: Host, prompt: int, output: int, target: str) -> Stage:
     served = _served(host.model, f"dp={host.gpus}", prompt + output, CLIENTS, 16384)
     sizes = f"--input-len {prompt} --output-len {output} --ignore-eos"
     load = f"--num-requests {NUM_PROMPTS * host.gpus} --concurrency {CLIENTS * host.gpus} {sizes}"
-    return Stage(f"seeds-{prompt}-{output}", f"{served} {load}", 900, target, figures.serving)
+    return Stage(f"seeds-{prompt}-{output}", f"{served} {load}", 900, target, "serving")
 
 
 # The same over small shapes on a CPU, by stage. DeepEP has no CPU.
 SMALL = "millrace_bench.replicas --dp 2 --widths tiny --layers 2 --device cpu --set graphs=on --steps 6"
 SMALL_WORKER = "random_weights=true limits.max_model_len=256 limits.num_pages=40"
-SMALL_SERVED = "millrace_bench.serving --self-serve --unified --num-requests 8 --warmup 1"
+SMALL_SERVED = "millrace_load.serving --self-serve --unified --num-requests 8 --warmup 1"
 
 
 def small_stages(model: Path) -> dict[str, str]:

@@ -19,16 +19,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from millrace_load.record import Record, print_record
 
-from millrace_bench import onoff_attention, onoff_dense, onoff_experts, onoff_steps
-from millrace_bench.common import Record, print_record
+from millrace_bench import onoff_steps
 from millrace_bench.kernels.__main__ import wake
 from millrace_bench.kernels.driver import COLD_BYTES, MAX_SETS
 from millrace_bench.kernels.timing import time_us
-from millrace_bench.onoff_pairs import Pair, sizes
+from millrace_bench.onoff_pairs import PAIRS, Pair, sizes
 
 Row = dict[str, Any]
-PAIRS = onoff_dense.PAIRS | onoff_experts.PAIRS | onoff_attention.PAIRS
 SEEDS = (*PAIRS, *onoff_steps.STEPS)
 
 

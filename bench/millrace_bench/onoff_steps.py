@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from millrace_kernels.testing.tolerances import rms_error
 from millrace_serve.engine.config import Execution
 from millrace_serve.engine.step.chunk_graphs import ChunkGraphs
 from millrace_serve.engine.step.device import device_of
@@ -23,7 +24,6 @@ from millrace_serve.model.inputs import ForwardInput
 from torch import Tensor
 
 from millrace_bench import engine_model, shard, v3
-from millrace_bench.kernels.numeric import rms_error
 from millrace_bench.pools import PAGE
 from millrace_bench.stamps import synchronize
 

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from millrace_load.record import Record, Summary, print_record
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import Failure, Request, RequestId, SamplingParams, SequenceOutput, Submit
@@ -43,7 +44,6 @@ from millrace_serve.engine.sim.factory import sim_layout
 from millrace_serve.engine.sim.runner import SimRunner, SimSettings
 from millrace_serve.engine.step.batch import BatchBuilder, HostBatch
 
-from millrace_bench.common import Record, Summary, print_record
 from millrace_bench.fleet import Fleet, Shape
 
 # A step of 16 ms, and a prompt's token as long as on an H200 that computes 16,000 of them in a second.

@@ -28,13 +28,14 @@ from typing import Any
 
 import httpx
 from millrace_cli.cluster import TINY, ClusterSpec, LocalCluster, StartError
+from millrace_load import plots
+from millrace_load.record import Record, print_record
+from millrace_load.report import Report, Slo
+from millrace_load.serving import collect
+from millrace_load.serving_options import Settings
 from rich.console import Console
 
-from millrace_bench import plots, v3
-from millrace_bench.common import Record, print_record
-from millrace_bench.report import Report, Slo
-from millrace_bench.serving import collect
-from millrace_bench.serving_options import Settings
+from millrace_bench import v3
 
 Row = dict[str, Any]
 TOPOLOGIES = {"pair": (1, 1, 0), "unified": (0, 0, 2), "conditional": (1, 1, 0)}  # prefill, decode, unified workers

@@ -23,14 +23,13 @@ from typing import Any
 
 from millrace.v1.worker_pb2 import CacheChange
 from millrace_common.page_hash import BLOCK_BYTES, page_hashes
+from millrace_load.record import Record, Summary, print_record
 from millrace_router.config import Policy, RouterConfig, Routing
 from millrace_router.flow.metrics import build
 from millrace_router.policy.kv_index import KvIndex
 from millrace_router.policy.placer import Placer
 from millrace_router.policy.prefix_index import PrefixIndex
 from millrace_router.policy.snapshot import Replica, View, Want
-
-from millrace_bench.common import Record, Summary, print_record
 
 TARGET_US = 300.0
 PAGE_SIZE = 64

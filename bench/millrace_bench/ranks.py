@@ -17,14 +17,12 @@ import faulthandler
 import functools
 import itertools
 import json
-import os
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from millrace_load.record import Record, print_record
 from millrace_serve.engine.start.exchange import PEER_BYTES
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
@@ -33,13 +31,12 @@ from millrace_serve.model.experts.deepep import DeepEpExperts
 from millrace_serve.model.experts.deepep_buffer import DeepEpBuffer, machines, refusal
 from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.routed import Implementation
-from millrace_serve.model.parallel import ParallelDims, init_parallel
+from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import FP8
 
 from millrace_bench import v3
-from millrace_bench.common import Record, print_record
-from millrace_bench.processes import spawn
-from millrace_bench.shard import FoldedExperts, Row, measure, say
+from millrace_bench.processes import Ranks, Row
+from millrace_bench.shard import FoldedExperts, measure, say
 
 
 def deepep(config: ModelConfig, dims: ParallelDims, args: argparse.Namespace, device: torch.device) -> Implementation:
@@ -77,16 +74,9 @@ def build(dims: ParallelDims, exchange: str, args: argparse.Namespace, device: t
     return DeepseekV3(weights, config, dims, experts=EXCHANGES[exchange](config, dims, args, device))
 
 
-def rank_main(rank: int, exchange: str, folder: str, args: argparse.Namespace) -> None:
-    """Rank 0 prints each row when it is measured, and leaves all as a file of the folder."""
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    device = torch.device("cpu") if args.tiny else torch.device("cuda", rank)
-    if args.tiny:
-        torch.set_num_threads(1)
-    else:
-        torch.cuda.set_device(device)
-    dims = init_parallel(rank, 1, args.ranks, f"file://{folder}/rendezvous", device)
-    who = f"rank {rank}, {exchange}: "
+def measured(dims: ParallelDims, device: torch.device, exchange: str, args: argparse.Namespace) -> list[Row]:
+    """Of this rank, each with the time of the slowest one. Rank 0 prints each row when it is measured."""
+    who = f"rank {dims.rank}, {exchange}: "
     say(f"{who}makes the model")
     model = build(dims, exchange, args, device)
     rows = []
@@ -98,11 +88,10 @@ def rank_main(rank: int, exchange: str, folder: str, args: argparse.Namespace) -
             row = measure(model, kind, count, length, kv_dtype, args, who)
             rows.append(slowest(dims, row | {"exchange": exchange, "ranks": args.ranks}))
             faulthandler.cancel_dump_traceback_later()
-            if rank == 0:
+            if dims.rank == 0:
                 print({key: value for key, value in rows[-1].items() if not key.startswith("kernels")}, flush=True)
             torch.cuda.empty_cache()
-    if rank == 0:
-        torch.save(rows, Path(folder) / "rows.pt")
+    return rows
 
 
 def slowest(dims: ParallelDims, row: Row) -> Row:
@@ -113,10 +102,7 @@ def slowest(dims: ParallelDims, row: Row) -> Row:
 
 def run(exchange: str, args: argparse.Namespace) -> list[Row]:
     """One set of processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(args.ranks, rank_main, exchange, folder, args)
-        rows: list[Row] = torch.load(Path(folder) / "rows.pt")
-    return rows
+    return Ranks(args.ranks, "cpu" if args.tiny else "cuda", timeout_s=600.0).run(measured, exchange, args)[0]
 
 
 def shares(rows: list[Row]) -> None:

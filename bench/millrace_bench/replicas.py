@@ -21,35 +21,31 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import itertools
-import json
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from millrace_common.config import load
+from millrace_load.record import Record, print_record
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.start.torch_factory import Rank, load_rank
 from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.engine.step.runner import StepHandle
 from millrace_serve.model.experts import moving
-from millrace_serve.model.parallel import ParallelDims, init_parallel
+from millrace_serve.model.parallel import ParallelDims
 
 from millrace_bench import v3
 from millrace_bench.balance import SKEWS, skew
-from millrace_bench.common import Record, print_record
 from millrace_bench.engine import ACCEPTANCE
 from millrace_bench.engine_model import Work, import_context, submit
-from millrace_bench.processes import spawn
+from millrace_bench.processes import Ranks, Row
 from millrace_bench.shard import fill, say
 
-Row = dict[str, Any]
 INTERVAL = 64  # steps between two placements of experts: a worker takes 256
 ROUNDS = 3  # of these until experts are where the counts want them, and have been counted there
 IDLE_POLL_S = 0.001
@@ -193,32 +189,26 @@ def _watch(engine: Engine, dp: int) -> Callable[[int], bool]:
 # ------------------------------------------------------------------------------------------------ processes
 
 
-def rank_main(rank: int, engines: Engines, folder: str, args: argparse.Namespace) -> None:
-    """Leaves its rows as a file of the folder."""
+def measured(
+    dims: ParallelDims, device: torch.device, engines: Engines, folder: str, args: argparse.Namespace
+) -> list[Row]:
+    """`folder`: has the model, and is where the replicas meet."""
     faulthandler.dump_traceback_later(args.limit_s, exit=True)
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     moving.INTERVAL = INTERVAL
-    device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", rank)
     if args.device == "cpu":
-        torch.set_num_threads(1)
         moving.LEAST_CHOICES = 1
-    else:
-        torch.cuda.set_device(device)
-    dims = init_parallel(rank, 1, args.dp, f"file://{folder}/rendezvous", device, START_S)
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
-    say(f"replica {rank}: starts with {engines}")
+    say(f"replica {dims.rank}: starts with {engines}")
     limits, execution = engines.limits(args), engines.execution(args)
     loaded = load_rank(limits, Role.DECODE, Path(folder) / "model", dims, device, dtype, execution)
-    rows = Replica(loaded, engines, Path(folder), dims, args).measure()
-    (Path(folder) / f"rows-{rank}.json").write_text(json.dumps(rows))
+    return Replica(loaded, engines, Path(folder), dims, args).measure()
 
 
 def run(engines: Engines, args: argparse.Namespace) -> list[Row]:
     """One set of processes."""
     with tempfile.TemporaryDirectory(prefix="millrace-replicas-") as folder:
         v3.write_folder(Path(folder) / "model", args.widths, args.layers)
-        spawn(args.dp, rank_main, engines, folder, args)
-        of_ranks = [json.loads((Path(folder) / f"rows-{rank}.json").read_text()) for rank in range(args.dp)]
+        of_ranks = Ranks(args.dp, args.device, timeout_s=START_S).run(measured, engines, folder, args)
     return [merged(list(rows), engines) for rows in zip(*of_ranks, strict=True)]
 
 

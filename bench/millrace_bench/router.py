@@ -29,7 +29,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from millrace_bench.common import Record, Summary, print_record
+from millrace_load.record import Record, Summary, print_record
+
 from millrace_bench.router_load import Got, Work, direct, one_by_one, probe, start, streams, timed
 from millrace_bench.router_system import Settings, System, system
 

@@ -15,7 +15,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from millrace_bench.common import Record, print_record
+from millrace_load.record import Record, print_record
+
 from millrace_bench.router import run
 from millrace_bench.router_system import Settings
 

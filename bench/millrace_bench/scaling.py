@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from millrace_load.record import Record, print_record
 
-from millrace_bench.common import Record, print_record
 from millrace_bench.eval.report import make_console, make_table
 
 RESULTS = Path(__file__).parents[1] / "results" / "h200"

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from millrace_kernels.int8 import Matrix
+from millrace_load.record import Record, print_record
 from millrace_serve.engine.step.device import Replay, device_of
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
@@ -47,7 +48,6 @@ from millrace_serve.model.sparse_step import IndexPool
 from torch import Tensor
 
 from millrace_bench import v3
-from millrace_bench.common import Record, print_record
 from millrace_bench.pools import PAGE, model_pool
 from millrace_bench.stamps import milliseconds, stamp, synchronize
 

@@ -20,14 +20,13 @@ import argparse
 import itertools
 import random
 import statistics
-import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from millrace_load.record import Record, print_record
 from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import LeaseEnded, Request, RequestId, Route, SamplingParams, Submit
@@ -41,18 +40,16 @@ from millrace_serve.engine.step.torch_runner import TorchRunner
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
-from millrace_serve.model.parallel import ParallelDims, init_parallel
+from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import FP8
 from torch import Tensor
 
 from millrace_bench import ranks, v3
-from millrace_bench.common import Record, print_record
-from millrace_bench.processes import spawn
+from millrace_bench.processes import Ranks, Row
 from millrace_bench.shard import breakdown
 
 OTHERS = 2048  # tokens of each prompt of a busy replica
 IDLE_S = 5e-5
-Row = dict[str, Any]
 
 
 class Prompts:
@@ -137,14 +134,9 @@ def build(dims: ParallelDims, args: argparse.Namespace, device: torch.device) ->
     return Rank(Role.PREFILL, v3.TOKENIZER, limits, config, pool, runner, lockstep, PageCopier(pool, 0))
 
 
-def rank_main(index: int, folder: str, args: argparse.Namespace) -> None:
-    """The rows of one rank, as a file of the folder."""
-    device = torch.device("cpu") if args.tiny else torch.device("cuda", index)
+def measured(dims: ParallelDims, device: torch.device, args: argparse.Namespace) -> list[Row]:
     torch.set_num_threads(1)
-    if not args.tiny:
-        torch.cuda.set_device(device)
-    dims = init_parallel(index, 1, args.ranks, f"file://{folder}/rendezvous", device, timeout_s=120.0)
-    rank = build(dims, args, device)
+    index, rank = dims.rank, build(dims, args, device)
     rows, first = [], None
     ways = (0, args.prompt // 8) if args.ranks > 1 else (0,)
     for tokens, busy, share in itertools.product(args.prefill_tokens, (0, *args.busy), ways):
@@ -157,7 +149,7 @@ def rank_main(index: int, folder: str, args: argparse.Namespace) -> None:
         print(f"replica={index}", *shown, sep="  ", flush=True)
     rank.lockstep.close()
     rank.runner.close()
-    torch.save(rows, Path(folder) / f"{index}.pt")
+    return rows
 
 
 def kv_error(found: Tensor, expected: Tensor) -> list[float]:
@@ -168,9 +160,8 @@ def kv_error(found: Tensor, expected: Tensor) -> list[float]:
 
 def run(args: argparse.Namespace) -> list[Row]:
     """The long prompt is replica 0's, the others' are replica 1's."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(args.ranks, rank_main, folder, args)
-        owner, *others = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(args.ranks)]
+    both = Ranks(args.ranks, "cpu" if args.tiny else "cuda", timeout_s=120.0)
+    owner, *others = both.run(measured, args)
     return [{**other, **row} for row, other in zip(owner, others[0] if others else owner, strict=True)]
 
 

@@ -16,20 +16,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import UndefinedError
 from millrace_cli.cluster import LOG_DIR
+from millrace_load.record import Record, busiest_gpus, print_record
 from millrace_serve.worker import caches
 from millrace_serve.worker.config import WorkerConfig
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from millrace_bench import common
-from millrace_bench.common import busiest_gpus
+from millrace_bench.figures import said
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("proto", "kernels", "services", "router", "bench")  # so that nothing needs to be installed
@@ -45,7 +46,7 @@ class Stage:
     command: str  # a module that Python runs, and its arguments
     limit_s: float
     target: str = ""
-    figures: Callable[[Json], str] | None = None  # from its JSON; None: the last line that it printed
+    figures: str = ""  # macro of bench/figures/stages.jinja for its JSON; none: the last line that it printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def run_one(stage: Stage, out: Path, limit_s: float) -> Outcome:
             record["gpus"] = gpus
         (out / f"{stage.name}.json").write_text(json.dumps(record, indent=1) + "\n")
     passed = code == 0
-    result = last if record is None or stage.figures is None else _figures(stage.figures, record)
+    result = last if record is None or not stage.figures else _figures(stage.figures, record)
     if not passed:
         result = f"{f'stopped at its limit of {limit_s:.0f} s' if code is None else f'exit code {code}'}; {result}"
     return Outcome(stage.name, seconds, passed, result, stage.target, record)
@@ -131,10 +132,10 @@ def _objects(lines: Iterator[str]) -> Iterator[Json]:
                 yield json.loads(line)
 
 
-def _figures(figures: Callable[[Json], str], record: Json) -> str:
+def _figures(stage: str, record: Json) -> str:
     try:
-        return figures(record["results"])
-    except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:  # a stage that ended too early
+        return said(stage, record["results"])
+    except (KeyError, TypeError, ValueError, UndefinedError) as error:  # a stage that ended too early
         return f"its JSON lacks {type(error).__name__}: {error}"
 
 
@@ -191,7 +192,7 @@ def carry_out(name: str, stages: Sequence[Stage], parser: argparse.ArgumentParse
     console = Console(stderr=True, highlight=False, width=WIDTH)
     outcomes = run(stages, args.out, args.seconds, console)
     console.print(table(outcomes))
-    record = common.Record(name, vars(args), {"stages": results(outcomes)})
+    record = Record(name, vars(args), {"stages": results(outcomes)})
     (args.out / f"{name}.json").write_text(record.to_json() + "\n")
-    common.print_record(record)
+    print_record(record)
     sys.exit(int(not all(outcome.passed for outcome in outcomes)))

@@ -19,10 +19,10 @@ from typing import Any
 
 from millrace_cli import probe
 from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_load.record import Record, print_record
 from millrace_serve.worker import caches
 
 from millrace_bench import v3
-from millrace_bench.common import Record, print_record
 
 WORKER = "unified-0"
 Row = dict[str, Any]

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from millrace_common.page_hash import BLOCK_BYTES
+from millrace_load.record import ROOT, Record, Summary, print_record
 from millrace_serve.engine.cache.changes import TierChanges
 from millrace_serve.engine.cache.host_tier import HostTier
 from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
@@ -37,7 +38,6 @@ from millrace_serve.engine.step.page_copier import STORE_BYTES, PageCopier
 from millrace_serve.model.parallel import ParallelDims
 
 from millrace_bench import shard, v3
-from millrace_bench.common import ROOT, Record, Summary, print_record
 from millrace_bench.pools import model_pool
 from millrace_bench.stamps import milliseconds, stamp
 

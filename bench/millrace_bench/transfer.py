@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import zmq
+from millrace_load.record import Record, hardware, print_record
 from millrace_serve.engine.core import RequestId
 from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadState
 from millrace_serve.transfer.messages import AddSource, FromReader, ReadDone, ReadPages, StopReader, ToReader
@@ -32,8 +33,6 @@ from millrace_serve.transfer.reader import Reader
 from millrace_serve.worker.channels import Receiver, Sender
 from rich.console import Console
 from rich.table import Table
-
-from millrace_bench.common import Record, hardware, print_record
 
 V3_PAGE_BYTES = 61 * 64 * 576 * 2  # layers x tokens x (latent 512 + rope 64) x bf16
 SMALL_PAGE_BYTES = 4096

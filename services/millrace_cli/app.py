@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import difflib
 import importlib.metadata
+import importlib.util
 import os
 import re
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -101,6 +102,13 @@ def run_module(module: str, *arguments: str) -> None:
     """The same as `python -m MODULE ARGUMENTS`: a server or bench has one command line, wherever it is started."""
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def run_bench(command: str, module: str, arguments: Sequence[str]) -> None:
+    """CommandError: wheels and images have the load client alone."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        raise CommandError(f"`millrace {command}` needs the source tree; only `millrace bench serving` is installed")
+    run_module(module, *arguments)
 
 
 def server(role: str) -> Callable[[typer.Context], None]:
@@ -289,13 +297,14 @@ def bench(
         near = difflib.get_close_matches(name, BENCHES, 1)
         advice = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(BENCHES)}"
         raise CommandError(f"there is no bench {name!r}; {advice}", code=2)
-    run_module(f"millrace_bench.{name}", *context.args)
+    package = "millrace_load" if name == "serving" else "millrace_bench"
+    run_bench(f"bench {name}", f"{package}.{name}", context.args)
 
 
 @app.command("eval", context_settings=PASS_ON)
 def evaluate(context: typer.Context) -> None:
     """Measure accuracy on the task suite, of a running system or of a checkpoint."""
-    run_module("millrace_bench.eval", *context.args)
+    run_bench("eval", "millrace_bench.eval", context.args)
 
 
 def main() -> None:

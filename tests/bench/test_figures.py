@@ -8,19 +8,19 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from millrace_bench import figures, figures_source
-from millrace_bench.figures import ALL, BLOCK, ROOT, documents, render
-from millrace_bench.figures_source import RESULTS, row, source, table
+from millrace_bench import figures
+from millrace_bench.figures import BLOCK, RESULTS, ROOT, TEMPLATES, documents, environment, last_column, render, row
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_document_has_the_figures_of_its_json(document: Path) -> None:
-    assert render(document, ALL) == document.read_text(), "run `make figures`"
+    assert render(document, environment()) == document.read_text(), "run `make figures`"
 
 
-def test_every_block_is_in_one_document() -> None:
+def test_every_template_is_in_one_document() -> None:
+    shared = {"eval", "pd", "stages"}  # others include them
     named = Counter(match[2] for document in documents() for match in BLOCK.finditer(document.read_text()))
-    assert named == Counter(list(ALL))
+    assert named == Counter(file.stem for file in TEMPLATES.iterdir() if file.stem not in shared)
 
 
 def test_marks_come_in_pairs() -> None:
@@ -65,28 +65,24 @@ def test_a_result_says_where_it_comes_from(file: Path) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tree with one run and one document."""
+    """A tree with one run, one template and one document."""
     monkeypatch.setattr(figures, "ROOT", tmp_path)
-    monkeypatch.setattr(figures_source, "ROOT", tmp_path)
     (tmp_path / "bench/results/h200").mkdir(parents=True)
     rows = [{"kind": "decode", "ms": 4.25}, {"kind": "decode", "ms": 5.0, "batch": 2}]
     (tmp_path / "bench/results/h200/figures-test.json").write_text(json.dumps({"results": {"rows": rows}}))
+    run = "'h200/figures-test'"
+    line = f"| {{{{ row({run}, batch=2).ms | f('.1f') }}}} ms | {{{{ '' }}}} | {{{{ source({run}) }}}} |"
+    (tmp_path / "step.jinja").write_text(f"| step | | JSON |\n|---|---|---|\n{line}\n")
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/a.md").write_text("a\n<!-- figures: step -->\n| step |\n<!-- end of figures -->\nb\n")
     return tmp_path
 
 
 def test_a_block_is_made_anew(tree: Path) -> None:
-    def step() -> str:
-        ms = row("h200/figures-test", batch=2)["ms"]
-        return table("step | JSON", [(f"{ms:.1f} ms", source("h200/figures-test"))])
-
-    text = render(tree / "docs/a.md", {"step": step})
     link = "[figures-test](../bench/results/h200/figures-test.json)"
-    mark = "<!-- figures: step -->\n| step | JSON |\n|---|---|"
-    assert text == f"a\n{mark}\n| 5.0 ms | {link} |\n<!-- end of figures -->\nb\n"
-    with pytest.raises(KeyError, match="step"):
-        render(tree / "docs/a.md", {})
+    mark = "<!-- figures: step -->\n| step | | JSON |\n|---|---|---|"
+    text = render(tree / "docs/a.md", environment(tree))
+    assert text == f"a\n{mark}\n| 5.0 ms | | {link} |\n<!-- end of figures -->\nb\n"
 
 
 def test_a_figure_is_of_exactly_one_row(tree: Path) -> None:
@@ -94,3 +90,8 @@ def test_a_figure_is_of_exactly_one_row(tree: Path) -> None:
         row("h200/figures-test", kind="prefill")
     with pytest.raises(LookupError, match="2 rows"):
         row("h200/figures-test", kind="decode")
+
+
+def test_hand_written_columns_stay() -> None:
+    table = "| row | what | figure |\n|---|---|---|\n| A1 | a | old |\n| A2 | b | not measured |\n"
+    assert last_column(table, "A1: 1: 2\n") == table.replace("old", "1: 2")

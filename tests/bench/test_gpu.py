@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from millrace_bench import gpu, gpu_figures, node, stages
+from millrace_bench import figures, gpu, node, stages
 from millrace_bench.stages import Stage
 from millrace_cli.cluster import LOG_DIR
 from millrace_testing.procs import gone
@@ -24,7 +24,7 @@ from rich.console import Console
 TALKS = f"""
 import json, os
 print("begins")
-print(json.dumps({{"results": {{"ms": 4.25}}}}))
+print(json.dumps({{"results": {{"rows": [1, 2]}}}}))
 print(os.environ["{LOG_DIR}"])
 """
 FAILS = "raise SystemExit('there is no device')"
@@ -57,17 +57,17 @@ def test_every_stage_runs_whatever_became_of_those_before(tmp_path: Path, module
     found = stages.run(
         [
             Stage("fails", module("fails", FAILS), 60, "nothing"),
-            Stage("talks", module("talks", TALKS), 60, "5 ms", lambda results: f"{results['ms']:.1f} ms"),
-            Stage("lacks", "talks", 60, "", lambda results: results["tokens"]),
+            Stage("talks", module("talks", TALKS), 60, "5 ms", "rows"),
+            Stage("lacks", "talks", 60, "", "shard"),
         ],
         tmp_path / "out",
         100,
         quiet(),
     )
     assert [(one.stage, one.passed) for one in found] == [("fails", False), ("talks", True), ("lacks", True)]
-    assert found[0].result == "exit code 1; there is no device" and found[1].result == "4.2 ms"
-    assert found[2].result == "its JSON lacks KeyError: 'tokens'"
-    assert json.loads((tmp_path / "out" / "talks.json").read_text()) == {"results": {"ms": 4.25}}
+    assert found[0].result == "exit code 1; there is no device" and found[1].result == "2 rows"
+    assert found[2].result.startswith("its JSON lacks UndefinedError: ")
+    assert json.loads((tmp_path / "out" / "talks.json").read_text()) == {"results": {"rows": [1, 2]}}
     log = (tmp_path / "out" / "talks.log").read_text().splitlines()
     assert log[0] == "begins" and log[-1] == str(tmp_path / "out" / "logs" / "talks")
     assert "there is no device" in (tmp_path / "out" / "fails.log").read_text()
@@ -150,21 +150,16 @@ def test_small_stages_are_those_of_a_host() -> None:
     assert set(names) - set(node.small_stages(MODEL)) == {"tokens", "lost", "deepep", "ttft-8192"}
 
 
-def test_a_real_stage_through_the_command(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "millrace_bench.gpu",
-        "--tiny",
-        "--only",
-        "kernels-sampling",
-        "--out",
-        str(tmp_path),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    assert result.returncode == 0, result.stderr
-    (row,) = json.loads(result.stdout)["results"]["stages"]
-    assert row["passed"] and row["result"].endswith("rows") and "kernels-sampling" in result.stderr
+def test_a_real_stage_through_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu", "--tiny", "--only", "kernels-sampling", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as stop:
+        gpu.main()
+    out, err = capsys.readouterr()
+    assert stop.value.code == 0, err
+    (row,) = json.loads(out)["results"]["stages"]
+    assert row["passed"] and row["result"].endswith("rows") and "kernels-sampling" in err
     assert json.loads((tmp_path / "gpu.json").read_text())["bench"] == "gpu"
     assert json.loads((tmp_path / "kernels-sampling.json").read_text())["bench"] == "kernels"
 
@@ -180,138 +175,52 @@ def test_all_stages_of_a_host_over_small_shapes(tmp_path: Path) -> None:
     assert "NaN" not in str(found) and "lacks" not in str(found)
 
 
-REPLICAS = {"exchange": "peer", "count": 256, "length": 2048, "accept": 2.0, "spare": 1}
-FIGURES = {
-    "logits": ({"rows": [{"weights": "FP8", "path": "prompt", "median": 0.026}]}, "FP8 prompt 0.0260"),
-    "evaluation": (
-        {"rows": [{"system": "engine FP8", "all": {"accuracy": 0.99, "low": 0.97, "high": 1.0}}]},
-        "engine FP8 0.990 [0.970, 1.000]",
-    ),
+SAID = {  # of committed runs: how the line begins or ends
+    "logits": ("h200/logits", "BF16 prompt 0.0050, BF16 outputs 0.0048"),
+    "evaluation": ("h200/eval-matrix", "CPU FP32 1.000 [0.986, 1.000], CPU FP8 0.986"),
+    "engine": ("h200/engine-tp8", "with the collector on 0.24 s; a collection 0.3 ms, thawed 144 ms; graph x22.70"),
+    "drafts": ("h200/drafts-tp8", "3 drafts 7.39 ms for 2.50 tokens, x1.34, equal to eager"),
+    "drafts_sweep": ("h200/drafts-sweep-tp8", "1: 1 drafts x1.38, 4: 2 drafts x1.22"),
+    "drafts_serving": ("h200/drafts-serving", "0 drafts TPOT 14.7 ms x1.00, 3 drafts TPOT 7.6 ms x1.95"),
+    "shard": ("h200/shard-ep8", "decode 128x4096 47.62 ms, decode 128x4096 FP8 KV 46.12 ms"),
+    "replicas": ("h100/node-skew", "peer decode 128x4096, power law, 0 spare: 27.6 ms, 9,289 tokens/s; "),
+    "ranks": ("h200/ranks", "peer decode 128x4096 52.16 ms, 7% communication; "),
+    "sums": ("h100/node-tp", "fused 0 drafts 2.29 ms, 437 tokens/s, fused 3 drafts 4.71 ms, 530 tokens/s"),
+    "first_token": ("h100/node-ttft-1600", "TTFT p50 60 ms, 0 failed"),
+    "serving": ("h100/node-seeds-512-1", "51,862 prompt and 101 output tokens/s, 2500 answers, 0 failed"),
+    "startup": ("h200/startup", "cold 106 s, warm 22 s"),
+    "handover": ("h200/handover", "transfer 2.32 ms, hand-over 3.00 ms, 10 of 10 equal to unified"),
+    "kernels": ("h200/kernels-dense", "224 rows"),
+    "absorb": ("h200/kernels-absorb", "182 rows; T=1 in use 7.0, fp8 grouped 22.0, fp8 batched 11.3 us; T=4 in use"),
+    "moe": ("h200/kernels-moe", "130 rows; T=512 TP8: triton.moe_grouped:moe_experts_fp8 464 us, untuned 456 us"),
+    "onoff": ("h200/onoff", "A6 x1.21 to x1.92, G8 x1.05 to x1.11"),
+    "rows": ("h200/exchange", "71 rows"),
+}
+FAULTS = {
     "engine": (
-        {
-            "rows": [
-                {"kind": "start"},
-                {"kind": "decode", "variant": "graph", "step_ms": 4.111, "idle": 0.021, "exact": True},
-                {"kind": "capture", "variant": "graph", "gc_off_s": 1.5, "gc_on_s": 9.5},
-                {"kind": "collector", "variant": "graph", "frozen_ms": 0.02, "thawed_ms": 350.4},
-                {"kind": "ratio", "variant": "graph", "speedup": 9.5},
-            ]
-        },
-        "graph 4.11 ms, idle 2.1%, equal to eager; graph captured in 1.5 s, with the collector on 9.5 s; "
-        "a collection 0.0 ms, thawed 350 ms; graph x9.50",
+        {"kind": "decode", "variant": "graph", "step_ms": 4.1, "exact": False},
+        "graph 4.10 ms, idle nan%, NOT EQUAL to eager",
     ),
-    "drafts": (
-        {
-            "rows": [
-                {"kind": "start", "drafts": 0},
-                {"kind": "decode", "drafts": 0, "batch": 1, "step_ms": 4.0, "accept": 1.0},
-                {"kind": "decode", "drafts": 1, "batch": 1, "step_ms": 4.5, "accept": 1.85, "exact": False},
-                {"kind": "ratio", "drafts": 1, "batch": 1, "speedup": 1.644},
-            ]
-        },
-        "0 drafts 4.00 ms for 1.00 tokens, x1.00; 1 drafts 4.50 ms for 1.85 tokens, x1.64, NOT EQUAL to eager",
-    ),
-    "drafts_sweep": (
-        {
-            "rows": [
-                {"kind": "decode"},
-                {"kind": "best", "batch": 1, "drafts": 2, "speedup": 1.61},
-                {"kind": "best", "batch": 8, "drafts": 1, "speedup": 1.2},
-                {"kind": "draft_batches", "most": [8, 1]},
-            ]
-        },
-        "1: 2 drafts x1.61, 8: 1 drafts x1.20; draft_batches [8, 1]",
-    ),
-    "drafts_serving": (
-        {"rows": [{"drafts": 0, "tpot_ms": 14.8, "speedup": 1.0}, {"drafts": 3, "error": "not done after 250 s"}]},
-        "0 drafts TPOT 14.8 ms x1.00, 3 drafts not done after 250 s",
-    ),
-    "shard": (
-        {"rows": [{"kind": "decode", "count": 1, "length": 1024, "kv_dtype": "float8_e4m3fn", "ms": 4.044}]},
-        "decode 1x1024 FP8 KV 4.04 ms",
-    ),
-    "replicas": (
-        {
-            "rows": [
-                {**REPLICAS, "kind": "decode", "drafts": 0, "skew": "even", "ms": 62.44, "tokens_per_s": 32800},
-                {**REPLICAS, "kind": "decode", "drafts": 1, "skew": "even", "ms": 70.0, "tokens_per_s": 50000},
-                {**REPLICAS, "kind": "prefill", "drafts": 0, "skew": "power law", "ms": 80.0, "tokens_per_s": 9},
-                {
-                    **REPLICAS,
-                    "kind": "decode",
-                    "drafts": 0,
-                    "skew": "power law",
-                    "ms": 80.0,
-                    "tokens_per_s": 9,
-                    "imbalance": [2.0, 1.25],
-                },
-            ]
-        },
-        "peer decode 256x2048: 62.4 ms, 32,800 tokens/s; "
-        "peer decode 256x2048, 1 drafts, ITL 35.0 ms: 70.0 ms, 50,000 tokens/s; "
-        "peer prefill 256x2048, power law, 1 spare: 80.0 ms, 9 tokens/s; "
-        "peer decode 256x2048, power law, 1 spare (busiest rank x2.00, then x1.25): 80.0 ms, 9 tokens/s",
-    ),
-    "ranks": (
-        {
-            "rows": [
-                {"exchange": "none", "kind": "decode", "count": 2, "length": 9, "ms": 3.0, "communication": 0.0},
-                {"exchange": "peer", "kind": "decode", "count": 2, "length": 9, "ms": 4.0, "communication": 0.25},
-            ]
-        },
-        "none decode 2x9 3.00 ms; peer decode 2x9 4.00 ms, 25% communication",
-    ),
-    "sums": (
-        {
-            "rows": [
-                {"kind": "start"},
-                {"kind": "decode", "sums": "fused", "drafts": 3, "step_ms": 6.5, "tokens_per_s": 400.2},
-            ]
-        },
-        "fused 3 drafts 6.50 ms, 400 tokens/s",
-    ),
-    "first_token": (
-        {"batches": [{"ttft": 0.06, "errors": 0}, {"ttft": 0.05, "errors": 0}, {"ttft": 0.09, "errors": 1}]},
-        "TTFT p50 60 ms, 1 failed",
-    ),
-    "serving": (
-        {"input_token_throughput": 90000.4, "output_token_throughput": 175.0, "completed": 9998, "errors": {"LOST": 2}},
-        "90,000 prompt and 175 output tokens/s, 9998 answers, 2 failed",
-    ),
-    "startup": (
-        {"rows": [{"caches": "cold", "ready_s": 99.6}, {"caches": "warm", "ready_s": 30.2}]},
-        "cold 100 s, warm 30 s",
-    ),
-    "handover": (
-        {"transfer_ms": {"p50": 3.34}, "handover_ms": {"p50": 4.0}, "equal_to_unified": 8, "prompts": 8},
-        "transfer 3.34 ms, hand-over 4.00 ms, 8 of 8 equal to unified",
-    ),
-    "absorb": (
-        {
-            "rows": [
-                {"op": "mla_absorb.absorb_q", "shape": "T=1 H=16", "impl": "in use", "us": 3.0},
-                {"op": "mla_absorb.absorb_q", "shape": "T=1 H=128", "impl": "in use", "us": 6.9},
-                {"op": "mla_absorb.absorb_q", "shape": "T=1 H=128", "impl": "fp8 grouped", "us": 12.34},
-                {"op": "mla_absorb.absorb_q", "shape": "T=1 H=128", "impl": "fp8 batched", "us": 1.0, "error": "no"},
-                {"op": "mla_absorb.project_v", "shape": "T=1 H=128", "impl": "in use", "us": 7.5},
-            ]
-        },
-        "5 rows, 1 with an error; T=1 in use 6.9, fp8 grouped 12.3 us",
-    ),
-    "moe": (
-        {
-            "rows": [
-                {"shape": "T=512 TP8", "impl": "packed", "us": 400.4},
-                {"shape": "T=512 TP8", "impl": "grouped, untuned", "us": 800.2},
-                {"shape": "T=512 TP8", "impl": "indexed", "us": 1.0, "error": "refused"},
-            ]
-        },
-        "3 rows, 1 with an error; T=512 TP8: packed 400 us, untuned 800 us",
-    ),
+    "drafts_serving": ({"drafts": 3, "error": "not done after 250 s"}, "3 drafts not done after 250 s"),
+    "kernels": ({"error": "no"}, "1 rows, 1 with an error"),
+    "moe": ({"shape": "T=512 TP8", "impl": "indexed", "us": 1.0, "error": "no"}, "1 rows, 1 with an error"),
+    "onoff": ({"seed": "M2", "failed": "RuntimeError"}, "M2 RuntimeError"),
 }
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_what_the_table_says_of_a_bench(name: str) -> None:
-    results, text = FIGURES[name]
-    assert getattr(gpu_figures, name)(results) == text
+@pytest.mark.parametrize("stage", SAID)
+def test_the_table_shows_the_figures_of_a_bench(stage: str) -> None:
+    run, text = SAID[stage]
+    said = figures.said(stage, figures.results(run))
+    assert said.startswith(text) or said.endswith(text), said
+
+
+@pytest.mark.parametrize("stage", FAULTS)
+def test_the_table_shows_what_failed_in_a_bench(stage: str) -> None:
+    row, text = FAULTS[stage]
+    assert figures.said(stage, {"rows": [row]}) == text
+
+
+def test_every_stage_has_figures_that_are_known() -> None:
+    """A stage without a template would say nothing."""
+    assert {stage.figures for stage in (*gpu.STAGES, *NODE)} - {""} <= SAID.keys()

@@ -29,12 +29,9 @@ from millrace_bench.kernels import (
     tuned_file,
     tuning,
 )
-from millrace_bench.kernels.attention_inputs import Draw
 from millrace_bench.kernels.case import Call, Case, candidates
-from millrace_bench.kernels.driver import Row, as_dict, floor_us, line, measure, num_sets
+from millrace_bench.kernels.driver import floor_us, line, measure, num_sets
 from millrace_bench.kernels.moe import TP8_SHARED, Rank, draw_weights
-from millrace_bench.kernels.numeric import FP8_EXPERTS_TOLERANCE
-from millrace_bench.kernels.shapes import TINY
 from millrace_bench.kernels.tune_few import Experts, Linear
 from millrace_bench.kernels.tuned_file import Entry
 from millrace_bench.kernels.tuning import Clock, Found
@@ -43,6 +40,9 @@ from millrace_kernels.backend import KernelChoice
 from millrace_kernels.fp8 import BLOCK, Fp8, fp8_linear
 from millrace_kernels.gpu import Gpu
 from millrace_kernels.moe_experts import reference_experts
+from millrace_kernels.testing.attention_inputs import Draw
+from millrace_kernels.testing.shapes import TINY
+from millrace_kernels.testing.tolerances import FP8_EXPERTS_TOLERANCE
 from millrace_kernels.triton import mla_absorb, mla_decode, moe_grouped, quant, small_linear
 from millrace_kernels.triton.gemv import Gemv
 from millrace_kernels.triton.moe_grouped import Launch
@@ -107,13 +107,6 @@ def test_the_record_is_written_as_it_grows_and_says_what_the_time_did_not_reach(
     kernels_main.main()
     results = json.loads(out.read_text())["results"]
     assert written == [1] and len(results["rows"]) == 1 and results["left_out"] == ["op.op T=2"]
-
-
-def test_a_row_leaves_out_what_is_empty() -> None:
-    row = as_dict(Row("op.op", "T=1", "ours", 12.34567, 1.0, 2.0, 0.5))
-    assert row == {
-        "op": "op.op", "shape": "T=1", "impl": "ours", "us": 12.35, "gb_per_s": 1.0, "tflops": 2.0, "roofline": 0.5
-    }  # fmt: skip
 
 
 def test_without_rows_the_candidate_is_the_reference() -> None:

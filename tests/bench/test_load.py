@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from millrace_bench import load
-from millrace_bench.common import ROOT
+from millrace_load.record import ROOT
 
 
 @pytest.mark.parametrize("given", [True, pytest.param(False, marks=pytest.mark.long)])

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_bench import engine_model, gpu_figures, onoff, onoff_steps
+from millrace_bench import engine_model, onoff, onoff_steps
+from millrace_bench.figures import said
 from millrace_bench.onoff import PAIRS
 from millrace_bench.onoff_pairs import SMALL, Pair
 from millrace_bench.onoff_steps import STEPS
@@ -111,7 +112,7 @@ def test_the_bench_goes_on_behind_a_row_that_fails(
     failed, found = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["rows"]
     assert failed == {"seed": "M2", "failed": "RuntimeError: no kernel image"}
     assert found["seed"] == "A11" and found["gain"] == pytest.approx(found["off_us"] / found["on_us"], rel=1e-3)
-    assert gpu_figures.onoff({"rows": [failed, found, found | {"gain": 9.0}]}) == (
+    assert said("onoff", {"rows": [failed, found, found | {"gain": 9.0}]}) == (
         f"A11 x{found['gain']:.2f} to x9.00, M2 RuntimeError: no kernel image"
     )
 

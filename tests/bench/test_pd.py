@@ -8,9 +8,10 @@ import json
 from pathlib import Path
 
 import pytest
-from millrace_bench import pd, plots
+from millrace_bench import pd
 from millrace_bench.pd import LOADS, Load, line, parser, runs, spec
 from millrace_cli.cluster import TINY
+from millrace_load import plots
 
 
 def test_loads() -> None:

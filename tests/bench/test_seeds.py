@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import get_args
 
 import pytest
-from millrace_bench import figures_seeds, figures_source, onoff
-from millrace_bench.figures_seeds import DOCUMENT, FIGURES, lines
+from millrace_bench import onoff
+from millrace_bench.figures import environment
 from millrace_serve.worker.config import WorkerConfig
 from millrace_testing.paths import ROOT
 from pydantic import BaseModel
@@ -22,8 +20,11 @@ FOLDERS = {
     "B": "bench/millrace_bench",
     "T": "tests",
     "services": "services",
+    "bench": "bench",
 }
-TABLE = {cells[0]: cells for cells in lines(DOCUMENT.read_text())}
+LINES = (ROOT / "docs" / "seeds.md").read_text().splitlines()
+CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES if re.match(r"\| [A-Z]\d* \|", line)]
+TABLE = {cells[0]: cells for cells in CELLS}
 ROWS = [pytest.param(cells, id=cells[0]) for cells in TABLE.values()]
 
 
@@ -41,7 +42,7 @@ def quoted(cell: str) -> list[str]:
 
 def test_every_optimisation_has_one_row() -> None:
     ids = [f"{group}{number}" for group, count in COUNTS.items() for number in range(1, count + 1)]
-    assert [cells[0] for cells in lines(DOCUMENT.read_text())] == [*ids, "O"]
+    assert [cells[0] for cells in CELLS] == [*ids, "O"]
 
 
 @pytest.mark.parametrize("cells", ROWS)
@@ -77,23 +78,8 @@ def test_switches_are_there(cells: list[str]) -> None:
 
 def test_figures_are_of_runs() -> None:
     """What is typed in the last column says why there is none."""
-    assert FIGURES.keys() <= TABLE.keys()
+    lines = environment().get_template("seeds.jinja").render().splitlines()
+    measured = {line.partition(":")[0] for line in lines}
+    assert measured <= TABLE.keys() and set(onoff.SEEDS) <= TABLE.keys()
     for name, cells in TABLE.items():
-        assert name in FIGURES or re.match(r"not measured|with [A-Z]\d+$|none: |$", cells[6]), name
-    assert all(seed in TABLE for seed in onoff.SEEDS)
-
-
-def test_a_run_of_onoff_fills_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = "h200/onoff-test"
-    monkeypatch.setattr(figures_seeds, "ONOFF", run)
-    assert figures_seeds.onoff("M2") == "not measured: `python -m millrace_bench.onoff M2`"
-    path = tmp_path / "bench/results/h200/onoff-test.json"
-    path.parent.mkdir(parents=True)
-    found = {"seed": "M2", "shape": "T=1", "on_us": 2.5, "off_us": 140.2, "gain": 56.1, "error": 0.0}
-    rows = [found, {**found, "shape": "T=16"}, {"seed": "G8", "failed": "RuntimeError"}]
-    path.write_text(json.dumps({"results": {"rows": rows}}))
-    for module in (figures_seeds, figures_source):
-        monkeypatch.setattr(module, "ROOT", tmp_path)
-    link = "[onoff-test](bench/results/h200/onoff-test.json)"
-    assert figures_seeds.onoff("M2") == f"T=1: 140 → 2.5; T=16: 140 → 2.5 {link}"
-    assert figures_seeds.onoff("G8") == "failed when it was measured"
+        assert name in measured or re.match(r"not measured|with [A-Z]\d+$|none: |$", cells[6]), name

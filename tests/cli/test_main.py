@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import socket
@@ -168,6 +169,20 @@ def test_a_path_through_a_file_is_one_line(
 ) -> None:
     result = here(*arguments)
     assert result.returncode == 1 and message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [(["bench", "serving", "--help"], 0), (["bench", "router"], 1), (["eval"], 1)]
+)
+def test_a_bench_that_is_not_installed_says_so(
+    command: list[str], code: int, here: Callable[..., CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wheels and images have the load client alone."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "millrace_bench" else found(name))
+    result = here(*command)
+    assert result.returncode == code
+    assert code == 0 or f"`millrace {' '.join(command)}` needs the source tree" in result.stderr
 
 
 @pytest.mark.parametrize("command", [["generate", "hello"], ["workers"]])

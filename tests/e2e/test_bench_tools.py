@@ -18,12 +18,12 @@ from typing import Any
 
 import httpx
 import pytest
-from millrace_bench.clients import Sample
-from millrace_bench.common import ROOT, Summary
-from millrace_bench.report import Report, Slo
-from millrace_bench.serving import collect
-from millrace_bench.serving_options import Settings
 from millrace_cli.cluster import TINY, ClusterSpec, LocalCluster
+from millrace_load.clients import Sample
+from millrace_load.record import ROOT, Summary
+from millrace_load.report import Report, Slo
+from millrace_load.serving import collect
+from millrace_load.serving_options import Settings
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 

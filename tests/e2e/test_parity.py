@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from millrace_bench.checkpoint.export_quantised import export
 from millrace_bench.tasks import TASKS
 from millrace_cli.cluster import ClusterSpec, LocalCluster
 from millrace_router.text.tokenizer import Tokenizer
+from millrace_serve.model.checkpoint.export_quantised import export
 from millrace_testing.client import Answer, Client
 from millrace_testing.paths import TINY
 from millrace_testing.reference import Continuation, assert_greedy

@@ -19,12 +19,12 @@ import pytest
 import torch
 from engine.every_request import BRANCHES, TritonVariants, check_reached, not_as_wanted, serve, serve_as_replica
 from engine.harness import eager
-from millrace_bench.checkpoint.export_quantised import export
 from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
 from millrace_serve.engine.start import startup, torch_factory
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.step.torch_runner import TorchRunner
 from millrace_serve.model import deepseek_v3
+from millrace_serve.model.checkpoint.export_quantised import export
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.worker.caches import variables
 from millrace_testing import launches

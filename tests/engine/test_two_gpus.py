@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from engine.harness import request
-from millrace_bench.checkpoint.export_quantised import export
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Submit
 from millrace_serve.engine.start.torch_factory import load_rank
+from millrace_serve.model.checkpoint.export_quantised import export
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY
 from model import ranks

@@ -101,10 +101,10 @@ def test_the_command_is_a_server_with_a_configuration_that_it_accepts(path: str)
     assert str(port) in exposed.split()
 
 
-def test_the_worker_image_has_what_measures_and_checks_a_model() -> None:
-    """`millrace bench` and `millrace eval`, with the router that they start and whose tokenizer they use."""
+def test_the_worker_image_has_the_load_client_and_no_other_bench() -> None:
+    """With the router that it starts and whose tokenizer it uses."""
     folders = {text.split()[0] for text in texts("services/Dockerfile", "COPY")}
-    assert {"bench", "router", "services", "kernels", "proto"} <= folders
+    assert {"bench/millrace_load", "router", "services", "kernels", "proto"} <= folders and "bench" not in folders
     for path in FILES:
         home = texts(path, "WORKDIR")[0]  # of the editable install
         assert texts(path, "COPY")[-1].split()[1] == f"{home}/{TINY.relative_to(ROOT)}", "commands look elsewhere"

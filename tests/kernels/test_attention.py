@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from millrace_bench.kernels import attention_inputs
-from millrace_bench.kernels.attention_inputs import Draw
-from millrace_bench.kernels.numeric import ATTENTION_TOLERANCE, assert_close, poisoned
-from millrace_bench.kernels.shapes import DECODE_CASES, PREFILL_CASES, TINY, DecodeCase, PrefillCase, paged_pool
 from millrace_kernels import mla_decode as mla_decode_module
 from millrace_kernels import mla_prefill as mla_prefill_module
 from millrace_kernels.backend import SMALL_TOKENS
@@ -20,6 +16,10 @@ from millrace_kernels.mla_prefill import mla_prefill
 from millrace_kernels.mla_qkv import kv_store, mla_qkv_norm
 from millrace_kernels.rms_norm import rms_norm
 from millrace_kernels.rope import rope
+from millrace_kernels.testing import attention_inputs
+from millrace_kernels.testing.attention_inputs import Draw
+from millrace_kernels.testing.shapes import DECODE_CASES, PREFILL_CASES, TINY, DecodeCase, PrefillCase, paged_pool
+from millrace_kernels.testing.tolerances import ATTENTION_TOLERANCE, assert_close, poisoned
 from torch import Tensor
 
 SCALE = 0.07

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_bench.kernels import attention_inputs
 from millrace_bench.kernels.absorb import Weights
-from millrace_bench.kernels.attention_inputs import LATENT, ROPE, Draw
 from millrace_bench.kernels.compared import flashinfer_mla, flashinfer_moe, fp8_heads
 from millrace_bench.kernels.compared.heads_quant import heads_cast, heads_quant
-from millrace_bench.kernels.expert_inputs import draw_experts
-from millrace_bench.kernels.numeric import FP8_TOLERANCE, assert_close, dequantised, rms_error
 from millrace_kernels.fp8 import Fp8, fp8_linear, quant_blocks
 from millrace_kernels.lib import flashinfer_gemm
 from millrace_kernels.mla_absorb import absorb_q, project_v
 from millrace_kernels.mla_decode import mla_decode
 from millrace_kernels.moe_experts import reference_experts
 from millrace_kernels.moe_masked import BLOCK_ROWS
+from millrace_kernels.testing import attention_inputs
+from millrace_kernels.testing.attention_inputs import LATENT, ROPE, Draw
+from millrace_kernels.testing.expert_inputs import draw_experts
+from millrace_kernels.testing.tolerances import FP8_TOLERANCE, assert_close, dequantised, rms_error
 from millrace_kernels.triton import quant
 from millrace_testing.compiled import lacking
 from torch import Tensor

@@ -7,9 +7,9 @@ import types
 
 import pytest
 import torch
-from millrace_bench.kernels.numeric import assert_close
 from millrace_kernels.fp8 import Fp8, fp8_linear, quant_blocks
 from millrace_kernels.lib import deep_gemm
+from millrace_kernels.testing.tolerances import assert_close
 from millrace_kernels.triton.quant import quant_groups
 from torch import Tensor
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_bench.kernels.expert_inputs import draw_experts, held_ids
-from millrace_bench.kernels.numeric import FP8_EXPERTS_TOLERANCE, assert_close
 from millrace_kernels.fp8 import Fp8, Operand, fp8_linear
 from millrace_kernels.lib import deep_gemm_grouped as grouped
 from millrace_kernels.moe_experts import expected_rows, moe_experts
 from millrace_kernels.scratch import Scratch
+from millrace_kernels.testing.expert_inputs import draw_experts, held_ids
+from millrace_kernels.testing.tolerances import FP8_EXPERTS_TOLERANCE, assert_close
 from millrace_kernels.triton import moe_grouped, moe_route
 from millrace_kernels.triton.moe_grouped import Launch
 from millrace_kernels.triton.moe_rows import permute

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from millrace_bench.kernels.numeric import FP8_LINEAR_TOLERANCE, assert_close, relative_error
-from millrace_bench.kernels.shapes import TOKENS
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import (
     E4M3_MAX,
@@ -16,6 +14,8 @@ from millrace_kernels.fp8 import (
     small_linear,
 )
 from millrace_kernels.linear import linear, operand
+from millrace_kernels.testing.shapes import TOKENS
+from millrace_kernels.testing.tolerances import FP8_LINEAR_TOLERANCE, assert_close, relative_error
 
 SHAPES = [(128, 128), (256, 384), (576, 256), (100, 192), (1, 1), (129, 257)]
 

@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_bench.kernels import attention_inputs
-from millrace_bench.kernels.attention_inputs import Draw
-from millrace_bench.kernels.numeric import (
+from millrace_kernels import backend, mla_decode, mla_prefill
+from millrace_kernels import mla_absorb as absorption
+from millrace_kernels.backend import SMALL_TOKENS
+from millrace_kernels.testing import attention_inputs
+from millrace_kernels.testing.attention_inputs import Draw
+from millrace_kernels.testing.shapes import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
+from millrace_kernels.testing.tolerances import (
     ATTENTION_TOLERANCE,
     FP8_ATTENTION_TOLERANCE,
     FP8_TOLERANCE,
@@ -22,10 +26,6 @@ from millrace_bench.kernels.numeric import (
     dequantised,
     rms_error,
 )
-from millrace_bench.kernels.shapes import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
-from millrace_kernels import backend, mla_decode, mla_prefill
-from millrace_kernels import mla_absorb as absorption
-from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.triton import mla_absorb
 from millrace_testing.like_reference import assert_like_reference
 

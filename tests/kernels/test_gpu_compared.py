@@ -4,19 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from millrace_bench.kernels import attention_inputs
 from millrace_bench.kernels.absorb import Weights
-from millrace_bench.kernels.attention_inputs import Draw
 from millrace_bench.kernels.compared import flashinfer_mla, flashinfer_moe, fp8_heads
-from millrace_bench.kernels.expert_inputs import draw_experts
-from millrace_bench.kernels.numeric import (
-    ATTENTION_TOLERANCE,
-    FP8_EXPERTS_TOLERANCE,
-    FP8_TOLERANCE,
-    LSE_TOLERANCE,
-    assert_close,
-    rms_error,
-)
 from millrace_kernels import backend, fp8
 from millrace_kernels.backend import forced
 from millrace_kernels.fp8 import Fp8
@@ -24,6 +13,17 @@ from millrace_kernels.lib import flashinfer_gemm
 from millrace_kernels.mla_absorb import absorb_q, project_v
 from millrace_kernels.mla_decode import mla_decode
 from millrace_kernels.moe_experts import reference_experts
+from millrace_kernels.testing import attention_inputs
+from millrace_kernels.testing.attention_inputs import Draw
+from millrace_kernels.testing.expert_inputs import draw_experts
+from millrace_kernels.testing.tolerances import (
+    ATTENTION_TOLERANCE,
+    FP8_EXPERTS_TOLERANCE,
+    FP8_TOLERANCE,
+    LSE_TOLERANCE,
+    assert_close,
+    rms_error,
+)
 from millrace_testing.compiled import lacking
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]  # FlashInfer compiles CUTLASS for minutes

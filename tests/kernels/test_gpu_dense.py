@@ -7,11 +7,11 @@ from typing import TypeVar
 
 import pytest
 import torch
-from millrace_bench.kernels.numeric import FP8_TOLERANCE, assert_close, dequantised, poisoned, rms_error
-from millrace_bench.kernels.shapes import strided_rows
 from millrace_kernels import backend, fp8, linear, rms_norm, silu_mul
 from millrace_kernels.backend import SMALL_TOKENS, forced
 from millrace_kernels.fp8 import Fp8, Operand
+from millrace_kernels.testing.shapes import strided_rows
+from millrace_kernels.testing.tolerances import FP8_TOLERANCE, assert_close, dequantised, poisoned, rms_error
 from millrace_kernels.triton import fp8_linear
 from torch import Tensor
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from millrace_bench.kernels import indexer_inputs
-from millrace_bench.kernels.attention_inputs import Draw
-from millrace_bench.kernels.numeric import ATTENTION_TOLERANCE, FP8_TOLERANCE, assert_close, rms_error
 from millrace_kernels import backend, indexer
 from millrace_kernels.indexer import IndexRows
 from millrace_kernels.mla_sparse import by_copies, mla_sparse, pool_rows
+from millrace_kernels.testing import indexer_inputs
+from millrace_kernels.testing.attention_inputs import Draw
+from millrace_kernels.testing.tolerances import ATTENTION_TOLERANCE, FP8_TOLERANCE, assert_close, rms_error
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu

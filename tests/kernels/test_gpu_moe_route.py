@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from millrace_bench.kernels.expert_inputs import choose, held_ids
-from millrace_bench.kernels.shapes import V3_TP8
+from millrace_kernels.testing.expert_inputs import choose, held_ids
+from millrace_kernels.testing.shapes import V3_TP8
 from millrace_kernels.triton import moe_route
 
 pytestmark = pytest.mark.gpu

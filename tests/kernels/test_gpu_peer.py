@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from millrace_bench.kernels.numeric import FP8_EXPERTS_TOLERANCE, assert_close, dequantised
 from millrace_kernels.fp8 import SMALL_TOKENS, Fp8, Operand, quant_groups
 from millrace_kernels.peer.exchange import Exchange, ExpertPlaces, Received
+from millrace_kernels.testing.tolerances import FP8_EXPERTS_TOLERANCE, assert_close, dequantised
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.experts.gather import GatherExperts

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from millrace_bench.kernels.numeric import assert_close, dequantised, rms_error
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import quant_groups
 from millrace_kernels.peer.reduce_norm import ReduceNorm, Ways
 from millrace_kernels.rms_norm import rms_norm
+from millrace_kernels.testing.tolerances import assert_close, dequantised, rms_error
 from millrace_serve.model.parallel import init_parallel, leave_parallel
 from torch import Tensor
 

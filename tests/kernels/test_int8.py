@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from millrace_bench.kernels.numeric import INT8_LINEAR_TOLERANCE, assert_close, rms_error
-from millrace_bench.kernels.shapes import strided_rows
 from millrace_kernels.backend import TABLE, forced
 from millrace_kernels.fp8 import BLOCK, Operand, dequant_blocks
 from millrace_kernels.int8 import Int8, Matrix, dequant, int8_linear, quant_like, quant_rows
 from millrace_kernels.linear import linear
 from millrace_kernels.moe_experts import moe_experts
+from millrace_kernels.testing.shapes import strided_rows
+from millrace_kernels.testing.tolerances import INT8_LINEAR_TOLERANCE, assert_close, rms_error
 from millrace_kernels.triton import int8 as ours
 
 OURS = {op: TABLE[op][0].target for op in ("int8.quant_rows", "int8.int8_linear", "moe_experts.moe_experts_int8")}

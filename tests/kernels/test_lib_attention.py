@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_bench.kernels import attention_inputs
-from millrace_bench.kernels.attention_inputs import Draw
-from millrace_bench.kernels.numeric import FP8_ATTENTION_TOLERANCE, assert_close
 from millrace_kernels import mla_decode, mla_prefill
 from millrace_kernels.lib import flash_mla, flashinfer
+from millrace_kernels.testing import attention_inputs
+from millrace_kernels.testing.attention_inputs import Draw
+from millrace_kernels.testing.tolerances import FP8_ATTENTION_TOLERANCE, assert_close
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_attention.py runs the libraries")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from millrace_bench.kernels.expert_inputs import draw_experts, held_ids, rule_of
-from millrace_bench.kernels.numeric import assert_close
-from millrace_bench.kernels.shapes import TINY, TOKENS, V3_TP8, Dims
 from millrace_kernels.fp8 import Operand, quant_groups
 from millrace_kernels.lib import cublas
 from millrace_kernels.moe_experts import moe_experts
 from millrace_kernels.moe_gate import moe_gate
+from millrace_kernels.testing.expert_inputs import draw_experts, held_ids, rule_of
+from millrace_kernels.testing.shapes import TINY, TOKENS, V3_TP8, Dims
+from millrace_kernels.testing.tolerances import assert_close
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

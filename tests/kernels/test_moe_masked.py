@@ -7,13 +7,19 @@ import types
 
 import pytest
 import torch
-from millrace_bench.kernels.expert_inputs import draw_experts
-from millrace_bench.kernels.numeric import FP8_EXPERTS_TOLERANCE, FP8_TOLERANCE, assert_close, dequantised, rms_error
 from millrace_kernels.fp8 import Fp8, fp8_linear
 from millrace_kernels.lib import deep_gemm_masked
 from millrace_kernels.moe_experts import moe_experts
 from millrace_kernels.moe_masked import BLOCK_ROWS, moe_masked
 from millrace_kernels.silu_mul import reference_silu_mul
+from millrace_kernels.testing.expert_inputs import draw_experts
+from millrace_kernels.testing.tolerances import (
+    FP8_EXPERTS_TOLERANCE,
+    FP8_TOLERANCE,
+    assert_close,
+    dequantised,
+    rms_error,
+)
 from millrace_kernels.triton import moe_masked as kernel
 from millrace_kernels.triton.quant import quant_groups
 from millrace_testing.poison import poison_empty

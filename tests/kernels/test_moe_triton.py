@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from millrace_bench.kernels.expert_inputs import Experts, draw_experts, held_ids, rule_of
-from millrace_bench.kernels.numeric import FP8_EXPERTS_TOLERANCE, assert_close
-from millrace_bench.kernels.shapes import TINY, V3_TP8, Dims
 from millrace_kernels import moe_experts as ref_experts
 from millrace_kernels import moe_gate as ref_gate
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.expert_slots import expert_slots
 from millrace_kernels.fp8 import Operand, quant_groups
+from millrace_kernels.testing.expert_inputs import Experts, draw_experts, held_ids, rule_of
+from millrace_kernels.testing.shapes import TINY, V3_TP8, Dims
+from millrace_kernels.testing.tolerances import FP8_EXPERTS_TOLERANCE, assert_close
 from millrace_kernels.triton import expert_slots as triton_slots
 from millrace_kernels.triton import moe_gate, moe_grouped, moe_route, moe_small
 from millrace_kernels.triton.moe_grouped import Launch

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from millrace_bench.kernels.numeric import assert_close, dequantised, rms_error
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import Fp8, reference_quant_groups
 from millrace_kernels.peer import reduce_norm
 from millrace_kernels.peer.reduce_norm import WAYS, ReduceNorm, Ways, ways_for
 from millrace_kernels.peer.signals import POLLS_PER_S
+from millrace_kernels.testing.tolerances import assert_close, dequantised, rms_error
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing import triton_interpreter
 from model.ranks import Job, run_jobs

@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_bench.kernels import attention_inputs
-from millrace_bench.kernels.attention_inputs import Draw
-from millrace_bench.kernels.numeric import (
+from millrace_kernels import mla_absorb as reference
+from millrace_kernels.backend import SMALL_TOKENS, forced
+from millrace_kernels.fp8 import Fp8, quant_groups
+from millrace_kernels.mla_qkv import mla_qkv_norm
+from millrace_kernels.testing import attention_inputs
+from millrace_kernels.testing.attention_inputs import Draw
+from millrace_kernels.testing.shapes import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
+from millrace_kernels.testing.tolerances import (
     ATTENTION_TOLERANCE,
     FP8_TOLERANCE,
     OP_TOLERANCE,
@@ -18,11 +23,6 @@ from millrace_bench.kernels.numeric import (
     dequantised,
     rms_error,
 )
-from millrace_bench.kernels.shapes import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
-from millrace_kernels import mla_absorb as reference
-from millrace_kernels.backend import SMALL_TOKENS, forced
-from millrace_kernels.fp8 import Fp8, quant_groups
-from millrace_kernels.mla_qkv import mla_qkv_norm
 from millrace_kernels.triton import mla_absorb, mla_decode
 from millrace_kernels.triton.mla_absorb import Tile, absorb_q_with, project_v_quant_with
 from millrace_testing.like_reference import assert_like_reference

@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 import torch
-from millrace_bench.kernels.numeric import FP8_TOLERANCE, assert_close, dequantised, rms_error
-from millrace_bench.kernels.shapes import strided_rows
 from millrace_kernels import rms_norm as norms
 from millrace_kernels.backend import SMALL_TOKENS, TABLE, forced
 from millrace_kernels.fp8 import Fp8, Operand, dequant_blocks, quant_blocks, quant_groups, small_linear
 from millrace_kernels.scratch import Scratch
 from millrace_kernels.silu_mul import silu_mul
+from millrace_kernels.testing.shapes import strided_rows
+from millrace_kernels.testing.tolerances import FP8_TOLERANCE, assert_close, dequantised, rms_error
 from millrace_kernels.triton import fp8_linear as mid
 from millrace_kernels.triton import quant as kernels
 from millrace_kernels.triton import rms_norm

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from millrace_bench.common import ROOT
 from millrace_bench.kernels import tuned_file
 from millrace_bench.kernels.tuned_file import Entry
 from millrace_kernels import gpu as gpu_module
@@ -16,6 +15,7 @@ from millrace_kernels import tuned
 from millrace_kernels.gpu import H200, Gpu, fitting
 from millrace_kernels.triton import fp8_linear, mla_absorb, mla_decode, mla_prefill, moe_grouped, small_linear
 from millrace_kernels.tuned import Table, Tuned, nearest
+from millrace_load.record import ROOT
 from millrace_serve.model.attn_step import FORM_TABLE
 from torch import bfloat16
 

@@ -25,8 +25,8 @@ import grpc
 import httpx
 import psutil
 from millrace.v1 import common_pb2, inference_pb2
-from millrace_bench.common import percentile
 from millrace_cli.cluster import TINY, ClusterSpec, LocalCluster
+from millrace_load.record import percentile
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_rpc.errors import from_rpc_error
 from millrace_serve.engine.core import SamplingParams

@@ -36,7 +36,7 @@ from typing import Any
 
 import grpc
 import httpx
-from millrace_bench.common import percentile
+from millrace_load.record import percentile
 from millrace_rpc.errors import TABLE, MillraceError, from_rpc_error
 from millrace_serve.engine.core import SamplingParams
 from millrace_serve.engine.sim.runner import SPECIAL_TOKENS, SimSettings

@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from millrace_bench.common import Record, print_record
+from millrace_load.record import Record, print_record
 
 from millrace_testing.beside_hostile import beside_hostile
 from millrace_testing.chaos import THROTTLED, burning, calm, chaos, shuffled

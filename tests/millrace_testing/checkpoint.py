@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from millrace_bench.checkpoint.shard_writer import write_json, write_shards
+from millrace_serve.model.checkpoint.shard_writer import write_json, write_shards
 from millrace_serve.model.config import CONFIG_FILE
 from torch import Tensor
 

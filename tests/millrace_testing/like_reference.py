@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from millrace_bench.kernels.numeric import assert_close, dequantised
 from millrace_kernels.backend import forced
 from millrace_kernels.fp8 import Fp8
+from millrace_kernels.testing.tolerances import assert_close, dequantised
 from torch import Tensor
 
 Tolerances = dict[torch.dtype, float]

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 from millrace.v1 import admin_pb2, admin_pb2_grpc
-from millrace_bench.common import percentile
+from millrace_load.record import percentile
 from millrace_rpc.client import channel
 from millrace_rpc.errors import TABLE
 

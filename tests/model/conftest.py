@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from millrace_bench.checkpoint.export_quantised import export
+from millrace_serve.model.checkpoint.export_quantised import export
 from millrace_testing.checkpoint import write_checkpoint
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close
+from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close
 from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from millrace_bench.checkpoint.export_quantised import QUANTIZATIONS
+from millrace_serve.model.checkpoint.export_quantised import QUANTIZATIONS
 from millrace_serve.model.config import ModelConfig, ModelConfigError
 from millrace_testing.checkpoint import CONFIG
 from millrace_testing.int4 import QUANTIZATION as INT4

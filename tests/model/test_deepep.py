@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from millrace_bench.kernels.numeric import FP8_EXPERTS_TOLERANCE, rms_error
 from millrace_kernels.fp8 import Fp8, Operand
+from millrace_kernels.testing.tolerances import FP8_EXPERTS_TOLERANCE, rms_error
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.experts.deepep import DeepEpExperts

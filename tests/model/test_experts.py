@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_bench.kernels.numeric import assert_close
 from millrace_kernels.fp8 import Operand
+from millrace_kernels.testing.tolerances import assert_close
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.experts.held import ExpertLayer, HeldExperts
 from millrace_serve.model.experts.local import LocalExperts

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from millrace_bench.checkpoint import export_quantised
-from millrace_bench.checkpoint.export_quantised import QUANTISED, export, quantise
 from millrace_kernels.fp8 import dequant_blocks
+from millrace_serve.model.checkpoint import export_quantised
+from millrace_serve.model.checkpoint.export_quantised import QUANTISED, export, quantise
 from millrace_serve.model.config import ModelConfig, ModelConfigError
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from millrace_bench.checkpoint.export_quantised import QUANTISED, export
-from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import dequant_blocks, quant_blocks
+from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close
+from millrace_serve.model.checkpoint.export_quantised import QUANTISED, export
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims

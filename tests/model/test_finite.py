@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_bench.checkpoint.export_quantised import export
+from millrace_serve.model.checkpoint.export_quantised import export
 from millrace_serve.model.checkpoint.tensor_file import DTYPES, Stored, TensorFile, all_finite
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims

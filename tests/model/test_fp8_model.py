@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from millrace_bench.checkpoint.export_quantised import export
-from millrace_bench.kernels.numeric import FP8_MODEL_TOLERANCE
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Fp8, dequant_blocks, quant_blocks
+from millrace_kernels.testing.tolerances import FP8_MODEL_TOLERANCE
+from millrace_serve.model.checkpoint.export_quantised import export
 from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_bench.checkpoint.export_quantised import export
 from millrace_serve.model.checkpoint.checkpoint_hash import checkpoint_hash
+from millrace_serve.model.checkpoint.export_quantised import export
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model, open_checkpoint
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import CheckpointError

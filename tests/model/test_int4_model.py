@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close
 from millrace_kernels.fp8 import Fp8, quant_blocks
+from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close
 from millrace_serve.model.checkpoint.headers import check_headers
 from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
 from millrace_serve.model.config import ModelConfig

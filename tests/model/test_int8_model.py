@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from millrace_bench.checkpoint.export_quantised import QUANTISED, export
-from millrace_bench.kernels.numeric import FP8_MODEL_TOLERANCE
 from millrace_kernels.int8 import Int8
+from millrace_kernels.testing.tolerances import FP8_MODEL_TOLERANCE
+from millrace_serve.model.checkpoint.export_quantised import QUANTISED, export
 from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close, poisoned
 from millrace_kernels import mla_decode
+from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close, poisoned
 from millrace_serve.model import mla
 from millrace_serve.model.attn_step import FORMS, FormThresholds, prefix_chunks
 from millrace_serve.model.deepseek_v3 import load_model

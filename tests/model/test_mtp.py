@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close
+from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close
 from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close
+from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.layers import VocabParallel

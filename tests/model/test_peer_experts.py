@@ -10,9 +10,9 @@ from typing import cast
 import pytest
 import torch
 import torch.nn.functional as F
-from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close
 from millrace_kernels.fp8 import SMALL_TOKENS, Operand
 from millrace_kernels.peer.exchange import Exchange
+from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close
 from millrace_kernels.triton import quant
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import load_model

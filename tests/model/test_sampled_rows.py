@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close
 from millrace_kernels.fp8 import Operand
+from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_bench.checkpoint.export_quantised import export
-from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close
+from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close
 from millrace_serve.engine.config import Execution, Limits
 from millrace_serve.engine.start.startup import kv_layout
 from millrace_serve.model import mla
+from millrace_serve.model.checkpoint.export_quantised import export
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.sparse_step import IndexPool

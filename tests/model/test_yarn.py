@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_bench.kernels.numeric import ROTARY_TOLERANCE, assert_close
+from millrace_kernels.testing.tolerances import ROTARY_TOLERANCE, assert_close
 from millrace_serve.model.config import ModelConfig, RopeScaling
 from millrace_serve.model.yarn import BEHIND, inverse_frequencies, rope_tables, softmax_scale
 from millrace_testing.checkpoint import CONFIG

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from millrace_cli.cluster import TINY
 from millrace_cli.errors import CommandError
+from millrace_load.record import Record, print_record
 from rich.console import Console
 
-from millrace_bench.common import Record, print_record
 from millrace_bench.eval.report import (
     comparison_table,
     differences_table,

@@ -6,7 +6,7 @@
    weights, so the rounding of the weights does not count.
 2. Each held-out text runs once as one prompt, and once with its last tokens as steps of their own, as outputs are.
 3. error = |difference| / |row| of a token's logits. The median over all tokens must stay within the tolerance of
-   millrace_bench.kernels.numeric.
+   millrace_kernels.testing.tolerances.
 
 Exit code 1 when one does not.
 """
@@ -22,15 +22,15 @@ from pathlib import Path
 
 import torch
 from millrace_cli.cluster import TINY
+from millrace_kernels.testing.tolerances import TEXT_TOLERANCE
+from millrace_load.record import Record, print_record
 from millrace_router.text.tokenizer import Tokenizer
+from millrace_serve.model.checkpoint.export_quantised import export
 from torch import Tensor
 
-from millrace_bench.checkpoint.export_quantised import export
-from millrace_bench.common import Record, print_record
 from millrace_bench.eval.perplexity import Logits, checkpoint_logits
 from millrace_bench.eval.report import make_console, make_table
 from millrace_bench.heldout_texts import TEXTS
-from millrace_bench.kernels.numeric import TEXT_TOLERANCE
 
 DECODED = 24  # tokens at the end of a text
 

@@ -28,11 +28,11 @@ from typing import Any
 
 from millrace_cli.cluster import TINY
 from millrace_cli.errors import CommandError
+from millrace_load.record import Record, gpus, print_record
+from millrace_serve.model.checkpoint.export_quantised import QUANTIZATIONS, export
 from rich.console import Console
 from rich.table import Table
 
-from millrace_bench.checkpoint.export_quantised import QUANTIZATIONS, export
-from millrace_bench.common import Record, gpus, print_record
 from millrace_bench.eval.backend import Perplexity
 from millrace_bench.eval.report import comparison_table, differences_table, evaluation_table, make_console, make_table
 from millrace_bench.eval.run import Jobs, Suite, measure

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 from millrace_kernels.backend import capability
+from millrace_load.record import Record, print_record
 
-from millrace_bench.common import Record, print_record
 from millrace_bench.kernels.case import Case
 from millrace_bench.kernels.driver import HEADER, as_dict, line, measure
 

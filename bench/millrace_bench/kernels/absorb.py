@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from millrace_kernels.fp8 import BLOCK, E4M3_MAX, Fp8, quant_blocks
 from millrace_kernels.mla_absorb import absorb_q, project_v
+from millrace_kernels.testing import attention_inputs
+from millrace_kernels.testing.attention_inputs import LATENT, NOPE, QK, ROW, VALUE, Draw
 from torch import Tensor
 
-from millrace_bench.kernels import attention_inputs
-from millrace_bench.kernels.attention_inputs import LATENT, NOPE, QK, ROW, VALUE, Draw
 from millrace_bench.kernels.case import Call, Case, forced
 
 TOKENS, HEADS = (1, 4, 16, 32, 64, 128, 256), (16, 128)

@@ -15,9 +15,9 @@ from millrace_kernels.merge_state import merge_state
 from millrace_kernels.mla_absorb import absorb_q, project_v, project_v_quant
 from millrace_kernels.mla_expand import expand_kv, rope_q
 from millrace_kernels.mla_qkv import mla_qkv_norm
+from millrace_kernels.testing import attention_inputs
+from millrace_kernels.testing.attention_inputs import LATENT, NOPE, QK, ROPE, ROW, VALUE, Draw, Inputs
 
-from millrace_bench.kernels import attention_inputs
-from millrace_bench.kernels.attention_inputs import LATENT, NOPE, QK, ROPE, ROW, VALUE, Draw, Inputs
 from millrace_bench.kernels.case import Call, Case, candidates
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
+from millrace_kernels.testing.tolerances import rms_error
 from torch import Tensor
 
 from millrace_bench.kernels.case import Case
-from millrace_bench.kernels.numeric import rms_error
 from millrace_bench.kernels.timing import Call, time_us
 
 # An H200 by its datasheet, dense.

@@ -24,6 +24,7 @@ import torch
 from millrace_kernels.fp8 import Operand
 from millrace_kernels.mla_prefill import Heads
 from millrace_kernels.scratch import Scratch
+from millrace_load.record import Record, print_record
 from millrace_serve.model.attn_step import FORMS, AttnStep, FormThresholds
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
@@ -34,7 +35,6 @@ from millrace_serve.model.quantised import FP8, PLAIN
 from millrace_serve.model.yarn import rope_tables
 
 from millrace_bench import v3
-from millrace_bench.common import Record, print_record
 from millrace_bench.shard import PAGE, time_ms
 
 HEADS, TINY_HEADS = (16, 128), (2, 8)

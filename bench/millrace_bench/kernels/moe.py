@@ -17,11 +17,11 @@ from millrace_kernels import moe_gate
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import Fp8, Operand, quant_groups
 from millrace_kernels.moe_experts import moe_experts
+from millrace_kernels.testing.expert_inputs import choose, draw_experts, held_ids, rule_of
+from millrace_kernels.testing.shapes import TINY, V3_TP8, Dims
 from torch import Tensor
 
 from millrace_bench.kernels.case import Call, Case, candidates
-from millrace_bench.kernels.expert_inputs import choose, draw_experts, held_ids, rule_of
-from millrace_bench.kernels.shapes import TINY, V3_TP8, Dims
 
 SGL14, SGL9 = "aiconfigurator, SGLang 0.5.14, TP8 Triton", "aiconfigurator, SGLang 0.5.9, TP8 Triton"
 DEEP_EP = "aiconfigurator, SGLang 0.5.10, DeepEP + DeepGEMM"

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator
 
 import torch
+from millrace_kernels.testing.attention_inputs import Draw
 
 from millrace_bench.kernels.attention import of_decode
-from millrace_bench.kernels.attention_inputs import Draw
 from millrace_bench.kernels.case import Case
 from millrace_bench.kernels.dense import EP8, TINY, of_product
 from millrace_bench.kernels.moe import EP8 as EP8_RANK

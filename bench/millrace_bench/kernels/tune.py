@@ -23,8 +23,8 @@ import torch
 import triton
 from millrace_kernels import tuned
 from millrace_kernels.gpu import Gpu, gpu
+from millrace_load.record import Record, print_record, versions
 
-from millrace_bench.common import Record, print_record, versions
 from millrace_bench.kernels import tuned_file
 from millrace_bench.kernels.tuning import Clock, Found, Job, run
 

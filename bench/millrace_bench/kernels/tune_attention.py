@@ -15,13 +15,13 @@ import torch
 from millrace_kernels.backend import forced
 from millrace_kernels.fp8 import Fp8, Operand
 from millrace_kernels.mla_absorb import project_v_quant
+from millrace_kernels.testing import attention_inputs
+from millrace_kernels.testing.attention_inputs import Draw, Inputs
 from millrace_kernels.triton import mla_absorb, mla_decode, mla_prefill
 from millrace_kernels.triton.mla_absorb import Tile
 from millrace_kernels.tuned import Key
 from torch import Tensor
 
-from millrace_bench.kernels import attention_inputs
-from millrace_bench.kernels.attention_inputs import Draw, Inputs
 from millrace_bench.kernels.tuned_file import Entry
 from millrace_bench.kernels.tuning import GAIN, Clock, Found, times_of
 

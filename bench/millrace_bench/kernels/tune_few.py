@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from millrace_kernels.fp8 import BLOCK, Fp8, quant_blocks, reference_small_linear
 from millrace_kernels.moe_experts import reference_experts
+from millrace_kernels.testing.expert_inputs import choose
 from millrace_kernels.triton import moe_one, moe_small
 from millrace_kernels.triton.gemv import Gemv
 from millrace_kernels.triton.small_linear import MEASURED, SmallLinearConfig, config, reduce_parts, small_linear
@@ -24,7 +25,6 @@ from torch import Tensor
 
 from millrace_bench.kernels.dense import EP8, TP8
 from millrace_bench.kernels.driver import COLD_BYTES
-from millrace_bench.kernels.expert_inputs import choose
 from millrace_bench.kernels.moe import TP8_SHARED, draw_weights
 from millrace_bench.kernels.timing import Call
 from millrace_bench.kernels.tuned_file import Entry

@@ -15,11 +15,11 @@ from millrace_kernels.fp8 import BLOCK, Fp8, dequant_blocks, quant_blocks, quant
 from millrace_kernels.gpu import sms
 from millrace_kernels.lib import deep_gemm
 from millrace_kernels.scratch import Scratch
+from millrace_kernels.testing.tolerances import dequantised
 from millrace_kernels.triton.fp8_linear import Fp8LinearConfig, fp8_linear
 from torch import Tensor
 
 from millrace_bench.kernels.driver import COLD_BYTES
-from millrace_bench.kernels.numeric import dequantised
 from millrace_bench.kernels.timing import Call
 from millrace_bench.kernels.tuned_file import Entry
 from millrace_bench.kernels.tuning import GAIN, Clock, Found, times_of

@@ -13,9 +13,9 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from millrace_kernels.testing.tolerances import rms_error
 from torch import Tensor
 
-from millrace_bench.kernels.numeric import rms_error
 from millrace_bench.kernels.timing import CALLS_PER_GRAPH, Call, time_us
 from millrace_bench.kernels.tuned_file import Entry
 

@@ -38,11 +38,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from millrace_load.record import Record, print_record
 from millrace_serve.engine.config import Execution
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 
 from millrace_bench import engine_model, shard, v3
-from millrace_bench.common import Record, print_record
 
 GOAL = 1.25
 CASES = (

@@ -31,7 +31,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace_bench.common import ROOT, Record, Summary, print_record
+from millrace_load.record import ROOT, Record, Summary, print_record
+
 from millrace_bench.peers.clients import Load, first_tokens, latencies
 from millrace_bench.peers.sides import Side, sides
 

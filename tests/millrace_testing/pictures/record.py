@@ -114,7 +114,7 @@ async def _load(cluster: LocalCluster) -> AsyncIterator[None]:
     for number, load in enumerate(LOADS):
         address = cluster.grpc_address if "grpc" in load else cluster.http_url
         guard = (sys.executable, "-S", str(EXEC_GUARD), str(os.getpid()))
-        command = (sys.executable, "-m", "millrace_bench.serving", "--address", address, "--ignore-eos", *load.split())
+        command = (sys.executable, "-m", "millrace_load.serving", "--address", address, "--ignore-eos", *load.split())
         with (cluster.log_dir / f"load-{number}.log").open("wb") as log:
             clients.append(await asyncio.create_subprocess_exec(*guard, *command, stdout=log, stderr=log))
     try:

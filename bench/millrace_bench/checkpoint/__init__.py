@@ -1,1 +1,0 @@
-"""Checkpoints are made here: quantised ones, and shards of any tensors."""

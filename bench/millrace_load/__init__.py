@@ -1,0 +1,1 @@
+"""The load client, `millrace bench serving`: the one bench that is shipped."""

@@ -1,0 +1,145 @@
+"""Pictures of load runs: goodput, TTFT and TPOT against the rate of requests.
+
+python -m millrace_load.plots FILE.svg RESULT.json ...      results of `bench serving` and `bench pd`; .svg or .png
+
+A row of three axes for each load (two length mixes, say), a line for each system, in one colour everywhere.
+Without matplotlib, which is in the extra `bench`: PlotError.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SUFFIXES = (".svg", ".png")
+PERCENTILES = {"p50": "-", "p99": "--"}  # to the style of its line
+MILLISECONDS = 1e3
+INCHES = (4.2, 3.0)  # of one pair of axes
+
+
+class PlotError(ValueError):
+    """The picture cannot be drawn; the message is for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run. `rate` is the offered one, in a closed loop that of completed requests."""
+
+    load: str
+    system: str
+    rate: float  # requests per second, as goodput
+    goodput: float
+    ttft: Mapping[str, float | None]  # percentile → seconds; None where nothing was measured
+    tpot: Mapping[str, float | None]
+
+
+def check(path: str | Path) -> None:
+    """PlotError when no picture can be written there."""
+    if Path(path).suffix not in SUFFIXES:
+        raise PlotError(f"plot {str(path)!r} must end in {' or '.join(SUFFIXES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise PlotError("plot needs matplotlib: pip install 'millrace[bench]'")
+
+
+def points(record: Mapping[str, Any], name: str = "") -> list[Point]:
+    """Of a record of `bench serving`, where `name` is the system's, or of `bench pd`. PlotError for another bench."""
+    results = record.get("results", {})
+    if record.get("bench") == "pd":
+        return [_point(row, row["load"], row["topology"], row["rate"]) for row in results["rows"]]
+    if record.get("bench") == "serving" and "goodput" in results:
+        rate = record["config"].get("request_rate") or results["completed"] / results["seconds"]
+        return [_point(results, "", name, rate)]
+    raise PlotError(f"{name or 'the record'}: not a result of bench serving or bench pd")
+
+
+def _point(report: Mapping[str, Any], load: str, system: str, rate: float) -> Point:
+    return Point(load, system, rate, report["goodput"], report["ttft"], report["tpot"])
+
+
+def lines(given: Sequence[Point]) -> dict[str, dict[str, list[Point]]]:
+    """Load → system → points in ascending order of rate. Loads and systems are in the order in which they are given."""
+    found: dict[str, dict[str, list[Point]]] = defaultdict(lambda: defaultdict(list))
+    for point in given:
+        found[point.load][point.system].append(point)
+    return {
+        load: {system: sorted(run, key=lambda point: point.rate) for system, run in systems.items()}
+        for load, systems in found.items()
+    }
+
+
+def draw(given: Sequence[Point], path: Path) -> None:
+    """PlotError as of `check`."""
+    check(path)
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    loads = lines(given)
+    colors = {system: f"C{number}" for number, system in enumerate(dict.fromkeys(point.system for point in given))}
+    with matplotlib.rc_context({"svg.hashsalt": "millrace", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(3 * INCHES[0], len(loads) * INCHES[1] + 0.6), layout="constrained")
+        for row, (load, systems) in zip(figure.subplots(len(loads), 3, squeeze=False), loads.items(), strict=True):
+            for axes, what in zip(row, ("goodput", "ttft", "tpot"), strict=True):
+                _fill(axes, what, systems, colors)
+            row[0].set_title(load, loc="left")
+        every = {
+            label: handle
+            for axes in figure.axes
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(every.values(), every.keys(), loc="outside lower center", ncols=3)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _fill(axes: Any, what: str, systems: Mapping[str, Sequence[Point]], colors: Mapping[str, str]) -> None:
+    axes.set_xlabel("requests/s")
+    axes.set_ylabel("goodput, requests/s" if what == "goodput" else f"{what.upper()}, ms")
+    for system, run in systems.items():
+        rates, color = [point.rate for point in run], colors[system]
+        if what == "goodput":
+            axes.plot(rates, [point.goodput for point in run], "o-", color=color)
+            continue
+        for percentile, style in PERCENTILES.items():
+            values = [getattr(point, what)[percentile] for point in run]
+            label = f"{system} {percentile}".strip()
+            axes.plot(rates, [_ms(value) for value in values], f"o{style}", color=color, label=label)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+
+
+def _ms(seconds: float | None) -> float:
+    return float("nan") if seconds is None else MILLISECONDS * seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A picture of the results of bench serving or bench pd.")
+    parser.add_argument("picture", type=Path, help=" or ".join(SUFFIXES))
+    parser.add_argument("results", type=Path, nargs="+", help="files with a JSON record; a system is named by its file")
+    args = parser.parse_args()
+    try:
+        draw([point for path in args.results for point in points(_read(path), path.stem)], args.picture)
+    except PlotError as error:
+        sys.exit(str(error))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The record in a file, of one line or of several; before it may stand what a bench printed."""
+    try:
+        text = path.read_text()
+        record = json.loads(text) if text.startswith("{") else json.loads(text.splitlines()[-1])
+    except (OSError, ValueError, IndexError) as error:
+        raise PlotError(f"{path}: no JSON record: {error}") from None
+    if not isinstance(record, dict):
+        raise PlotError(f"{path}: no JSON record")
+    return record
+
+
+if __name__ == "__main__":
+    main()

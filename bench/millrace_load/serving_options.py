@@ -1,0 +1,104 @@
+"""The options of `millrace bench serving`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+
+from millrace_cli.cluster import TINY
+
+from millrace_load.plots import check as check_picture
+from millrace_load.report import Slo
+from millrace_load.workload import Distribution, SharedPrefix
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that a run depends on; each field is a command-line option."""
+
+    api: Annotated[Literal["grpc", "http"], "which of the router's two interfaces"] = "grpc"
+    address: Annotated[str, "host:port for grpc, URL for http; empty: where serve-local listens"] = ""
+    self_serve: Annotated[bool, "start a system for this run"] = False
+    prefill: Annotated[int, "with --self-serve: prefill workers"] = 1
+    decode: Annotated[int, "with --self-serve: decode workers"] = 1
+    unified: Annotated[bool, "with --self-serve: one unified worker instead"] = False
+    engine: Annotated[Literal["model", "sim"], "with --self-serve: what the workers run"] = "model"
+    model: Annotated[Path, "with --self-serve: checkpoint folder"] = TINY
+    worker_set: Annotated[tuple[str, ...], "with --self-serve: KEY=VALUE of every worker's configuration"] = ()
+    num_requests: Annotated[int, "counted requests; with --multi-turn conversations; of a trace the first ones"] = 100
+    warmup: Annotated[int, "random requests before them that are not counted"] = 8
+    request_rate: Annotated[float, "open loop: mean arrivals per second; 0: closed loop"] = 0.0
+    concurrency: Annotated[int, "closed loop: clients, each with one conversation at a time"] = 16
+    max_concurrency: Annotated[int, "open loop: at most so many conversations at a time; 0: any number"] = 0
+    batches: Annotated[tuple[int, ...], "instead: so many requests at the same moment, each size --rounds times"] = ()
+    rounds: Annotated[int, "with --batches"] = 3
+    input_len: Annotated[str, "new tokens of a prompt: N, LOW:HIGH (uniform) or lognormal:MEDIAN:SIGMA"] = "128"
+    output_len: Annotated[str, "output tokens, as --input-len"] = "32"
+    shared_prefix: Annotated[
+        str, "FRACTION:LENGTH: that many conversations begin with the same tokens, before --input-len"
+    ] = "0:0"
+    multi_turn: Annotated[int, "turns of a conversation; of a recorded one at most so many"] = 1
+    think_time: Annotated[str, "seconds between an answer and the next turn, as --input-len"] = "0"
+    mooncake: Annotated[str, "replay this trace (JSON lines: timestamp, input_length, output_length, hash_ids)"] = ""
+    speed: Annotated[float, "with --mooncake: this many times faster than recorded"] = 1.0
+    sharegpt: Annotated[str, "send the texts of this file; output lengths are those of its answers"] = ""
+    text: Annotated[bool, "send text instead of token ids (http: always)"] = False
+    temperature: Annotated[float, "of the sampling"] = 0.0
+    ignore_eos: Annotated[bool, "always generate the whole output length"] = False
+    seed: Annotated[int, "of prompts, lengths and arrivals"] = 0
+    slo: Annotated[str, "for goodput, in seconds, for example ttft=0.5,tpot=0.05"] = ""
+    plot: Annotated[str, "write the figures as a picture to this file (.svg or .png)"] = ""
+
+    def __post_init__(self) -> None:
+        """ValueError for what cannot be run."""
+        least = {"num_requests": 1, "concurrency": 1, "warmup": 0, "request_rate": 0, "multi_turn": 1}
+        least |= {"max_concurrency": 0, "rounds": 1}
+        for name, lowest in least.items():
+            if not getattr(self, name) >= lowest:
+                raise ValueError(f"{name} must be at least {lowest}, not {getattr(self, name)}")
+        if min(self.batches, default=1) < 1:
+            raise ValueError(f"batches must be at least 1, not {min(self.batches)}")
+        if self.max_concurrency and not (self.request_rate or self.mooncake):
+            raise ValueError("max_concurrency needs an open loop: request_rate or mooncake")
+        if self.batches and (self.request_rate or self.mooncake or self.sharegpt or self.multi_turn > 1 or self.plot):
+            raise ValueError("batches: no request_rate, mooncake, sharegpt, multi_turn or plot")
+        if self.plot:
+            check_picture(self.plot)
+        for parse, text in (
+            (Distribution.lengths, self.input_len),
+            (Distribution.lengths, self.output_len),
+            (Distribution.times, self.think_time),
+            (SharedPrefix.parse, self.shared_prefix),
+            (Slo.parse, self.slo),
+        ):
+            parse(text)
+        if not self.speed > 0:
+            raise ValueError(f"speed must be above 0, not {self.speed}")
+        if self.mooncake and (self.sharegpt or self.request_rate or self.multi_turn > 1):
+            raise ValueError("mooncake: the trace has its own times and turns: no sharegpt, request_rate, multi_turn")
+
+
+def parse(argv: Sequence[str] | None = None) -> Settings:
+    form = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(prog="millrace bench serving", formatter_class=form)
+    hints = get_type_hints(Settings, include_extras=True)
+    for item in fields(Settings):
+        kind, text = get_args(hints[item.name])
+        flag = f"--{item.name.replace('_', '-')}"
+        if kind is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+        elif get_origin(kind) is Literal:
+            parser.add_argument(flag, default=item.default, choices=get_args(kind), help=text)
+        elif get_origin(kind) is tuple:
+            item_type = get_args(kind)[0]
+            metavar = "KEY=VALUE" if item_type is str else "N"
+            parser.add_argument(flag, default=(), nargs="*", type=item_type, metavar=metavar, help=text)
+        else:
+            parser.add_argument(flag, default=item.default, type=kind, help=text)
+    try:
+        return Settings(**vars(parser.parse_args(argv)))
+    except ValueError as error:
+        parser.error(str(error))

@@ -1,0 +1,133 @@
+"""A load run against a real router with simulated workers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_load import serving
+from millrace_load.serving import collect, collect_batches
+from millrace_load.serving_options import Settings, parse
+from rich.console import Console
+
+
+def test_options_are_the_fields() -> None:
+    settings = parse(["--api", "http", "--num-requests", "5", "--input-len", "1:9", "--unified", "--slo", "ttft=1"])
+    assert settings == Settings(api="http", num_requests=5, input_len="1:9", unified=True, slo="ttft=1")
+    assert parse([]) == Settings()
+    assert parse(["--worker-set", "sim.step_s=0.1", "dp=2"]).worker_set == ["sim.step_s=0.1", "dp=2"]
+    assert parse(["--batches", "1", "8"]).batches == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-requests", "0"], "num_requests must be at least 1"),
+        (["--concurrency", "0"], "concurrency must be at least 1"),
+        (["--request-rate", "-1"], "request_rate must be at least 0"),
+        (["--input-len", "5:2"], "length '5:2'"),
+        (["--output-len", "many"], "length 'many'"),
+        (["--shared-prefix", "3"], "shared prefix '3'"),
+        (["--multi-turn", "0"], "multi_turn must be at least 1"),
+        (["--think-time", "-1"], "time '-1'"),
+        (["--speed", "0"], "speed must be above 0"),
+        (["--mooncake", "a", "--sharegpt", "b"], "mooncake: the trace has its own times and turns"),
+        (["--mooncake", "a", "--request-rate", "2"], "mooncake: the trace has its own times and turns"),
+        (["--slo", "speed=1"], "ttft, tpot, request_latency"),
+        (["--max-concurrency", "-1", "--request-rate", "1"], "max_concurrency must be at least 0"),
+        (["--max-concurrency", "4"], "max_concurrency needs an open loop"),
+        (["--batches", "4", "0"], "batches must be at least 1, not 0"),
+        (["--batches", "4", "--request-rate", "2"], "batches: no request_rate"),
+        (["--batches", "2", "--rounds", "0"], "rounds must be at least 1"),
+        (["--plot", "load.pdf"], "plot 'load.pdf' must end in .svg or .png"),
+        (["--api", "smtp"], "smtp"),
+    ],
+)
+def test_bad_options_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_bad_trace_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 9}\n')
+    monkeypatch.setattr(sys, "argv", ["serving", "--self-serve", "--mooncake", str(trace)])
+    monkeypatch.setattr(serving, "LocalCluster", None)
+    with pytest.raises(SystemExit) as caught:
+        serving.main()
+    assert caught.value.code == f"{trace}:1: output_length must be an integer of at least 1, not null"
+
+
+@pytest.mark.e2e
+@pytest.mark.xdist_group("e2e")
+def test_a_closed_loop_of_conversations_over_a_system_of_its_own() -> None:
+    sizes = ["--concurrency", "8", "--multi-turn", "3", "--num-requests", "10", "--input-len", "80:120"]
+    options = ["--self-serve", "--engine", "sim", "--ignore-eos", "--warmup", "4", "--output-len", "16", "--seed", "3"]
+    command = [sys.executable, "-m", "millrace_load.serving", *options, *sizes]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    record: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    figures = record["results"]
+    assert (figures["errors"], figures["left_out"], figures["unsent"]) == ({}, 0, 0)
+    assert (figures["completed"], figures["output_tokens"]) == (30, 30 * 16)
+    assert figures["prompt_tokens"] >= 30 * 80
+    assert 0 < figures["ttft"]["p50"] <= figures["request_latency"]["p50"]
+    assert record["config"]["target"]["model"] == "tiny"
+    assert "goodput" in figures and len(figures["turns"]) == 3
+    assert "TTFT" in result.stderr and "Turns" in result.stderr
+    for earlier, later in itertools.pairwise(figures["turns"]):
+        assert later["prompt_tokens"] >= earlier["prompt_tokens"] + 10 * (80 + 16), "with the question and the answer"
+        assert later["cached_share"] > 0, "a page of the first question at least"
+
+
+@pytest.mark.e2e
+@pytest.mark.xdist_group("e2e")
+async def test_open_loops_traces_and_batches(tmp_path: Path) -> None:
+    rows = [{"timestamp": 0, "input_length": 1030, "output_length": 3, "hash_ids": [0, 1, last]} for last in (2, 3)]
+    mooncake = tmp_path / "mooncake.jsonl"
+    mooncake.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = [("human", "time and people"), ("gpt", "a way"), ("human", " and a year"), ("gpt", "a day")]
+    sharegpt = tmp_path / "sharegpt.json"
+    sharegpt.write_text(json.dumps([{"conversations": [{"from": who, "value": text} for who, text in said]}]))
+
+    settings = ("sim.step_s=0.002",)
+    async with LocalCluster(ClusterSpec(engine="sim", worker_set=settings)) as cluster:
+
+        async def figures(**options: Any) -> list[tuple[int, int, int]]:
+            settings = Settings(warmup=0, ignore_eos=True, **options)
+            run = await collect(settings, Console(quiet=True))
+            assert not any(sample.error for sample in run.samples)
+            return [(sample.prompt_tokens, sample.cached_tokens, sample.output_tokens) for sample in run.samples]
+
+        replay = {"address": cluster.grpc_address, "mooncake": str(mooncake)}
+        assert await figures(num_requests=1, **replay) == [(1030, 0, 3)]
+        assert await figures(**replay) == [(1030, 1024, 3)] * 2, "the second begins with the two blocks of the first"
+
+        for api, address in (("grpc", cluster.grpc_address), ("http", cluster.http_url)):
+            first, second = await figures(api=api, address=address, sharegpt=str(sharegpt), multi_turn=5)
+            (single,) = await figures(api=api, address=address, sharegpt=str(sharegpt))
+            assert single == first and first[2] >= 2 and second[2] >= 2
+            assert second[0] > first[0] + first[2] >= 5
+
+        loop = {"request_rate": 100.0, "max_concurrency": 4, "num_requests": 30, "shared_prefix": "1:64"}
+        sizes = {"input_len": "80:120", "output_len": "16"}
+        opened = await figures(api="http", address=cluster.http_url, **loop, **sizes)
+        assert [output for _, _, output in opened] == [16] * 30 and min(opened)[0] >= 64 + 80
+
+        batches = Settings(batches=(1, 3), rounds=2, warmup=1, input_len="70", output_len="5", ignore_eos=True)
+        for api, address in (("grpc", cluster.grpc_address), ("http", cluster.http_url)):
+            _, rows = await collect_batches(replace(batches, api=api, address=address), Console(quiet=True))
+            assert [(row.batch, row.errors, row.output_tokens) for row in rows] == [
+                (size, 0, 5 * size) for size in (1, 1, 3, 3)
+            ]
+            for row in rows:
+                assert row.input_tokens >= 70 * row.batch and 0 < row.ttft < row.latency
