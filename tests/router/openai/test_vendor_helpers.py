@@ -12,13 +12,13 @@ import anyio
 import openai
 import pytest
 from pydantic import BaseModel
+from router.anthropic.test_anthropic import client_of as anthropic_of
 from router.fake_worker import DECODE, PREFILL, FakeWorker, hangs
 from router.harness import Cluster
+from router.openai.test_openai import text_of
+from router.openai.test_openai_tools import client_of as openai_of
 from router.scripted import HELLO, grammar_of, say
-from router.test_anthropic import client_of as anthropic_of
-from router.test_openai import text_of
-from router.test_openai_tools import client_of as openai_of
-from router.test_parsers import v31
+from router.text.test_parsers import v31
 
 
 class City(BaseModel):

@@ -14,7 +14,7 @@ from millrace_common.versions import WORKER_API
 from millrace_rpc.errors import from_rpc_error
 from millrace_testing.later import later
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected
-from router.test_workers import detail
+from router.fleet.test_workers import detail
 
 BOTH = pytest.mark.parametrize("step", [-1, 1], ids=["older", "newer"])
 

@@ -11,7 +11,7 @@ from millrace_router.text import markers
 from millrace_router.text.call_stream import CallDelta
 from millrace_router.text.chat_format import ChatFormat, Style
 from millrace_router.text.message import MessageParser, Said
-from router.test_parsers import CERTAIN, WEATHER, v31
+from router.text.test_parsers import CERTAIN, WEATHER, v31
 
 PARTS = [
     *("So.", markers.THINK_END, "Hello ", "\n"),

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from router.harness import Cluster
+from router.openai.test_openai_tools import allowed
 from router.scripted import HELLO, grammar_of, prompt_of, say
-from router.test_openai_tools import allowed
-from router.test_parsers import v31
+from router.text.test_parsers import v31
 
 OBJECT, TEXT, NULL = {"type": "object"}, {"type": "string"}, {"type": "null"}
 PLACE = {"properties": {"city": TEXT}, "required": ["city"]}

@@ -18,7 +18,7 @@ from millrace_router.discovery.kube_api import explain
 from millrace_router.discovery.kubernetes import KubernetesSource, Timing
 from millrace_testing.certificates import Authority
 from millrace_testing.kube_server import KubeServer, pod
-from router.test_discovery import Heard
+from router.discovery.test_discovery import Heard
 
 FIRST, SECOND = "first-secret-token", "second-secret-token"
 FAST = Timing(first_pause=0.02, silence=20.0)

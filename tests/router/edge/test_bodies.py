@@ -27,9 +27,9 @@ from millrace_router.flow.bodies import Bodies
 from millrace_router.openai import serving
 from millrace_rpc.errors import MillraceError
 from pydantic import ValidationError
+from router.edge.test_browsers import POSTS
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker
 from router.harness import Cluster
-from router.test_browsers import POSTS
 
 ONE, TWO = "sk-first-secret-1-0123456789abcdef", "sk-second-secret-2-0123456789abcdef"
 KEY, OTHER = {"authorization": f"Bearer {ONE}"}, {"authorization": f"Bearer {TWO}"}

@@ -14,9 +14,9 @@ from millrace_router.policy.choose import Chooser, Situation
 from millrace_router.policy.snapshot import Placement, View
 from millrace_rpc.errors import from_rpc_error
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, fails, hangs
+from router.fleet.test_workers import detail
 from router.harness import Cluster
-from router.test_policy import WANT, choose, replica
-from router.test_workers import detail
+from router.policy.test_choose import WANT, choose, replica
 
 OLD, NEW = "", "b"
 

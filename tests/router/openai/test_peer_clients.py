@@ -14,7 +14,7 @@ import pytest
 from millrace_testing.paths import ROOT
 from router.harness import Cluster
 from router.scripted import say
-from router.test_parsers import v31
+from router.text.test_parsers import v31
 
 RUN_S = 120
 

@@ -14,7 +14,7 @@ from millrace_common import pace
 from millrace_common.pace import FEW, LEAST_S, TICK_S, TIMES
 from millrace_router.fleet.progress import WorkerProgress
 from router.fake_worker import DECODE, PREFILL, Behaviour, FakeWorker, expected, output
-from router.test_workers import detail
+from router.fleet.test_workers import detail
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 CEILING_S = 30.0

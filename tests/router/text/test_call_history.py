@@ -15,7 +15,7 @@ from millrace_router.text.markers import DEEPSEEK, DSML, KIMI, THINK, THINK_END
 from millrace_router.text.tokenizer import Tokenizer
 from router.harness import Cluster, write_tokenizer
 from router.scripted import HELLO, TOOLS, prompt_of, say
-from router.test_parsers import FORMS, WEATHER
+from router.text.test_parsers import FORMS, WEATHER
 
 from router import templates
 

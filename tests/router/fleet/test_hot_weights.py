@@ -15,9 +15,9 @@ from millrace_common.pace import LEAST_S
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import from_rpc_error
 from router.fake_worker import DECODE, PREFILL, UNIFIED, Behaviour, FakeWorker, expected, fails, hangs, output
+from router.fleet.test_workers import detail
 from router.harness import Cluster
 from router.scripted import HELLO
-from router.test_workers import detail
 
 READY, PAUSED = worker_pb2.WORKER_STATE_READY, worker_pb2.WORKER_STATE_PAUSED
 

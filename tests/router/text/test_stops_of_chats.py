@@ -25,8 +25,8 @@ from millrace_router.text.tokenizer import Tokenizer
 from router.fake_worker import PREFILL, FakeWorker
 from router.harness import EOS, Cluster
 from router.scripted import HELLO, SCHEMA, TOOLS
-from router.test_parsers import FORMS, OFFER, WEATHER
-from router.test_stop_strings import naive
+from router.text.test_parsers import FORMS, OFFER, WEATHER
+from router.text.test_stop_strings import naive
 
 THOUGHTS, CONTENT, AFTER = "\nFirst the sky.\n", "\n\nI look.\nNow", "Done. Bye"
 CALLS = (("weather", WEATHER), ("time", "{}"))

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_router.text.chat_format import Style
-from router.test_call_properties import call_lists, pieces_of
-from router.test_parsers import OFFER, parse, v32
+from router.text.test_call_properties import call_lists, pieces_of
+from router.text.test_parsers import OFFER, parse, v32
 
 recipe = pytest.importorskip("deepseek_recipe", reason="has no wheel for this machine")
 MODEL = "DeepSeek-V4-Pro"

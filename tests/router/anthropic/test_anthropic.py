@@ -13,9 +13,9 @@ from millrace.v1 import common_pb2
 from millrace_router.text import markers
 from router.fake_worker import fails, failure, hangs, output
 from router.harness import Cluster
+from router.openai.test_openai import text_of
 from router.scripted import SCHEMA, grammar_of, prompt_of, say
-from router.test_openai import text_of
-from router.test_parsers import WEATHER, v31, v32
+from router.text.test_parsers import WEATHER, v31, v32
 
 HELLO = [{"role": "user", "content": "Weather?"}]
 TOOLS = [

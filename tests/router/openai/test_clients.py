@@ -18,9 +18,9 @@ from langchain_openai import ChatOpenAI
 from millrace_router.text import markers
 from pydantic import BaseModel
 from router.harness import Cluster
+from router.openai.test_openai_tools import client_of
 from router.scripted import grammar_of, prompt_of, say
-from router.test_openai_tools import client_of
-from router.test_parsers import v31, v32
+from router.text.test_parsers import v31, v32
 
 
 class City(BaseModel):

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.v1 import admin_pb2, inference_pb2, inference_pb2_grpc
 from router.harness import Cluster
-from router.test_fields import DOCUMENT, REQUESTS, Schema, branches, sample
+from router.openai.test_fields import DOCUMENT, REQUESTS, Schema, branches, sample
 
 SIZE = 100_000
 MOST = 2_000  # bytes of an error, and of its headers

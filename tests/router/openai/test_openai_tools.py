@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from router.fake_worker import FakeWorker
 from router.harness import EOS, Cluster
 from router.scripted import HELLO, SCHEMA, TOOLS, grammar_of, prompt_of, say
-from router.test_parsers import CALL_MARKS, FORMS, WEATHER, v3, v31
+from router.text.test_parsers import CALL_MARKS, FORMS, WEATHER, v3, v31
 from tokenizers import Tokenizer as HfTokenizer
 
 BYTES = byte_characters()

@@ -7,7 +7,7 @@ import json
 import pytest
 from millrace_router.text.call_stream import Offer
 from millrace_router.text.chat_format import Style
-from router.test_parsers import parse
+from router.text.test_parsers import parse
 
 NAMES = "get_current_weather", "get_weather", "get_time", "search", "web_search", "run", "get_datetime"
 BEIJING, SHANGHAI = ({"location": f"{city}, China", "unit": "celsius"} for city in ("Beijing", "Shanghai"))

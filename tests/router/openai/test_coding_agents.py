@@ -10,7 +10,7 @@ import httpx
 import pytest
 from router.harness import Cluster
 from router.scripted import HELLO, SCHEMA, prompt_of, say
-from router.test_parsers import v31, v32
+from router.text.test_parsers import v31, v32
 
 WEB = {"type": "web_search", "external_web_access": False}
 OPENAI = [  # types of tools that OpenAI's clients know beside functions

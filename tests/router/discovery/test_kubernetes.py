@@ -15,9 +15,9 @@ from millrace_router.discovery import kubernetes
 from millrace_router.discovery.kube_api import trouble
 from millrace_router.discovery.kubernetes import KubernetesSource, Timing
 from millrace_testing.kube_server import KubeServer, endpoint, endpoint_slice, pod
+from router.discovery.test_discovery import Heard
 from router.fake_worker import DECODE, PREFILL, FakeWorker, expected
 from router.harness import Cluster
-from router.test_discovery import Heard
 
 FAST = Timing(first_pause=0.02, silence=20.0)
 SELECTOR = "app=millrace"

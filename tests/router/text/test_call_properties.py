@@ -20,7 +20,7 @@ from millrace_router.text.client_text import GUARD
 from millrace_router.text.markers import ALL, DEEPSEEK, DSML, KIMI, THINK, THINK_END
 from millrace_router.text.tokenizer import Tokenizer
 from router.harness import EOS, write_tokenizer
-from router.test_parsers import CALL, CALL_SEP, CALLS, CERTAIN, CITY, FORMS, INVOKE, OFFER, TIME, WEATHER, parse
+from router.text.test_parsers import CALL, CALL_SEP, CALLS, CERTAIN, CITY, FORMS, INVOKE, OFFER, TIME, WEATHER, parse
 
 from router import templates
 

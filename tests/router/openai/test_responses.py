@@ -15,10 +15,10 @@ from openai.types.responses import Response, ResponseFunctionToolCall
 from pydantic import BaseModel
 from router.fake_worker import fails, failure, hangs, output
 from router.harness import Cluster
+from router.openai.test_openai import text_of
+from router.openai.test_openai_tools import client_of
 from router.scripted import SCHEMA, grammar_of, prompt_of, say
-from router.test_openai import text_of
-from router.test_openai_tools import client_of
-from router.test_parsers import WEATHER, v31, v32
+from router.text.test_parsers import WEATHER, v31, v32
 
 TOOLS = [
     {"type": "function", "name": "weather", "description": "Of a city", "parameters": SCHEMA, "strict": False},
