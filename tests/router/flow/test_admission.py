@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_common.reasons import Reason
-from millrace_router.flow.admission import Admission, ServiceRate
+from millrace_router.flow.admission import KEEP_AFTER, Admission, ServiceRate
 from millrace_router.flow.fair_queue import HOLD_S, PATIENCE, Place, Ticket
 from millrace_router.policy.choose import Decision
 from millrace_router.policy.snapshot import Pace, Want
@@ -19,8 +19,8 @@ class Gate:
     """Placements while `room`, in tokens, is left."""
 
     def __init__(self, size: int = 100, look_ahead: int = 8) -> None:
-        self.room = 0
-        self.now = 0.0
+        self.room, self.now = 0, 0.0
+        self.keeps, self.kept = "", list[str]()  # the worker that others must not fill; what the served ones were told
         self.running, self.token_s = 0, 0.0
         self.served: list[object] = []
         self.refused: dict[object, MillraceError] = {}
@@ -31,10 +31,11 @@ class Gate:
         if want.tokens > self.room:
             return None
         self.room -= want.tokens
+        self.kept.append(want.kept)
         return PLACE
 
     def to_keep(self, want: Want) -> str:
-        return ""
+        return self.keeps
 
     def pace(self) -> Pace:
         return Pace(self.running, self.token_s)
@@ -68,26 +69,15 @@ class Gate:
         return caught.value
 
 
-def test_served_at_once_when_there_is_room() -> None:
-    gate = Gate()
-    gate.room = 1
-    gate.enter("a")
-    assert gate.served == ["a"] and len(gate.queue) == 0
-
-
-def test_first_in_first_out_within_priority() -> None:
-    gate = Gate()
-    for name, priority in (("a", 0), ("b", 1), ("c", 0), ("d", 1)):
-        gate.enter(name, priority)
-    gate.room = 3
-    gate.queue.pump()
-    assert gate.served == ["b", "d", "a"] and len(gate.queue) == 1
-
-
-def test_closed() -> None:
-    gate = Gate()
-    gate.queue.closed = True
-    assert gate.refusal().reason is Reason.DRAINING
+def paced(served: int, waiting: int, size: int = 100) -> Gate:
+    """Requests of 100 tokens, of which two were served per second; so many still wait."""
+    gate = Gate(size)
+    for i in range(served + waiting):
+        gate.enter(i, tokens=100, tenant="a")
+    for _ in range(served):
+        gate.now, gate.room = gate.now + 0.5, 100
+        gate.queue.pump()
+    return gate
 
 
 def test_serving_may_enter_again() -> None:
@@ -103,30 +93,35 @@ def test_serving_may_enter_again() -> None:
 # ------------------------------------------------------------------------------------- refusals
 
 
+def test_a_closed_queue_refuses_and_serves_those_who_wait() -> None:
+    gate = Gate()
+    gate.enter("waits")
+    gate.queue.closed = True
+    assert gate.refusal().reason is Reason.DRAINING
+    gate.room = 1
+    gate.queue.pump()
+    assert gate.served == ["waits"]
+
+
 def test_a_full_queue_says_when_it_will_have_been_served() -> None:
     gate = Gate(size=20)
     for i in range(20):
         gate.enter(i, tokens=100)
-    error = gate.refusal()
-    assert error.reason is Reason.QUEUE_FULL and error.retry_after_s == 1.0, "nothing is known of the workers yet"
-    for i in range(10):  # one every 0.5 s
-        gate.now, gate.room = gate.now + 0.5, 100
-        gate.queue.pump()
-        gate.enter(20 + i, tokens=100)
-    error = gate.refusal()
+    assert gate.refusal().retry_after_s == 1.0, "nothing is known of the workers yet"
+    gate = paced(20, 20, size=20)
+    error = gate.refusal(tenant="a")
     assert error.reason is Reason.QUEUE_FULL and error.retry_after_s == pytest.approx(10, rel=0.1)
+    gate.queue.make_room(1, gate.queue.place(0, "b"), 1, None)
+    [victim] = gate.refused.values()
+    assert victim.reason is Reason.QUEUE_FULL and victim.retry_after_s == pytest.approx(9.5, rel=0.1)
+    gate.enter("b", tenant="b")
     gate.now += 1000  # all workers are gone
-    assert gate.refusal().retry_after_s == 60
+    assert gate.refusal(tenant="a").retry_after_s == gate.queue.drained_in() == 60
 
 
 def test_a_time_without_workers_slows_nothing_down_afterwards() -> None:
     """A pause of all of them, or a roll-out; while it lasts, nobody knows how long it will."""
-    gate = Gate()
-    for i in range(40):
-        gate.enter(i, tokens=100)
-    for _ in range(20):
-        gate.now, gate.room = gate.now + 0.5, 100
-        gate.queue.pump()
+    gate = paced(20, 20)
     before = gate.queue.drained_in()
     gate.now += 50
     assert gate.queue.drained_in() == pytest.approx(60)
@@ -134,13 +129,8 @@ def test_a_time_without_workers_slows_nothing_down_afterwards() -> None:
     assert gate.queue.drained_in() == pytest.approx(before)
 
 
-def test_a_deadline_that_would_pass_in_the_queue() -> None:
-    gate = Gate()
-    for i in range(30):
-        gate.enter(i, tokens=100, tenant="a")
-    for _ in range(20):
-        gate.now, gate.room = gate.now + 0.5, 100
-        gate.queue.pump()
+def test_a_deadline_that_would_pass_in_the_queue_says_when_to_come_again() -> None:
+    gate = paced(20, 10)
     error = gate.refusal(left_s=3.0, tenant="a")  # ten wait, two are served per second
     assert error.reason is Reason.DEADLINE_TOO_SHORT and error.retry_after_s == pytest.approx(2, abs=0.3)
     gate.queue.make_room(1, gate.queue.place(0, "a"), 1, 6.0)
@@ -182,18 +172,6 @@ def test_whoever_is_served_while_others_give_way_is_not_refused() -> None:
     assert gate.served == ["small"] and list(gate.refused) == ["big"]
 
 
-def test_rate_is_of_busy_time_only() -> None:
-    rate = ServiceRate(0.0)
-    assert rate.seconds_for(1) is None
-    rate.advance(100.0, waiting=False)
-    for i in range(100):
-        rate.advance(100 + i * 0.1, waiting=True)
-        rate.served(50)
-    assert rate.seconds_for(1000) == pytest.approx(2, rel=0.1)
-    rate.advance(10_000.0, waiting=False)
-    assert rate.seconds_for(1000) == pytest.approx(2, rel=0.1)
-
-
 def test_nobody_is_refused_for_ever_because_nothing_has_been_served_yet() -> None:
     gate = Gate()
     gate.enter("first")
@@ -211,7 +189,9 @@ def test_a_rate_is_the_same_for_few_and_for_many_services(every_s: float, tokens
         rate.advance(i * every_s, waiting=True)
         rate.served(tokens)
     assert rate.seconds_for(7 * tokens) == pytest.approx(7 * every_s, rel=0.01)
-    rate.advance(1000 * every_s, waiting=True)  # just before the next one
+    rate.advance(999 * every_s + 10_000, waiting=False)  # an idle gap
+    assert rate.seconds_for(7 * tokens) == pytest.approx(7 * every_s, rel=0.01)
+    rate.advance(1000 * every_s + 10_000, waiting=True)  # just before the next one
     assert 7 * every_s <= rate.seconds_for(7 * tokens) * 1.01 <= 14.2 * every_s
 
 
@@ -229,16 +209,21 @@ def test_what_cannot_be_placed_does_not_block_the_next_ones() -> None:
     gate.room = 60
     gate.queue.pump()
     assert gate.served == ["small", "big", "tiny"]
-
-
-def test_the_look_ahead_is_bounded() -> None:
-    gate = Gate(look_ahead=3)
-    for i in range(3):
-        gate.enter(f"huge {i}", tokens=100)
+    gate.enter("more", tokens=100)
     gate.room = 5
-    gate.enter("small")
+    gate.enter("behind three huge ones")
     gate.queue.pump()
-    assert gate.served == []
+    assert len(gate.served) == 3, "nobody looks further"
+
+
+def test_room_is_kept_for_a_request_that_was_overtaken() -> None:
+    gate = Gate()
+    gate.keeps = "the roomiest worker"
+    gate.enter("big", tokens=100)
+    for i in range(KEEP_AFTER + 2):
+        gate.room = 1
+        gate.enter(i)
+    assert gate.kept == [*[""] * KEEP_AFTER, gate.keeps, gate.keeps] and len(gate.queue) == 1
 
 
 def test_a_big_request_is_not_starved_by_small_ones() -> None:
@@ -273,7 +258,7 @@ EVENT = st.tuples(st.sampled_from(["enter", "leave", "room", "retry", "refuse"])
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(EVENT, max_size=60), st.integers(1, 12))
-def test_random_orders(events: list[tuple[str, int, int]], size: int) -> None:
+def test_the_queue_in_random_orders_loses_and_repeats_nobody(events: list[tuple[str, int, int]], size: int) -> None:
     """Nobody is lost, or served twice, or after leaving; new requests never fill more than the size; the size told is
     right.
     """
@@ -305,7 +290,7 @@ def test_random_orders(events: list[tuple[str, int, int]], size: int) -> None:
     assert len(gate.queue) == 0 and set(waiting) <= {*gate.served}
 
 
-def test_a_wait_beyond_the_queues_limit_is_refused_at_once_with_the_time_until_it_is_short_enough() -> None:
+def test_a_wait_beyond_the_limit_is_refused_until_it_is_short_enough() -> None:
     gate = Gate()
     for name in range(3):
         gate.enter(name, tokens=30)
@@ -358,7 +343,7 @@ def burst(gate: Gate, count: int, outputs: int, least: int) -> list[int]:
     return refused
 
 
-def test_a_first_burst_of_known_outputs_is_refused_at_once_as_far_as_the_queues_limit_ends() -> None:
+def test_a_first_burst_of_known_outputs_is_refused_beyond_the_limit() -> None:
     """36 s for each: those that wait come after 36 s, the next ones would come after 72 s, and 60 s are allowed."""
     gate = Gate()
     gate.token_s = 0.03
@@ -398,7 +383,7 @@ def test_a_short_output_is_not_taken_for_one_as_long_as_what_runs() -> None:
     assert not gate.refused and len(gate.queue) == 50
 
 
-def test_nothing_is_foretold_of_requests_of_other_routers_or_without_workers() -> None:
+def test_requests_of_other_routers_foretell_no_wait() -> None:
     gate = Gate()
     gate.token_s = 0.03
     burst(gate, 2, outputs=6000, least=6000)
@@ -408,6 +393,21 @@ def test_nothing_is_foretold_of_requests_of_other_routers_or_without_workers() -
         gate.enter(f"beside {running}", tokens=300)
         gate.queue.pump()
     assert not gate.refused
+
+
+def test_who_comes_to_wait_for_too_long_hears_what_is_left() -> None:
+    """Those that run end after 100 s. A retry has waited before, and is not refused."""
+    gate = Gate()
+    gate.token_s = 1.0
+    burst(gate, 2, outputs=100, least=100)
+    gate.enter("late", tokens=300)
+    gate.enter("again", tokens=300, place=gate.queue.place(0))
+    gate.now = 30.0
+    gate.queue.pump()
+    assert list(gate.refused) == ["late"] and gate.sizes[-1] == 1
+    error = gate.refused["late"]
+    assert error.reason is Reason.QUEUE_FULL and "30 s are allowed" in error.message
+    assert error.retry_after_s == pytest.approx(40), "70 s are left, and it would wait for 30 s more"
 
 
 @settings(max_examples=100, deadline=None)

@@ -8,66 +8,67 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from millrace.v1 import common_pb2, inference_pb2, worker_pb2
 from millrace_common.reasons import Reason
+from millrace_router.fleet import worker as worker_module
 from millrace_rpc.errors import from_rpc_error
 from router.fake_worker import DECODE, PREFILL, UNIFIED, Behaviour, FakeWorker, expected, hangs, normal, output
 
 PROMPT = [64, 65, 66, 67]
-SHORT = {"prefill": 0.1, "handover": 0.1, "stall": 0.1}
-WAIT_S = 0.6  # much longer than these limits
 
 
-def waits(after: int) -> Behaviour:
+def waits(after: int, go: asyncio.Event) -> Behaviour:
     """`after` tokens, then a wait that the worker tells of, then the rest."""
 
     async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
-        start = request.num_prior_outputs
-        for i in range(start, start + after):
+        for i in range(after):
             yield output(request, i)
-        worker.tell(
-            common_pb2.AttemptId(room=request.id.room, attempt=request.id.attempt + 1), over=False
-        )  # a stale one
+        stale = common_pb2.AttemptId(room=request.id.room, attempt=request.id.attempt + 1)
+        worker.tell(stale, over=False)
         worker.tell(request.id, over=False)
-        await asyncio.sleep(WAIT_S)
+        worker.tell(stale, over=True)
+        await go.wait()
         worker.tell(request.id, over=True)
-        if worker.role == PREFILL:
-            yield output(request, start)
-            return
-        for i in range(start + after, request.sampling.max_tokens):
-            end = i + 1 == request.sampling.max_tokens
-            yield output(request, i, finish=common_pb2.FINISH_REASON_LENGTH if end else 0)
+        for i in range(after, 1 if worker.role == PREFILL else 8):
+            yield output(request, i, finish=common_pb2.FINISH_REASON_LENGTH if i == 7 else 0)
+
+    return behave
+
+
+def behind(go: asyncio.Event) -> Behaviour:
+    """A decode worker that has the prompt's KV when it has been computed."""
+
+    async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
+        await go.wait()
+        async for out in normal(worker, request):
+            yield out
 
     return behave
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [(waits(0), normal), (normal, waits(0)), (normal, waits(3))],
-    ids=["in a prefill queue", "an import without pages", "preempted"],
+    ("role", "after"),
+    [(PREFILL, 0), (DECODE, 0), (DECODE, 3), (UNIFIED, 0), (UNIFIED, 3)],
+    ids=["in a prefill queue", "an import without pages", "preempted", "in a queue", "preempted there"],
 )
-async def test_a_wait_that_a_worker_tells_of_is_no_fault(
-    cluster: Callable, prefill: Behaviour, decode: Behaviour
-) -> None:
-    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), timeouts=SHORT)
-    made.prefills[0].script.append(prefill)
-    made.decodes[0].script.append(decode if prefill is normal else after_prefill)
-    assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
+async def test_a_wait_that_a_worker_tells_of_is_no_fault(cluster: Callable, role: int, after: int) -> None:
+    """However long it takes."""
+    go, roles = asyncio.Event(), (UNIFIED,) if role == UNIFIED else (PREFILL, DECODE)
+    made = await cluster(*(FakeWorker(each) for each in roles))
+    for worker in made.workers:
+        if worker.role == role:
+            worker.script.append(waits(after, go))
+        elif worker.role == DECODE:
+            worker.script.append(behind(go))
+    answer = asyncio.create_task(made.generate(PROMPT))
+    await made.until(lambda: bool(made.router.inference.active))
+    [stream] = made.router.inference.active
+    generation = stream.continuations[0].generation
+    await made.until(lambda: generation.flow.waits and len(generation.flow.outputs) >= after)
+    generation.flow.progress -= 1000.0
+    generation._tick()
+    go.set()
+    assert (await answer).tokens() == expected(PROMPT, 8)
     assert all(len(worker.submitted) == 1 for worker in made.workers)
-    assert made.metric("millrace_ejections_total", role="decode", why="consecutive") == 0
-
-
-async def after_prefill(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator:
-    """A decode worker that has the prompt's KV when it has been computed."""
-    await asyncio.sleep(WAIT_S)
-    async for out in normal(worker, request):
-        yield out
-
-
-@pytest.mark.parametrize("after", [0, 3])
-async def test_so_does_a_unified_worker(cluster: Callable, after: int) -> None:
-    made = await cluster(FakeWorker(UNIFIED), timeouts=SHORT)
-    made.workers[0].script.append(waits(after))
-    assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
-    assert len(made.workers[0].submitted) == 1
+    assert made.metric("millrace_retries_total", reason="STALLED") == 0
 
 
 @pytest.mark.parametrize("role", [PREFILL, DECODE])
@@ -88,8 +89,12 @@ async def test_a_request_waits_in_the_router_until_there_is_room(cluster: Callab
     assert (await task).tokens() == expected(PROMPT, 8)
 
 
-async def test_what_was_sent_takes_room_though_a_report_does_not_know_of_it(cluster: Callable) -> None:
-    """The first report after it may have been made before the request came."""
+@pytest.mark.parametrize(("claim_s", "kept"), [(1e9, 46), (-1.0, 0)])
+async def test_what_was_sent_takes_room_for_a_while(
+    cluster: Callable, monkeypatch: pytest.MonkeyPatch, claim_s: float, kept: int
+) -> None:
+    """The first report after it may have been made before the request came. Credits and work are the report's."""
+    monkeypatch.setattr(worker_module, "CLAIM_S", claim_s)
     made = await cluster(FakeWorker(UNIFIED))
     worker = made.router.registry.workers[made.workers[0].address]
     made.workers[0].change(counts={"room": 100, "expected_output": 6})
@@ -97,12 +102,12 @@ async def test_what_was_sent_takes_room_though_a_report_does_not_know_of_it(clus
     (before,) = worker.replicas(frozenset(), "")
     worker.note_sent(0, 40, 0, 6)
     (sent,) = worker.replicas(frozenset(), "")
+    assert (before.room - sent.room, before.credits - sent.credits, sent.tokens - before.tokens) == (46, 1, 40)
     seen = worker.load
     made.workers[0].change(counts={"room": 100, "expected_output": 6, "steps": 1})
     await made.until(lambda: worker.load is not seen)
-    assert before.room - sent.room == 46
     (after,) = worker.replicas(frozenset(), "")
-    assert after.room in (sent.room, before.room)  # a tenth of a second may have passed
+    assert (before.room - after.room, after.credits, after.tokens) == (kept, before.credits, before.tokens)
 
 
 async def test_a_first_burst_is_judged_by_the_speed_that_workers_tell(cluster: Callable) -> None:

@@ -35,7 +35,7 @@ class Line:
         return [self.serve() for _ in range(len(self.queue))]
 
 
-def test_higher_priority_first_then_arrival() -> None:
+def test_higher_priorities_go_first_then_arrivals() -> None:
     line = Line()
     tickets = [line.add(priority=priority) for priority in (0, 1, 0, 1)]
     assert line.serve_all() == [tickets[1], tickets[3], tickets[0], tickets[2]]
@@ -176,12 +176,20 @@ def test_nothing_is_lost(events: list[tuple[str, str, int, int]]) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), max_size=60), st.sampled_from("abc"))
-def test_what_is_due_before_a_newcomer(arrivals: list[tuple[str, int]], tenant: str) -> None:
-    """The estimate is what is really served before it, up to one ticket of each other tenant."""
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), max_size=60),
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(100, 900)), max_size=3),
+    st.sampled_from("abc"),
+)
+def test_the_estimate_for_a_newcomer_is_what_is_served_before_it(
+    arrivals: list[tuple[str, int]], retries: list[tuple[str, int]], tenant: str
+) -> None:
+    """Up to one ticket of each other tenant. Retries go before it in any case."""
     line = Line()
     for name, tokens in arrivals:
         line.add(name, tokens)
+    for name, tokens in retries:
+        line.add(name, tokens, paid=True)
     estimate = line.queue.tokens_before(Place(0, 10**6, tenant, WEIGHTS[tenant]), 10)
     newcomer, before = line.add(tenant, 10), 0
     while (ticket := line.serve()) is not newcomer:
@@ -190,7 +198,7 @@ def test_what_is_due_before_a_newcomer(arrivals: list[tuple[str, int]], tenant: 
     assert abs(before - estimate) <= slack + sum(WEIGHTS.values())
 
 
-def test_who_gives_way() -> None:
+def test_the_newest_of_who_holds_most_for_its_weight_gives_way() -> None:
     line = Line()
     a, b = [line.add("a") for _ in range(3)], [line.add("d") for _ in range(2)]
     newcomer = Place(0, 99, "new")
@@ -202,6 +210,19 @@ def test_who_gives_way() -> None:
     assert line.queue.victims(Place(1, 99, "a"), 5, 5) is not None
     line.add("new", paid=True)
     assert line.queue.victims(Place(1, 99, "a"), 6, 6) is None, "a retry stays"
+    line = Line()
+    _, heavy = [line.add("b") for _ in range(3)], [line.add("c") for _ in range(2)]
+    assert line.queue.victims(newcomer, 1, 1) == [heavy[1]], "for half the weight two are more than three for two"
+
+
+def test_tenants_without_tickets_and_debts_are_forgotten() -> None:
+    line = Line()
+    for i in range(50):
+        line.add(f"tenant {i}")
+        line.serve()
+    line.add("tenant 0")
+    line.serve()  # which had as much as all the others
+    assert list(line.queue._levels[0].tenants) == ["tenant 0"]
 
 
 @pytest.mark.parametrize("holds", [1, 3])

@@ -10,7 +10,19 @@ from hypothesis import strategies as st
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_router.config import Timeouts
-from millrace_router.flow.flow import LEGAL, MAX_REFUSALS, AbortLeg, Blame, Flow, Leg, Mismatch, Retry, Stage, Stale
+from millrace_router.flow.flow import (
+    LEGAL,
+    MAX_REFUSALS,
+    AbortLeg,
+    Action,
+    Blame,
+    Flow,
+    Leg,
+    Mismatch,
+    Retry,
+    Stage,
+    Stale,
+)  # fmt: skip
 from millrace_rpc.errors import TABLE, MillraceError
 
 BOTH = frozenset(Leg)
@@ -29,9 +41,14 @@ def out(first: int, *tokens: int, finish: int = 0) -> worker_pb2.SequenceOutput:
     return worker_pb2.SequenceOutput(first_index=first, token_ids=tokens, finish_reason=finish)
 
 
-def failed(reason: Reason) -> worker_pb2.SequenceOutput:
-    failure = common_pb2.Failure(reason=reason, message="why")
+def failed(reason: Reason, retry_after_ms: int = 0) -> worker_pb2.SequenceOutput:
+    failure = common_pb2.Failure(reason=reason, message="why", retry_after_ms=retry_after_ms)
     return worker_pb2.SequenceOutput(finish_reason=ERROR, failure=failure)
+
+
+def scored(first: int, *tokens: int) -> worker_pb2.SequenceOutput:
+    logprobs = [{"sampled": {"token_id": token, "logprob": -1.0}} for token in tokens]
+    return worker_pb2.SequenceOutput(first_index=first, token_ids=tokens, logprobs=logprobs)
 
 
 class Simulation:
@@ -144,9 +161,9 @@ class Simulation:
             assert after in LEGAL[before]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 12), st.integers(5, 120))
-def test_random_orders(choices: random.Random, max_tokens: int, steps: int) -> None:
+def test_a_flow_in_random_orders_tells_each_token_once(choices: random.Random, max_tokens: int, steps: int) -> None:
     """Tokens exactly once and in order; one terminal stage; every submitted leg ended or was aborted, and so was every
     prefill leg that spoke without being read."""
     world = Simulation(choices, max_tokens)
@@ -164,118 +181,146 @@ def test_random_orders(choices: random.Random, max_tokens: int, steps: int) -> N
         assert world.flow.error is not None
 
 
-def test_terminal_stages_absorb() -> None:
-    for end in (Stage.DONE, Stage.FAILED, Stage.CANCELLED):
-        machine = flow()
-        machine.assign(BOTH, 0.0)
-        machine._end(end, "test", error=MillraceError(Reason.CANCELLED, "x"))
-        assert machine.cancel(MillraceError(Reason.INTERNAL, "y")) == ()
-        assert machine.stop() == ()
-        assert machine.tick(1e9, True) == ()
-        assert machine.leg_failed(Leg.DECODE, MillraceError(Reason.WORKER_LOST, "z"), 1.0) == ()
-        assert machine.output(Leg.DECODE, out(0, 1), 1.0) == (Stale("output"),)
-        assert machine.stage is end and not machine.outputs
+PREFILL, DECODE = Leg.PREFILL, Leg.DECODE
+Event = frozenset[Leg] | tuple[Leg, worker_pb2.SequenceOutput | Reason] | str
+BUSY, LEAVES, LOST = failed(Reason.OVERLOADED), failed(Reason.DRAINING), Reason.WORKER_LOST
+SAID, OTHER = (PREFILL, out(0, 5)), (DECODE, out(0, 6, 7))
+
+
+def play(machine: Flow, *events: Event) -> list[Action]:
+    """A set of legs is an attempt, a reason the loss of a leg, a text what the client does. What the last one made."""
+    actions: list[Action] = []
+    for event in events:
+        if isinstance(event, frozenset):
+            machine.assign(event, 0.0)
+        elif isinstance(event, str):
+            getattr(machine, event)()
+        elif isinstance(event[1], Reason):
+            actions = [*machine.leg_failed(event[0], MillraceError(event[1], "gone"), 0.0)]
+        else:
+            actions = [*machine.output(*event, 0.0)]
+    return actions
+
+
+SCENES: dict[str, tuple[tuple[Event, ...], Stage, list[int], list[type]]] = {
+    # events: stage, outputs, and the kinds of the last event's actions
+    "a prefill worker is lost after the handover": (
+        (BOTH, (DECODE, out(0, 5, 6)), (PREFILL, LOST)), Stage.DECODE, [5, 6], [],
+    ),
+    "its answer goes on": (
+        (BOTH, (DECODE, out(0, 5, 6)), (PREFILL, LOST), (DECODE, out(2, 7, finish=STOP))), Stage.DONE, [5, 6, 7], [],
+    ),
+    "legs disagree before the client saw it": (
+        (BOTH, SAID, OTHER), Stage.QUEUED, [], [Mismatch, AbortLeg, AbortLeg, Blame, Retry],
+    ),
+    "legs disagree after the client saw it": (
+        (BOTH, SAID, "take", OTHER), Stage.FAILED, [5], [Mismatch, AbortLeg, AbortLeg],
+    ),
+    "a gap": (
+        (frozenset({DECODE}), (DECODE, out(0, 5)), (DECODE, out(2, 9))), Stage.QUEUED, [],
+        [Mismatch, AbortLeg, Blame, Retry],
+    ),
+    "a late end contradicts a longer stream": (
+        (BOTH, (DECODE, out(0, 5, 6)), (PREFILL, out(0, 5, finish=STOP))), Stage.QUEUED, [],
+        [Mismatch, AbortLeg, AbortLeg, Blame, Retry],
+    ),
+    "a lost worker had said everything": (
+        (BOTH, (DECODE, out(0, 1, 2, 3, 4, 5, 6)), (DECODE, LOST)), Stage.DONE, [1, 2, 3, 4, 5, 6], [AbortLeg, Blame],
+    ),
+    "an operator aborts": (
+        (BOTH, (DECODE, out(0, finish=common_pb2.FINISH_REASON_ABORT))), Stage.FAILED, [], [AbortLeg, Blame],
+    ),
+    "a repeated token": ((BOTH, (DECODE, out(0, 5, 6)), (DECODE, out(1, 6))), Stage.DECODE, [5, 6], [Stale]),
+    "a token and its repetition": (
+        (BOTH, (DECODE, out(0, 5, 6)), (DECODE, out(1, 6, 7))), Stage.DECODE, [5, 6, 7], [Stale],
+    ),
+    "the client leaves in a handover": ((BOTH, SAID, "stop"), Stage.DONE, [5], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_a_scene_ends_as_written(name: str) -> None:
+    events, stage, outputs, kinds = SCENES[name]
+    machine = flow()
+    actions = play(machine, *events)
+    assert (machine.stage, machine.outputs, [type(action) for action in actions]) == (stage, outputs, kinds)
+
+
+@pytest.mark.parametrize("end", [Stage.DONE, Stage.FAILED, Stage.CANCELLED])
+def test_a_terminal_stage_absorbs_everything(end: Stage) -> None:
+    machine = flow()
+    machine.assign(BOTH, 0.0)
+    machine._end(end, "test", error=MillraceError(Reason.CANCELLED, "x"))
+    assert (*machine.cancel(MillraceError(Reason.INTERNAL, "y")), *machine.stop(), *machine.tick(1e9, True)) == ()
+    assert play(machine, (DECODE, LOST)) == [] and play(machine, (DECODE, out(0, 1))) == [Stale("output")]
+    assert machine.stage is end and not machine.outputs
 
 
 @pytest.mark.parametrize("reason", list(Reason))
-def test_the_table_decides_about_retries(reason: Reason) -> None:
+def test_a_failure_is_retried_and_blamed_by_its_reason(reason: Reason) -> None:
+    """Of a transfer's failure either side may be the cause; every other failure is of the worker that tells it."""
     machine = flow()
-    machine.assign(BOTH, 0.0)
-    actions = machine.output(Leg.DECODE, failed(reason), 1.0)
-    assert AbortLeg(Leg.PREFILL, 0, str(reason)) in actions
+    actions = play(machine, BOTH, (DECODE, failed(reason)))
+    assert AbortLeg(PREFILL, 0, str(reason)) in actions
+    either = reason.startswith("KV_") or reason in (Reason.EPOCH_CHANGED, Reason.NOT_FINITE, Reason.TRANSFER_FAILED)
+    assert Blame(BOTH if either else frozenset({DECODE}), reason) in actions
     retried = any(isinstance(action, Retry) for action in actions)
     assert retried is TABLE[reason].retry_elsewhere
     assert machine.stage is (Stage.QUEUED if retried else Stage.FAILED)
 
 
+@pytest.mark.parametrize(("told_ms", "after_s"), [(0, None), (1, 0.001), (2_500, 2.5), (90_000, 90.0)])
+def test_the_last_failures_retry_after_reaches_the_client(told_ms: int, after_s: float | None) -> None:
+    """A worker tells milliseconds. Where it tells nothing, the reason's own advice holds, or a second."""
+    for reason in (Reason.OVERLOADED, Reason.WORKER_LOST, Reason.CONTEXT_TOO_LONG):
+        machine = flow(max_attempts=1)
+        play(machine, BOTH, (DECODE, out(0, 5)), (DECODE, failed(reason, told_ms)))
+        advice = TABLE[reason].retry_after_s or (1.0 if TABLE[reason].retry_elsewhere else 0.0)
+        assert machine.stage is Stage.FAILED and machine.error is not None
+        assert machine.error.retry_after_s == (advice if after_s is None else after_s)
+
+
+def test_a_retry_that_is_given_up_keeps_its_time() -> None:
+    machine = flow()
+    play(machine, BOTH, (DECODE, failed(Reason.OVERLOADED, 7_000)), "give_up")
+    assert machine.error is not None and machine.error.retry_after_s == 7.0
+
+
+def test_in_a_handover_the_prefill_worker_is_aborted_too() -> None:
+    """Its outputs are complete, but it holds pages for a reader that may never come."""
+    machine = flow()
+    play(machine, BOTH, SAID)
+    assert machine.stage is Stage.HANDOVER
+    gone = machine.cancel(MillraceError(Reason.CANCELLED, "x"))
+    assert {(action.leg, action.attempt) for action in gone if isinstance(action, AbortLeg)} == {
+        (leg, 0) for leg in BOTH
+    }
+    assert len(gone) == 2
+
+
 def test_busy_workers_are_tried_after_a_pause_that_doubles() -> None:
     machine, delays = flow(max_attempts=2), []
     while not machine.ended:
-        machine.assign(BOTH, 0.0)
-        actions = machine.output(Leg.PREFILL, failed(Reason.OVERLOADED), 0.0)
+        actions = play(machine, BOTH, (PREFILL, BUSY))
         delays += [action.delay_s for action in actions if isinstance(action, Retry)]
     assert delays[:6] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0] and max(delays) == 1.0
     assert len(delays) == MAX_REFUSALS + 1, "refusals are no attempts, but not for ever"
 
 
-def test_a_prefill_worker_that_is_lost_after_the_handover_is_not_needed() -> None:
-    machine = flow()
-    machine.assign(BOTH, 0.0)
-    machine.output(Leg.DECODE, out(0, 5, 6), 0.1)  # it has the KV; the prefill worker's own word was never heard
-    assert machine.leg_failed(Leg.PREFILL, MillraceError(Reason.WORKER_LOST, "gone"), 0.2) == ()
-    assert machine.stage is Stage.DECODE
-    machine.output(Leg.DECODE, out(2, 7, finish=STOP), 0.3)
-    assert (machine.stage, machine.outputs) == (Stage.DONE, [5, 6, 7])
-
-
 def test_what_a_worker_had_taken_is_an_attempt() -> None:
     machine = flow(max_attempts=2)
-    for _ in range(2):
-        machine.assign(BOTH, 0.0)
-        machine.output(Leg.PREFILL, failed(Reason.OVERLOADED), 0.0)
-    for _ in range(2):
+    play(machine, BOTH, (PREFILL, BUSY), BOTH, (PREFILL, BUSY))
+    for tries in (1, 2):
         assert not machine.ended
-        machine.assign(BOTH, 0.0)
-        machine.output(Leg.PREFILL, out(len(machine.outputs), 5), 0.0)
-        actions = machine.output(Leg.DECODE, failed(Reason.DRAINING), 0.0)
+        actions = play(machine, BOTH, (PREFILL, out(len(machine.outputs), 5)), (DECODE, BUSY))
+        assert machine.tries == tries and (tries == 2 or Retry(Reason.OVERLOADED, 0.2) in actions)
     assert machine.stage is Stage.FAILED and "attempt 2 of 2" in machine.error.message
     assert not any(isinstance(action, Retry) for action in actions)
 
 
-def test_mismatch_before_the_client_saw_anything_is_retried() -> None:
-    machine = flow()
-    machine.assign(BOTH, 0.0)
-    machine.output(Leg.PREFILL, out(0, 5), 0.1)
-    actions = machine.output(Leg.DECODE, out(0, 6, 7), 0.2)
-    assert actions[0] == Mismatch() and isinstance(actions[-1], Retry)
-    assert machine.stage is Stage.QUEUED and machine.outputs == []
-
-
-def test_mismatch_after_the_client_saw_it_fails() -> None:
-    machine = flow()
-    machine.assign(BOTH, 0.0)
-    machine.output(Leg.PREFILL, out(0, 5), 0.1)
-    assert machine.take()[0] == [5]
-    machine.output(Leg.DECODE, out(0, 6, 7), 0.2)
-    assert machine.stage is Stage.FAILED and machine.error.reason is Reason.INTERNAL
-    assert machine.take()[0] == []
-
-
-def test_a_gap_is_a_mismatch() -> None:
-    machine = flow()
-    machine.assign(frozenset({Leg.DECODE}), 0.0)
-    machine.output(Leg.DECODE, out(0, 5), 0.1)
-    assert machine.output(Leg.DECODE, out(2, 9), 0.2)[0] == Mismatch()
-    assert machine.outputs == []
-
-
-def test_late_final_first_token_contradicts_a_longer_stream() -> None:
-    machine = flow()
-    machine.assign(BOTH, 0.0)
-    machine.output(Leg.DECODE, out(0, 5, 6), 0.1)
-    assert machine.output(Leg.PREFILL, out(0, 5, finish=STOP), 0.2)[0] == Mismatch()
-
-
-def test_a_lost_worker_that_had_said_everything_needs_no_replay() -> None:
-    machine = flow(max_tokens=2)
-    machine.assign(BOTH, 0.0)
-    machine.output(Leg.DECODE, out(0, 5, 6), 0.1)
-    machine.leg_failed(Leg.DECODE, MillraceError(Reason.WORKER_LOST, "gone"), 0.2)
-    assert machine.stage is Stage.DONE and machine.finish_reason == LENGTH
-
-
-def test_an_operators_abort_ends_the_request() -> None:
-    machine = flow()
-    machine.assign(BOTH, 0.0)
-    actions = machine.output(Leg.DECODE, out(0, finish=common_pb2.FINISH_REASON_ABORT), 0.1)
-    assert actions[0] == AbortLeg(Leg.PREFILL, 0, "CANCELLED")
-    assert machine.error.reason is Reason.CANCELLED
-
-
-def test_deadline_is_before_stage_limits() -> None:
+def test_a_deadline_is_before_the_limit_of_a_stage() -> None:
     machine = flow(deadline=5.0)
-    assert machine.expires == 5.0
-    assert machine.tick(4.9, True) == ()
+    assert machine.expires == 5.0 and machine.tick(4.9, True) == ()
     machine.tick(5.0, True)
     assert machine.error.reason is Reason.DEADLINE_EXCEEDED
 
@@ -283,24 +328,23 @@ def test_deadline_is_before_stage_limits() -> None:
 def test_what_a_worker_began_waits_longer_than_a_first_token_may() -> None:
     """Under overload the other workers have no room for the streams of one that was lost, until some of theirs end."""
     one, limits = flow(), Timeouts()
-    assert limits.prefill > limits.queue
-    assert one.expires == 60.0
+    assert limits.prefill > limits.queue and one.expires == 60.0
     one.assign(BOTH, 1.0)
-    one.leg_failed(Leg.PREFILL, MillraceError(Reason.OVERLOADED, "busy"), 2.0)
+    one.leg_failed(PREFILL, MillraceError(Reason.OVERLOADED, "busy"), 2.0)
     assert one.stage is Stage.QUEUED and one.expires == 2.0 + limits.queue, "no worker took it"
     one.assign(BOTH, 3.0)
-    one.output(Leg.PREFILL, out(0, 5), 4.0)
-    one.leg_failed(Leg.DECODE, MillraceError(Reason.WORKER_LOST, "gone"), 5.0)
+    one.output(PREFILL, out(0, 5), 4.0)
+    one.leg_failed(DECODE, MillraceError(Reason.WORKER_LOST, "gone"), 5.0)
     assert one.stage is Stage.QUEUED and one.expires == 5.0 + limits.queue
     assert one.tick(5.0 + limits.queue, routable=True) == () and one.expires == 5.0 + limits.prefill
     one.tick(5.0 + limits.prefill, routable=True)
     assert one.stage is Stage.FAILED and one.error is not None and one.error.reason is Reason.WORKER_LOST
 
 
-def test_what_a_worker_began_ends_as_a_first_token_does_when_no_worker_is_left() -> None:
+def test_what_a_worker_began_ends_early_when_no_worker_is_left() -> None:
     one, limits = flow(), Timeouts()
     one.assign(BOTH, 1.0)
-    one.leg_failed(Leg.DECODE, MillraceError(Reason.WORKER_LOST, "gone"), 5.0)
+    one.leg_failed(DECODE, MillraceError(Reason.WORKER_LOST, "gone"), 5.0)
     one.tick(5.0 + limits.queue, routable=False)
     assert one.stage is Stage.FAILED
 
@@ -308,24 +352,33 @@ def test_what_a_worker_began_ends_as_a_first_token_does_when_no_worker_is_left()
 def test_progress_moves_the_stall_limit() -> None:
     machine = flow()
     machine.assign(BOTH, 0.0)
-    machine.output(Leg.DECODE, out(0, 5), 10.0)
-    machine.output(Leg.DECODE, out(1, 6), 20.0)
+    machine.output(DECODE, out(0, 5), 10.0)
+    machine.output(DECODE, out(1, 6), 20.0)
     assert machine.expires == 20.0 + machine.timeouts.stall
 
 
-def test_logprobs_stay_beside_their_tokens() -> None:
-    def scored(first: int, *tokens: int) -> worker_pb2.SequenceOutput:
-        message = out(first, *tokens)
-        for token in tokens:
-            message.logprobs.add(sampled=common_pb2.TokenLogprob(token_id=token, logprob=-1.0))
-        return message
-
+@pytest.mark.parametrize(
+    "said",
+    [
+        [(PREFILL, scored(0, 5)), (DECODE, scored(0, 5, 6, 7))],
+        [(DECODE, scored(0, 5, 6)), (DECODE, scored(1, 6, 7))],
+        [(DECODE, scored(0, 5, 6, 7)), (PREFILL, scored(0, 5))],
+    ],
+)
+def test_logprobs_stay_beside_their_tokens(said: list[tuple[Leg, worker_pb2.SequenceOutput]]) -> None:
     machine = flow()
-    machine.assign(BOTH, 0.0)
-    machine.output(Leg.PREFILL, scored(0, 5), 0.1)
-    machine.output(Leg.DECODE, scored(0, 5, 6, 7), 0.2)
+    play(machine, BOTH, *said)
     tokens, logprobs = machine.take()
     assert tokens == [5, 6, 7] == [entry.sampled.token_id for entry in logprobs]
+
+
+def test_tokens_that_are_taken_back_take_their_logprobs_along() -> None:
+    machine = flow()
+    play(machine, BOTH, (PREFILL, scored(0, 5)), (DECODE, scored(0, 6)))
+    assert machine.stage is Stage.QUEUED and machine.logprobs == []
+    play(machine, BOTH, (DECODE, scored(0, 6, 7)))
+    tokens, logprobs = machine.take()
+    assert tokens == [6, 7] == [entry.sampled.token_id for entry in logprobs]
 
 
 # ------------------------------------------------------------------------------------- waits at workers

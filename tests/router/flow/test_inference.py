@@ -53,7 +53,7 @@ async def test_who_is_over_its_rate_takes_nobodys_place(cluster: Callable) -> No
     await made.quiet()
 
 
-async def test_a_client_may_be_behind_by_as_many_steps_with_several_continuations(cluster: Callable) -> None:
+async def test_a_client_may_be_behind_by_as_many_steps_with_more_choices(cluster: Callable) -> None:
     """A step of the engine brings a token of each."""
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), limits={"unread": 40})
     ask = Ask(model="", prompt=PROMPT, numbers={"max_tokens": 30, "seed": 0}, n=4)
@@ -187,6 +187,15 @@ async def test_a_request_that_is_refused_before_it_waits_costs_nothing(cluster: 
     assert paid(tenant) == (0, 0)
     await leave(waiting)
     await made.quiet()
+
+
+async def test_another_attempt_is_not_paid_for_again(pair: Cluster) -> None:
+    tenant = payer()
+    pair.decodes[0].script.append(fails("KV_EXPIRED", after=2))
+    assert await outcome(await ask(pair)) is None
+    await pair.quiet()
+    assert len(pair.prefills[0].submitted) == 2
+    assert paid(tenant) == (1, len(PROMPT) + 4) and spent(pair) == len(PROMPT) + 4
 
 
 async def test_only_the_continuations_that_were_served_are_paid_for(cluster: Callable) -> None:
