@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
+from kubernetes.client.exceptions import ApiException
 from millrace_router.config import KubernetesConfig
 from millrace_router.discovery import kubernetes
-from millrace_router.discovery.kube_api import trouble
+from millrace_router.discovery.kube_api import explain
 from millrace_router.discovery.kubernetes import KubernetesSource, Timing
-from millrace_testing.kube_server import KubeServer, endpoint, endpoint_slice, pod
+from millrace_testing.certificates import Authority
+from millrace_testing.kube_server import KubeServer, pod
 from router.discovery.test_discovery import Heard
 from router.fake_worker import DECODE, PREFILL, FakeWorker, expected
 from router.harness import Cluster
@@ -44,7 +49,7 @@ async def hear(server: KubeServer) -> AsyncIterator[Callable]:
         yield start
 
 
-async def settled(server: KubeServer, condition: Callable[[], bool]) -> None:
+async def settled(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0.01)
@@ -60,7 +65,7 @@ async def test_list_then_watch(server: KubeServer, hear: Callable) -> None:
         server.put(item)
     heard = hear()
     await heard.until(lambda: heard.addresses == ["10.0.0.1:1"])
-    await settled(server, lambda: server.open_watches == 1)
+    await settled(lambda: server.open_watches == 1)
     server.put(second)
     await heard.until(lambda: heard.addresses == ["10.0.0.1:1", "10.0.0.2:1"])
     server.delete(first)
@@ -74,7 +79,7 @@ async def test_deletes_missed_while_the_watch_was_down(server: KubeServer, hear:
     server.put(stays)
     heard = hear()
     await heard.until(lambda: len(heard.targets) == 2)
-    await settled(server, lambda: server.open_watches == 1)
+    await settled(lambda: server.open_watches == 1)
     server.refuse = 503
     server.drop_watches()
     await heard.until(lambda: "refused" in heard.troubles)
@@ -93,7 +98,7 @@ async def test_gone_leads_to_another_list(server: KubeServer, hear: Callable, as
     server.put(first)
     heard = hear(replace(FAST, watch=1))
     await heard.until(lambda: len(heard.targets) == 1)
-    await settled(server, lambda: server.open_watches == 1)
+    await settled(lambda: server.open_watches == 1)
     server.delete(first)
     server.put(second)
     server.forget()  # before the watch could tell
@@ -143,10 +148,10 @@ async def test_a_dropped_watch_goes_on_where_it_was(server: KubeServer, hear: Ca
     first, second = pod("a", "10.0.0.1:1"), pod("b", "10.0.0.2:1")
     heard = hear(replace(FAST, watch=1))
     await heard.until(lambda: heard.times)
-    await settled(server, lambda: server.open_watches == 1)
+    await settled(lambda: server.open_watches == 1)
     server.put(first)
     await heard.until(lambda: len(heard.targets) == 1)
-    await settled(server, lambda: server.watches >= 2)  # the server has ended the first
+    await settled(lambda: server.watches >= 2)  # the server has ended the first
     server.put(second)
     await heard.until(lambda: len(heard.targets) == 2)
     assert server.lists == 1
@@ -157,7 +162,7 @@ async def test_a_half_open_connection_is_noticed(server: KubeServer, hear: Calla
     server.put(item)
     heard = hear(replace(FAST, silence=0.3))
     await heard.until(lambda: len(heard.targets) == 1)
-    await settled(server, lambda: server.open_watches >= 1)
+    await settled(lambda: server.open_watches >= 1)
     server.silent = True
     server.delete(item)
     await heard.until(lambda: not heard.targets)
@@ -174,16 +179,6 @@ async def test_a_full_list_from_time_to_time(server: KubeServer, hear: Callable)
     server.delete(item)
     await heard.until(lambda: not heard.targets)
     assert server.lists >= 2 and not heard.troubles
-
-
-async def test_a_pod_recreated_under_its_name(server: KubeServer, hear: Callable) -> None:
-    old, new = pod("prefill-0", "10.0.0.1:1"), pod("prefill-0", "10.0.0.1:1")
-    server.put(old)
-    heard = hear()
-    await heard.until(lambda: len(heard.targets) == 1)
-    server.put(new)
-    server.delete(old)
-    await heard.until(lambda: [target.key for target in heard.targets] == [new["metadata"]["uid"]])
 
 
 async def test_a_burst_of_pods(server: KubeServer, hear: Callable) -> None:
@@ -208,26 +203,10 @@ async def test_lists_come_in_pages(server: KubeServer, hear: Callable, monkeypat
     assert server.lists == 3
 
 
-async def test_endpoint_slices(server: KubeServer, hear: Callable) -> None:
-    item = endpoint_slice("s", 50051, endpoint("10.0.0.1", "a"), endpoint("10.0.0.2", "b"))
-    server.put(item)
-    heard = hear(objects="endpointslices")
-    await heard.until(lambda: [target.key for target in heard.targets] == ["a", "b"])
-    item["endpoints"][0]["conditions"]["ready"] = False
-    server.put(item)
-    await heard.until(lambda: bool(heard.targets[0].withheld))
-    server.delete(item)
-    await heard.until(lambda: not heard.targets)
-
-
 async def test_no_api_server(hear: Callable, server: KubeServer) -> None:
     heard = hear(api="http://127.0.0.1:1")
     await heard.until(lambda: len(heard.troubles) > 1)
     assert set(heard.troubles) == {"failed"} and not heard.times
-
-
-def test_no_credentials_is_a_trouble_too() -> None:
-    assert trouble(RuntimeError("Service host/port is not set.")) == "failed"
 
 
 # ----------------------------------------------------------------------------------------- with workers
@@ -293,19 +272,6 @@ async def test_a_removed_worker_finishes_what_it_has(found: Callable, server: Ku
     assert len(made.decodes[busy].submitted) == 1
 
 
-async def test_a_removed_worker_that_dies_fails_over(found: Callable, server: KubeServer) -> None:
-    made, pods = await found(FakeWorker(PREFILL), *(FakeWorker(DECODE, step_s=0.05) for _ in range(2)))
-    await made.until(lambda: len(made.router.registry.hooks.ready) == 2, 30)
-    task = asyncio.create_task(made.generate([1]))
-    await made.until(lambda: any(worker.active for worker in made.decodes), 30)
-    busy = made.decodes.index(next(worker for worker in made.decodes if worker.active))
-    server.delete(pods[1 + busy])
-    await made.until(lambda: len(made.router.registry.workers) == 2, 30)
-    await made.decodes[busy].stop()
-    assert (await task).tokens() == expected([1], 8)
-    await made.until(lambda: len(made.router.registry.status()) == 2, 30)
-
-
 async def test_a_new_pod_at_an_old_address(found: Callable, server: KubeServer) -> None:
     made, (_, decode) = await found(FakeWorker(PREFILL), FakeWorker(DECODE))
     server.delete(decode)
@@ -327,3 +293,154 @@ async def test_losing_everything_is_noticed(found: Callable, server: KubeServer)
     assert (await made.http.get("/ready")).status_code == 503
     assert states(made, "prefill") == states(made, "decode") == [0, 0, 0]
     assert made.metric("millrace_discovery_changes_total", change="removed") == 2
+
+
+# ------------------------------------------------------------------------------------- credentials
+
+
+FIRST, SECOND = "first-secret-token", "second-secret-token"
+PODS = {"selector": "app=millrace", "namespace": "default"}
+
+
+@dataclass
+class Site:
+    """An API server and the files with which a router may talk to it."""
+
+    server: KubeServer
+    token: Path
+    ca: Path
+    settings: dict[str, object] = field(default_factory=dict)
+
+    def rotate(self, token: str) -> None:
+        """As the kubelet does: another file takes the place of the old one."""
+        draft = self.token.with_suffix(".new")
+        draft.write_text(token)
+        os.replace(draft, self.token)
+
+
+@pytest.fixture
+async def tls_server(tmp_path: Path) -> AsyncIterator[KubeServer]:
+    async with KubeServer(Authority().tls(tmp_path / "tls")) as server:
+        server.token = FIRST
+        yield server
+
+
+@pytest.fixture(params=["kubeconfig", "service account"])
+def site(
+    request: pytest.FixtureRequest, tls_server: KubeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Site:
+    found = Site(tls_server, tmp_path / "token", tmp_path / "tls" / "ca.crt")
+    if request.param == "kubeconfig":
+        found.rotate(FIRST + "\n")  # written by a person, whose editor ends lines
+        found.settings["kubeconfig"] = write_kubeconfig(tmp_path, tls_server.url, found)
+    else:
+        found.rotate(FIRST)
+        host, _, port = tls_server.url.removeprefix("https://").rpartition(":")
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", port)
+        monkeypatch.setattr("kubernetes.config.incluster_config.SERVICE_TOKEN_FILENAME", str(found.token))
+        monkeypatch.setattr("kubernetes.config.incluster_config.SERVICE_CERT_FILENAME", str(found.ca))
+    return found
+
+
+def write_kubeconfig(folder: Path, url: str, site: Site) -> Path:
+    path = folder / "kubeconfig"
+    content = {
+        "current-context": "test",
+        "contexts": [{"name": "test", "context": {"cluster": "here", "user": "router"}}],
+        "clusters": [{"name": "here", "cluster": {"server": url, "certificate-authority": str(site.ca)}}],
+        "users": [{"name": "router", "user": {"tokenFile": str(site.token)}}],
+    }
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.fixture
+async def hear_site(site: Site) -> AsyncIterator[Callable]:
+    """`hear_site()`: a listener of a started source."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        def start() -> Heard:
+            source, heard = KubernetesSource(KubernetesConfig(**PODS, **site.settings), FAST), Heard()
+            source.start(heard)
+            stack.push_async_callback(source.stop)
+            return heard
+
+        yield start
+
+
+async def test_a_rotated_token_needs_no_restart(
+    site: Site, hear_site: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = site.server
+    server.put(pod("a", "10.0.0.1:1"))
+    heard = hear_site()
+    await heard.until(lambda: len(heard.targets) == 1)
+    assert not heard.troubles
+    await settled(lambda: server.open_watches == 1)
+    server.token = SECOND  # the old one has expired before the new one is in the file
+    server.drop_watches()
+    await heard.until(lambda: "refused" in heard.troubles)
+    assert len(heard.targets) == 1, "an outage removes nobody"
+    site.rotate(SECOND)
+    server.put(pod("b", "10.0.0.2:1"))
+    await heard.until(lambda: len(heard.targets) == 2)
+    assert set(heard.troubles) <= {"refused", "failed"}  # the second when the watch was dropped as soon as it began
+    assert "pods of namespace default (refused), listing again: 401 Unauthorized" in caplog.text
+    assert "secret-token" not in caplog.text
+
+
+async def test_an_authority_that_is_not_the_server_s(
+    site: Site, hear_site: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = site.ca.read_bytes()
+    Authority().tls(tmp_path / "tls")  # the server has loaded its own before
+    site.server.put(pod("a", "10.0.0.1:1"))
+    heard = hear_site()
+    await heard.until(lambda: len(heard.troubles) > 1)
+    assert set(heard.troubles) == {"untrusted"} and not heard.times
+    assert "cannot list pods of namespace default (untrusted)" in caplog.text
+    assert "CERTIFICATE_VERIFY_FAILED" in caplog.text
+    site.ca.write_bytes(right)
+    await heard.until(lambda: len(heard.targets) == 1)
+
+
+async def test_a_role_that_allows_too_little(site: Site, hear_site: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    site.server.refuse = 403
+    heard = hear_site()
+    await heard.until(lambda: len(heard.troubles) > 1)
+    assert set(heard.troubles) == {"refused"} and not heard.times
+    line = next(record.getMessage() for record in caplog.records if "cannot list" in record.getMessage())
+    assert "\n" not in line and "list pods of namespace default (refused)" in line
+    assert '403 Forbidden: forbidden: User cannot "list" resource "pods"' in line
+
+
+async def test_a_token_that_no_header_can_hold(
+    site: Site, hear_site: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    site.rotate(f"{FIRST}\n{SECOND}\n")
+    heard = hear_site()
+    await heard.until(lambda: "failed" in heard.troubles)
+    assert "the bearer token is not one line of text" in caplog.text and "secret-token" not in caplog.text
+    site.rotate(FIRST)
+    await heard.until(lambda: heard.times)
+
+
+async def test_stopping_ends_a_watch_over_tls(site: Site) -> None:
+    source, heard = KubernetesSource(KubernetesConfig(**PODS, **site.settings), FAST), Heard()
+    source.start(heard)
+    watching = next(thread for thread in threading.enumerate() if thread.name == "kubernetes-watch")
+    site.server.put(pod("a", "10.0.0.1:1"))
+    await heard.until(lambda: len(heard.targets) == 1)
+    await settled(lambda: site.server.open_watches == 1)
+    site.server.put(pod("b", "10.0.0.2:1"))
+    await heard.until(lambda: len(heard.targets) == 2)  # the watch has answered
+    await source.stop()
+    await settled(lambda: not watching.is_alive())
+
+
+def test_an_error_answer_without_a_message() -> None:
+    """As a proxy in front of the API server gives."""
+    assert explain(ApiException(status=502, reason="Bad Gateway", body="<html>")) == "502 Bad Gateway"
+    assert explain(ApiException(status=410, reason="Expired:\ntoo old")) == "410 Expired: too old"
+    assert explain(ConnectionError("the watch ended at once")) == "ConnectionError: the watch ended at once"

@@ -11,10 +11,13 @@ import grpc
 import httpx
 import pytest
 from millrace.v1 import worker_pb2
-from millrace_common.pace import LEAST_S
+from millrace_common import pace
 from millrace_common.reasons import Reason
+from millrace_router.fleet import worker as worker_module
+from millrace_router.fleet.progress import WorkerProgress
+from millrace_router.flow.generation import Generation
 from millrace_rpc.errors import from_rpc_error
-from router.fake_worker import DECODE, PREFILL, UNIFIED, Behaviour, FakeWorker, expected, fails, hangs, output
+from router.fake_worker import DECODE, PREFILL, UNIFIED, Behaviour, FakeWorker, expected, hangs, output
 from router.fleet.test_workers import detail
 from router.harness import Cluster
 from router.scripted import HELLO
@@ -43,45 +46,100 @@ async def reloaded(made: Cluster, worker: FakeWorker, weights: str) -> None:
     assert worker.epoch
 
 
-async def test_a_pause_is_neither_a_hang_nor_a_stall(cluster: Callable) -> None:
-    """Streams go on where they were, however long it took; nothing new comes meanwhile."""
+def generations(made: Cluster) -> list[Generation]:
+    return [one.generation for stream in made.router.inference.active for one in stream.continuations]
+
+
+def spoken(made: Cluster) -> list[int]:
+    return sorted(len(one.flow.outputs) for one in generations(made))
+
+
+def pass_time(made: Cluster) -> None:
+    """Much more than any limit, and every request that a worker has looks at its clock."""
+    for one in generations(made):
+        if one.flow.open:
+            one.flow.progress -= 1000.0
+            one._tick()
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_a_pause_is_no_stall_however_long_it_takes(cluster: Callable, listed: bool) -> None:
+    """Streams go on where they were; nothing new comes meanwhile. `listed`: by discovery, until the end."""
     unified, go = FakeWorker(UNIFIED), asyncio.Event()
-    made: Cluster = await cluster(unified, timeouts={"stall": 1.5, "prefill": 1.5})
+    made: Cluster = await cluster(unified)
     unified.script += [waits(go, after=3), waits(go, after=0)]
-    begun = asyncio.create_task(made.generate([1], timeout=60))
-    silent = asyncio.create_task(made.generate([2], timeout=60))
-    await made.until(lambda: len(unified.active) == 2)
+    tasks = [asyncio.create_task(made.generate([i], timeout=60)) for i in (1, 2)]
+    await made.until(lambda: len(unified.active) == 2 and spoken(made) == [0, 3])
     unified.change(state=PAUSED)
     await made.until(lambda: not made.router.registry.ready)
     assert "paused" in detail(made, unified)
-    late = asyncio.create_task(made.generate([3], timeout=60))
-    await asyncio.sleep(LEAST_S + 0.5)
-    assert len(unified.submitted) == 2 and not begun.done() and not silent.done() and not late.done()
+    if listed:
+        tasks.append(asyncio.create_task(made.generate([3], timeout=60)))
+        await made.until(lambda: len(made.router.admission) == 1)
+    else:
+        made.router.registry.on_targets([])
+    pass_time(made)
     unified.change(state=READY)
+    if listed:
+        await made.until(lambda: made.router.registry.ready)
+        pass_time(made)  # without progress it begins again behind the pause
     go.set()
-    for task, prompt in ((begun, [1]), (silent, [2]), (late, [3])):
+    for i, task in enumerate(tasks, 1):
         result = await task
-        assert result.error is None and result.tokens() == expected(prompt, 8)
-    assert len(unified.submitted) == 3 and not unified.aborted
+        assert result.error is None and result.tokens() == expected([i], 8)
+    assert len(unified.submitted) == len(tasks) and not unified.aborted
     assert made.metric("millrace_retries_total", reason="STALLED") == 0
+
+
+async def test_a_stall_behind_a_pause_is_one(cluster: Callable) -> None:
+    pair = FakeWorker(UNIFIED), FakeWorker(UNIFIED)
+    made: Cluster = await cluster(*pair)
+    for worker in pair:
+        worker.script.append(hangs(after=3))
+    running = asyncio.create_task(made.generate([1], timeout=60))
+    await made.until(lambda: spoken(made) == [3])
+    first, second = pair if pair[0].active else pair[::-1]
+    second.script.clear()
+    known = made.router.registry.workers[first.address]
+    first.change(state=PAUSED)
+    await made.until(lambda: known.paused)
+    pass_time(made)
+    assert not second.submitted
+    first.change(state=READY)
+    await made.until(lambda: not known.paused)
+    known.resumed_at -= 1000.0
+    pass_time(made)
+    assert (await running).tokens() == expected([1], 8)
+    assert made.metric("millrace_retries_total", reason="STALLED") == 1
 
 
 @pytest.mark.parametrize(("why", "over"), [({"state": PAUSED}, {"state": READY}), ({"busy": True}, {"busy": False})])
 async def test_a_decode_worker_that_says_why_it_stands_still_is_not_stuck(
-    why: dict[str, Any], over: dict[str, Any], cluster: Callable
+    why: dict[str, Any], over: dict[str, Any], cluster: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its streams make no progress for longer than a worker may be silent that does not say why."""
+    """It is looked at many times, for longer than a worker may be silent that does not say why."""
+    looks, look = [], WorkerProgress.look
+
+    def counted(self: WorkerProgress, streams: bool, now: float, starved: float = 0.0) -> str:
+        looks.append(now)
+        return look(self, streams, now, starved)
+
+    monkeypatch.setattr(WorkerProgress, "look", counted)
+    monkeypatch.setattr(worker_module, "TICK_S", 0.01)
+    monkeypatch.setattr(pace, "LEAST_S", 0.05)
     prefill, decode, go = FakeWorker(PREFILL), FakeWorker(DECODE), asyncio.Event()
-    made: Cluster = await cluster(prefill, decode, timeouts={"stall": 1.0})
+    decode.change(busy=True)  # until the test begins
+    made: Cluster = await cluster(prefill, decode, timeouts={"stall": 0.1})
     decode.script.append(waits(go, after=3))
     running = asyncio.create_task(made.generate([1], timeout=60))
-    await made.until(lambda: any(len(s.continuations[0].generation.flow.outputs) == 3 for s in active(made)))
-    epoch = decode.epoch
-    decode.change(**why)
-    await asyncio.sleep(2.5)
-    assert len(decode.links) == 1 and not running.done() and decode.epoch == epoch
-    decode.change(**over)
+    await made.until(lambda: spoken(made) == [3])
+    decode.change(**({"busy": False} | why))
+    seen = len(looks)
+    await made.until(lambda: len(looks) > seen + 5 and looks[-1] - looks[seen] > 0.3)
+    assert len(decode.links) == 1 and not running.done()
+    decode.change(busy=False)
     go.set()
+    decode.change(**over)
     result = await running
     assert result.error is None and result.tokens() == expected([1], 8) and len(decode.submitted) == 1
 
@@ -94,66 +152,13 @@ async def test_a_pause_does_not_slow_the_queue_down_afterwards(cluster: Callable
     await made.until(lambda: len(made.router.admission) == 1)
     unified.change(state=PAUSED)
     await made.until(lambda: not made.router.registry.ready)
-    await asyncio.sleep(1.0)
-    assert made.router.admission.drained_in() >= 1.0
+    made.router.admission._rate._at -= 10.0
+    assert made.router.admission.drained_in() >= 10.0
     unified.change(state=READY)
     await made.until(lambda: made.router.registry.ready)
     assert made.router.admission.drained_in() is None, "nothing was served yet, and nobody has waited long"
     unified.change(credits=8)
     assert (await waiting).tokens() == expected([1], 8)
-
-
-async def test_the_time_without_progress_begins_again_behind_a_pause(cluster: Callable) -> None:
-    """However little of that time was left when the pause began."""
-    unified, go = FakeWorker(UNIFIED), asyncio.Event()
-    made: Cluster = await cluster(unified, timeouts={"stall": 2.0})
-    unified.script.append(waits(go, after=3))
-    running = asyncio.create_task(made.generate([1], timeout=60))
-    await made.until(lambda: any(len(s.continuations[0].generation.flow.outputs) == 3 for s in active(made)))
-    unified.change(state=PAUSED)
-    await asyncio.sleep(1.5)
-    unified.change(state=READY)
-    await asyncio.sleep(1.0)
-    go.set()
-    result = await running
-    assert result.error is None and result.tokens() == expected([1], 8) and len(unified.submitted) == 1
-
-
-async def test_a_pause_of_a_worker_that_is_no_longer_listed_is_no_stall(cluster: Callable) -> None:
-    unified, go = FakeWorker(UNIFIED), asyncio.Event()
-    made: Cluster = await cluster(unified)
-    registry = made.router.registry
-    unified.script.append(waits(go, after=3))
-    running = asyncio.create_task(made.generate([1], timeout=60))
-    await made.until(lambda: any(len(s.continuations[0].generation.flow.outputs) == 3 for s in active(made)))
-    (stream,) = active(made)
-    generation = stream.continuations[0].generation
-    unified.change(state=PAUSED)
-    await made.until(lambda: registry.workers[unified.address].paused)
-    registry.on_targets([])
-    generation.flow.progress -= 2 * generation.flow.timeouts.stall
-    generation._tick()
-    unified.change(state=READY)
-    go.set()
-    result = await running
-    assert result.error is None and result.tokens() == expected([1], 8)
-
-
-async def test_a_stall_behind_the_pause_is_one(cluster: Callable) -> None:
-    pair = FakeWorker(UNIFIED), FakeWorker(UNIFIED)
-    made: Cluster = await cluster(*pair, timeouts={"stall": 0.3})
-    for worker in pair:
-        worker.script.append(hangs(after=3))
-    running = asyncio.create_task(made.generate([1], timeout=60))
-    await made.until(lambda: any(worker.active for worker in pair))
-    first, second = pair if pair[0].active else pair[::-1]
-    second.script.clear()
-    first.change(state=PAUSED)
-    await asyncio.sleep(1.0)
-    assert not running.done() and not second.submitted
-    first.change(state=READY)
-    assert (await running).tokens() == expected([1], 8)
-    assert made.metric("millrace_retries_total", reason="STALLED") == 1
 
 
 async def test_what_a_client_has_seen_is_of_one_version(cluster: Callable) -> None:
@@ -166,7 +171,7 @@ async def test_what_a_client_has_seen_is_of_one_version(cluster: Callable) -> No
     await made.until(lambda: len(unified.active) == 1)  # it has the first line of the script
     silent = asyncio.create_task(made.generate([2], timeout=60))
     await made.until(lambda: not unified.script)  # a task that is cancelled before it runs would leave its line there
-    await made.until(lambda: sum(len(s.continuations[0].generation.flow.outputs) for s in active(made)) == 3)
+    await made.until(lambda: sum(spoken(made)) == 3)
     await reloaded(made, unified, "weights-b")
     result = await begun
     assert result.error is not None and result.error.code() is grpc.StatusCode.UNAVAILABLE
@@ -175,10 +180,6 @@ async def test_what_a_client_has_seen_is_of_one_version(cluster: Callable) -> No
     assert result.tokens() == expected([1], 3)
     result = await silent
     assert result.tokens() == expected([2], 8) and result.responses[-1].weights_version == "b"
-
-
-def active(made: Cluster) -> set:
-    return made.router.inference.active
 
 
 async def test_all_continuations_of_a_request_are_of_one_version(cluster: Callable) -> None:
@@ -190,7 +191,7 @@ async def test_all_continuations_of_a_request_are_of_one_version(cluster: Callab
         worker.script += [waits(go, after=1), waits(go, after=1)]
     both = asyncio.create_task(made.generate([1], timeout=60, n=2))
     await made.until(lambda: len(old.active) == len(new.active) == 1)
-    await made.until(lambda: all(len(c.generation.flow.outputs) == 1 for s in active(made) for c in s.continuations))
+    await made.until(lambda: spoken(made) == [1, 1])
     new.script.clear()
     await reloaded(made, new, "weights-b")
     go.set()
@@ -201,7 +202,7 @@ async def test_all_continuations_of_a_request_are_of_one_version(cluster: Callab
     assert len(old.submitted) == 2, "the second one went on where the first weights are"
 
 
-async def test_a_continuation_that_begins_late_begins_with_the_weights_of_its_request(cluster: Callable) -> None:
+async def test_a_late_continuation_begins_with_the_weights_of_its_request(cluster: Callable) -> None:
     """The two were placed before either had begun; one of their workers then has other weights."""
     first, second, go = FakeWorker(UNIFIED), FakeWorker(UNIFIED), asyncio.Event()
     made: Cluster = await cluster(first, second)
@@ -209,9 +210,9 @@ async def test_a_continuation_that_begins_late_begins_with_the_weights_of_its_re
         worker.script.append(waits(go, after=0))
     both = asyncio.create_task(made.generate([1], timeout=60, n=2))
     await made.until(lambda: len(first.active) == len(second.active) == 1)
-    begun = next(iter(active(made))).continuations[0].generation.job.begun
+    begun = generations(made)[0].job.begun
     begun.weights, begun.version = "weights-a", "a"
-    late = next(c.generation for s in active(made) for c in s.continuations if c.generation._links)
+    late = next(one for one in generations(made) if one._links)
     late._weights = "weights-b"  # as if its worker had had them
     go.set()
     result = await both
@@ -229,21 +230,11 @@ async def test_a_pair_of_two_versions_is_none(cluster: Callable) -> None:
     decode.change(state=PAUSED)
     await made.until(lambda: made.router.registry.will_be_ready)
     waiting = asyncio.create_task(made.generate([1], timeout=60))
-    await asyncio.sleep(0.2)
-    assert not waiting.done()
+    await made.until(lambda: len(made.router.admission) == 1)
     await reloaded(made, decode, "weights-b")
     result = await waiting
     assert result.error is None
     assert result.tokens() == expected([1], 8) and result.responses[-1].weights_version == "b"
-
-
-async def test_an_attempt_that_a_pause_dropped_is_tried_elsewhere(cluster: Callable) -> None:
-    pair = FakeWorker(UNIFIED), FakeWorker(UNIFIED)
-    made: Cluster = await cluster(*pair)
-    for worker in pair:
-        worker.script.append(fails("NOT_READY", after=3))
-    result = await made.generate([1])
-    assert result.error is None and result.tokens() == expected([1], 8)
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ async def test_sets_of_two_revisions_never_pair(sets: Callable) -> None:
     assert shown[decode.address] == {"revision": NEW} and shown[old[0].address] == {}
 
 
-async def test_traffic_moves_to_the_named_revision_when_a_whole_pair_of_it_is_ready(sets: Callable) -> None:
+async def test_traffic_moves_to_a_revision_with_its_first_whole_pair(sets: Callable) -> None:
     both = await sets(routing={"revision": NEW})
     old, (prefill, decode) = pair(), pair(layout="layout-b")
     await both.add(OLD, *old)
@@ -188,7 +188,7 @@ async def test_no_answer_is_of_two_models(sets: Callable, name: str) -> None:
     assert [list(request.token_ids) for request in new.submitted] == [[2]]
 
 
-async def test_an_answer_that_has_begun_ends_with_its_model_while_another_is_served(sets: Callable) -> None:
+async def test_an_answer_that_has_begun_ends_with_its_own_model(sets: Callable) -> None:
     both = await sets(routing={"revision": NEW})
     old, other, new = FakeWorker(UNIFIED), FakeWorker(UNIFIED), FakeWorker(UNIFIED)
     new.weights = "weights-b"

@@ -25,23 +25,14 @@ seen = st.builds(
 )
 
 
-def test_a_pair_needs_both() -> None:
+def test_a_pair_needs_both_and_a_unified_worker_nobody() -> None:
+    assert routable([U], [Pair("", "u")]) == {"u"} and routable([U._replace(withheld="x")], [Pair("", "u")]) == set()
     assert routable([P, D], [PD]) == {"p", "d"}
     assert routable([P, D], []) == set()
     assert routable([P], [PD]) == routable([D], [PD]) == set()
     for change in ({"unhealthy": "lost"}, {"withheld": "draining"}):
-        assert routable([_with(P, change), D], [PD]) == set()
-        assert routable([P, _with(D, change)], [PD]) == set()
-
-
-def test_unified_needs_nobody() -> None:
-    assert routable([U], [Pair("", "u")]) == {"u"}
-    assert routable([_with(U, {"withheld": "not Ready"})], [Pair("", "u")]) == set()
-
-
-def test_a_partner_elsewhere_keeps_a_worker_routable() -> None:
-    other = Seen("decode", "e", "lost", "")
-    assert routable([P, D, other], [PD, Pair("p", "e")]) == {"p", "d"}
+        assert routable([P._replace(**change), D], [PD]) == set()
+        assert routable([P, D._replace(**change)], [PD]) == set()
 
 
 def test_states_are_nested() -> None:
@@ -62,7 +53,3 @@ def test_whoever_is_routable_has_a_routable_partner(workers: list[Seen], ready: 
     assert found <= healthy
     for epoch in found:
         assert any({pair.source, pair.worker} <= found and epoch in (pair.source, pair.worker) for pair in ready)
-
-
-def _with(worker: Seen, change: dict[str, str]) -> Seen:
-    return worker._replace(**change)

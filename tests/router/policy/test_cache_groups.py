@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace.v1 import admin_pb2, inference_pb2
 from millrace_common.deployment_secret import LEAST_BYTES, read
@@ -61,6 +61,7 @@ def test_tenants_share_in_a_group_only(keys: Path) -> None:
         assert key.salt("") not in salts.values(), "nobody shares with callers without a key"
 
 
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.binary(max_size=200), st.text(max_size=20)), max_size=20))
 def test_salts_are_of_the_secret_and_the_group(cases: list[tuple[bytes, str]]) -> None:
     seen: dict[bytes, tuple[bytes, str]] = {}

@@ -1,16 +1,18 @@
-"""Who is chosen: credits, layouts and pairing first, then each policy."""
+"""Who is chosen: credits, layouts and pairing first, then each policy, and the consistent hash of sessions."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_router.config import Policy, RouterConfig, Routing
 from millrace_router.policy.choose import Chooser, Situation
-from millrace_router.policy.scoring import SCORERS, Inputs, best
-from millrace_router.policy.snapshot import Placement, Replica, View, Want
+from millrace_router.policy.scoring import SCORERS, Inputs, best, session
+from millrace_router.policy.snapshot import Key, Placement, Replica, View, Want
 from pydantic import ValidationError
 
 WANT = Want(tokens=10)
@@ -38,30 +40,6 @@ def pick(
 
 P1, P2 = replica("p1"), replica("p2")
 D1 = replica("d1", sources=frozenset({"e-p1", "e-p2"}))
-D2 = replica("d2", sources=frozenset({"e-p2"}))
-
-
-def test_nothing_to_choose_from() -> None:
-    assert choose(View()) is None
-    assert choose(View(prefill=(P1,))) is None
-    assert choose(View(decode=(D1,))) is None
-
-
-def test_only_warmed_pairs() -> None:
-    assert choose(View((P1,), (D2,))) is None
-    assert choose(View((P1, P2), (D2,))) == Placement(P2, D2)
-
-
-def test_equal_fingerprints_only() -> None:
-    other = replica("d1", sources=frozenset({"e-p1"}), fingerprint="g")
-    assert choose(View((P1,), (other,))) is None
-
-
-@pytest.mark.parametrize("credits", [0, -3])
-def test_without_credits_it_waits(credits: int) -> None:
-    spent = replica("d1", sources=D1.sources, credits=credits)
-    assert choose(View((P1,), (spent,))) is None
-    assert choose(View((replica("p1", credits=credits),), (D1,))) is None
 
 
 def test_one_token_wants_no_decode_worker() -> None:
@@ -271,60 +249,106 @@ def test_nearness_costs_no_more_than_the_load_bound() -> None:
 # ------------------------------------------------------------------------------------- local prefill
 
 
-def local(decode: Replica, tokens: int, pages: int = 0) -> bool:
+def decode(**fields: object) -> Replica:
+    return replica("d1", sources=D1.sources, **fields)
+
+
+@pytest.mark.parametrize(
+    ("worker", "tokens", "pages", "way"),
+    [
+        (decode(), 255, 0, "local"),
+        (decode(), 256, 0, "pair"),
+        (decode(), 1000, 12, "local"),  # 768 tokens are there
+        (decode(), 1000, 11, "pair"),
+        (decode(tokens=190), 60, 0, "local"),
+        (decode(tokens=200), 60, 0, "pair"),  # it is busy with prompts
+        (decode(room=200), 200, 0, "local"),
+        (decode(room=199), 200, 0, None),  # it waits elsewhere than on the decode worker
+        (decode(room=1000 - 12 * 64), 1000, 12, "local"),
+    ],
+)
+def test_a_short_uncached_prompt_is_run_by_the_decode_worker(
+    worker: Replica, tokens: int, pages: int, way: str | None
+) -> None:
     chooser = Chooser(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_tokens=256))
-    situation = Situation(View((P1,), (decode,)), Want(tokens), decode_pages={decode.process: pages})
-    decision = chooser.choose(situation)
-    assert decision is not None
-    assert decision.way == ("local" if decision.placement.prefill is None else "pair")
-    return decision.placement.prefill is None
+    decision = chooser.choose(Situation(View((P1,), (worker,)), Want(tokens), decode_pages={worker.process: pages}))
+    assert way == (None if decision is None else decision.way)
 
 
-def test_a_short_uncached_prompt_is_run_by_the_decode_worker() -> None:
-    assert local(D1, 255)
-    assert not local(D1, 256)
-    assert local(D1, 1000, pages=12)  # 768 tokens are there
-    assert not local(D1, 1000, pages=11)
+BUSY = replica("p1", tokens=10_001, prompt_tokens_per_s=20_000)  # half a second, and a token
+THERE = 13 * 64  # tokens in so many pages
 
 
-def test_a_decode_worker_that_is_busy_with_prompts_gets_no_more() -> None:
-    assert not local(replica("d1", sources=D1.sources, tokens=200), 60)
-    assert local(replica("d1", sources=D1.sources, tokens=190), 60)
+@pytest.mark.parametrize(
+    ("prefill", "worker", "wait", "pages", "local"),
+    [
+        ((BUSY,), D1, 0.5, 0, True),
+        ((BUSY,), D1, 0.0, 0, False),
+        ((BUSY,), D1, 0.51, 0, False),
+        ((BUSY, P2), D1, 0.5, 0, False),  # the other one has nothing to do
+        ((replica("p1", tokens=10_000, prompt_tokens_per_s=20_000),), D1, 0.5, 0, False),
+        ((replica("p1", tokens=25_000),), D1, 0.5, 0, False),  # not measured yet
+        ((replica("p1", tokens=25_001),), D1, 0.5, 0, True),
+        ((BUSY,), decode(tokens=10_000), 0.5, 0, True),  # only who is sooner done runs it
+        ((BUSY,), decode(tokens=10_001), 0.5, 0, False),
+        ((BUSY,), decode(tokens=10_000 - THERE), 0.5, 13, True),
+        ((BUSY,), decode(tokens=10_001 - THERE), 0.5, 13, False),
+        ((BUSY,), decode(credits=0), 0.5, 0, False),
+        ((replica("p1", credits=0),), D1, 0.5, 0, True),  # who has no credits is waited for
+        ((replica("p1", credits=0),), D1, 0.0, 0, False),
+        ((), D1, 0.5, 0, False),  # without any there is no pair, and nothing was warmed
+    ],
+)
+def test_a_prompt_that_would_wait_for_long_is_run_by_a_decode_worker(
+    prefill: tuple[Replica, ...], worker: Replica, wait: float, pages: int, local: bool
+) -> None:
+    """A prompt of 1,000 tokens, of which so many pages are at the first prefill worker."""
+    chooser = Chooser(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_wait=wait))
+    cached = {prefill[0].process: pages} if prefill else {}
+    decision = chooser.choose(Situation(View(prefill, (worker,)), Want(1000), prefill_pages=cached))
+    assert local is (decision is not None and decision.way == "local")
 
 
-def test_a_prompt_without_room_waits_elsewhere_than_on_the_decode_worker() -> None:
-    def full(room: int) -> Replica:
-        return replica("d1", sources=D1.sources, room=room)
-
-    assert local(full(200), 200)
-    assert choose(View((P1,), (full(199),)), Want(200), local_prefill_tokens=256) is None
-    assert local(full(1000 - 12 * 64), 1000, pages=12), "the others are there"
+def test_a_decode_worker_runs_no_prompt_of_one_token_or_another_revision() -> None:
+    for option in ({"local_prefill_tokens": 256}, {"local_prefill_wait": 1e-9}):
+        assert choose(View((BUSY,), (D1,)), Want(10, outputs=1), **option) == Placement(BUSY, None)
+    newer = decode(revision="b")
+    assert choose(View((BUSY,), (newer,), first="b"), local_prefill_wait=0.6) == Placement(BUSY, newer)
 
 
-# ------------------------------------------------------------------------------------- room
+# ------------------------------------------------------------------------------------- room and contexts
 
 
 @pytest.mark.parametrize("role", ["decode", "unified"])
-def test_a_request_waits_until_there_is_room_for_its_expected_output(role: str) -> None:
-    def chosen(want: Want, **fields: int) -> bool:
-        worker = replica("d1", sources=D1.sources, **fields)
-        view = View((P1,), (worker,)) if role == "decode" else View((), (), (worker,))
-        return choose(view, want) is not None
+@pytest.mark.parametrize(
+    ("want", "fields", "chosen"),
+    [
+        (Want(300, outputs=1200), {"room": 900, "expected_output": 600}, True),
+        (Want(300, outputs=1200), {"room": 899, "expected_output": 600}, False),
+        (Want(300, outputs=51), {"room": 350, "expected_output": 600}, True),  # max_tokens is the bound
+        (Want(300, outputs=1200), {"room": -5}, False),
+        (Want(300, outputs=412), {"context": 712}, True),
+        (Want(300, outputs=413), {"context": 712}, False),
+    ],
+)
+def test_a_request_waits_until_its_expected_output_has_room(
+    role: str, want: Want, fields: dict[str, int], chosen: bool
+) -> None:
+    worker = decode(**fields)
+    view = View((P1,), (worker,)) if role == "decode" else View((), (), (worker,))
+    assert (choose(view, want) is not None) is chosen
 
-    assert chosen(Want(300, outputs=1200), room=900, expected_output=600)
-    assert not chosen(Want(300, outputs=1200), room=899, expected_output=600)
-    assert chosen(Want(300, outputs=51), room=350, expected_output=600), "max_tokens is the bound"
-    assert not chosen(Want(300, outputs=1200), room=-5)
-    assert choose(View((P1,), (replica("d1", sources=D1.sources, room=-5),)), Want(300, outputs=1)) is not None
 
-
-def test_a_prefill_worker_takes_a_prompt_of_any_length_until_its_queue_is_long() -> None:
+def test_a_prefill_worker_takes_what_fits_until_its_queue_is_long() -> None:
     assert choose(View((replica("p1", room=1),), (D1,)), Want(100_000)) is not None
     assert choose(View((replica("p1", room=0),), (D1,))) is None
+    assert choose(View((P1,), (decode(room=-5),)), Want(300, outputs=1)) == Placement(P1, None)
+    small, large = replica("p1", context=300), replica("p2", context=301)
+    assert choose(View((small, large), (D1,)), Want(300, outputs=9)).prefill == large
 
 
 def test_room_is_kept_for_an_earlier_request() -> None:
-    small = replica("d1", sources=D1.sources, room=900, context=1000)
+    small = decode(room=900, context=1000)
     roomy, tight = (replica(f"d{i}", sources=D1.sources, room=room) for i, room in ((2, 500), (3, 400)))
     view, chooser = View((P1,), (small, roomy, tight)), Chooser(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing())
     assert chooser.to_keep(view, Want(800, outputs=300)) == "d2", "the largest room of those that are large enough"
@@ -334,57 +358,77 @@ def test_room_is_kept_for_an_earlier_request() -> None:
     assert choose(View((P1,), (roomy, tight)), Want(10, kept="d2")).decode == tight
 
 
-def test_workers_that_are_too_small_are_passed_over() -> None:
-    def context(name: str, tokens: int) -> Replica:
-        return replica(name, sources=D1.sources, context=tokens)
+# ------------------------------------------------------------------------------------- sessions
 
-    small, large = context("d1", 712), context("d2", 4096)
-    assert choose(View((P1,), (small, large)), Want(300, outputs=413)).decode == large
-    assert choose(View((P1,), (small,)), Want(300, outputs=413)) is None
-    assert choose(View((P1,), (small,)), Want(300, outputs=412)).decode == small
-    assert (
-        choose(View((context("p1", 300), context("p2", 301)), (large,)), Want(300, outputs=9)).prefill.address == "p2"
+
+SESSIONS = [f"session-{i}" for i in range(60)]
+NAMES = st.sets(st.integers(0, 30), min_size=2, max_size=8)
+
+
+def replicas(names: set[int]) -> list[Replica]:
+    return [Replica(f"w{name:02}", 0, "e", "f", credits=9, tokens=0, sequences=0) for name in sorted(names)]
+
+
+def home_of(
+    candidates: list[Replica], name: str, load_factor: float = 1.25, last: Key | None = None, load_slack: int = 1
+) -> Replica:
+    inputs = Inputs(
+        Want(10, session=name), Routing(load_factor=load_factor, load_slack=load_slack), tuple(candidates), {}, last
     )
-    assert choose(View((), (), (context("u1", 309), context("u2", 308))), Want(300, outputs=9)).decode.address == "u1"
+    return candidates[best(candidates, session(candidates, inputs), last)]
 
 
-def test_one_token_is_not_run_by_a_decode_worker() -> None:
-    for option in ({"local_prefill_tokens": 256}, {"local_prefill_wait": 1e-9}):
-        assert choose(View((BUSY,), (D1,)), Want(10, outputs=1), **option) == Placement(BUSY, None)
+@given(NAMES, st.floats(1.01, 3.0), st.lists(st.sampled_from(SESSIONS), min_size=1, max_size=200))
+@settings(deadline=None, max_examples=60)
+def test_nobody_exceeds_the_bound(names: set[int], factor: float, requests: list[str]) -> None:
+    candidates = replicas(names)
+    for count, name in enumerate(requests, start=1):
+        chosen = home_of(candidates, name, factor)
+        index = candidates.index(chosen)
+        candidates[index] = replace(chosen, sequences=chosen.sequences + 1)
+        assert candidates[index].sequences <= math.ceil(factor * count / len(candidates))
 
 
-BUSY = replica("p1", tokens=10_001, prompt_tokens_per_s=20_000)  # half a second, and a token
+@given(NAMES, st.integers(31, 40))
+@settings(deadline=None, max_examples=60)
+def test_one_that_joins_takes_only_its_own_sessions_and_gives_them_back(names: set[int], newcomer: int) -> None:
+    before = {name: home_of(replicas(names), name).key for name in SESSIONS}
+    after = {name: home_of(replicas(names | {newcomer}), name).key for name in SESSIONS}
+    moved = {name for name in SESSIONS if before[name] != after[name]}
+    assert {after[name] for name in moved} <= {(f"w{newcomer}", 0)}
+    leaves = min(names)
+    rest = {name: home_of(replicas(names - {leaves}), name).key for name in SESSIONS} if len(names) > 1 else before
+    assert {name for name in SESSIONS if rest[name] != before[name]} == {
+        name for name in SESSIONS if before[name] == (f"w{leaves:02}", 0)
+    }
 
 
-def sooner(prefill: tuple[Replica, ...], decode: Replica = D1, wait: float = 0.5, cached: int = 0) -> bool:
-    """Whether the decode worker runs a prompt of 1,000 tokens; `cached` pages of it are at the first prefill worker."""
-    chooser = Chooser(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_wait=wait))
-    pages = {prefill[0].process: cached} if prefill else {}
-    decision = chooser.choose(Situation(View(prefill, (decode,)), Want(1000), prefill_pages=pages))
-    return decision is not None and decision.way == "local"
+def test_many_sessions_spread_evenly() -> None:
+    candidates = replicas(set(range(8)))
+    counts = Counter(home_of(candidates, f"user {i}").key for i in range(4000))
+    assert len(counts) == 8 and min(counts.values()) > 400 and max(counts.values()) < 600
 
 
-def test_a_prompt_that_would_wait_for_long_is_run_by_a_decode_worker() -> None:
-    assert sooner((BUSY,))
-    assert not sooner((BUSY,), wait=0.0) and not sooner((BUSY,), wait=0.51)
-    assert not sooner((BUSY, P2)), "the other prefill worker has nothing to do"
-    assert not sooner((replica("p1", tokens=10_000, prompt_tokens_per_s=20_000),))
-    assert not sooner((replica("p1", tokens=25_000),)) and sooner((replica("p1", tokens=25_001),))  # not measured yet
+def test_a_session_ignores_turns_and_returns_after_a_rush() -> None:
+    candidates = replicas({1, 2, 3})
+    home = home_of(candidates, "s", last=("w01", 0))
+    assert home_of(candidates, "s", last=("w02", 0)) == home
+    rushed = [replace(r, sequences=10) if r == home else r for r in candidates]
+    elsewhere = home_of(rushed, "s")
+    assert elsewhere.key != home.key
+    assert home_of(rushed, "s", last=elsewhere.key) == elsewhere, "always the same second choice"
+    assert home_of(candidates, "s", last=elsewhere.key) == home
 
 
-def test_only_a_decode_worker_that_is_sooner_done_runs_it() -> None:
-    def busy(tokens: int, **fields: object) -> Replica:
-        return replica("d1", sources=D1.sources, tokens=tokens, **fields)
-
-    assert sooner((BUSY,), busy(10_000)) and not sooner((BUSY,), busy(10_001))
-    there = 13 * 64  # tokens, at the prefill worker
-    assert sooner((BUSY,), busy(10_000 - there), cached=13) and not sooner((BUSY,), busy(10_001 - there), cached=13)
-    assert not sooner((BUSY,), busy(0, credits=0))
+def test_few_sequences_are_no_load() -> None:
+    candidates = replicas({1, 2, 3})
+    home = home_of(candidates, "s")
+    some = [replace(r, sequences=3) if r == home else r for r in candidates]
+    assert home_of(some, "s", load_slack=4).key == home.key != home_of(some, "s", load_slack=3).key
 
 
-def test_prefill_workers_without_credits_are_waited_for_until_a_decode_worker_is_free() -> None:
-    closed = replica("p1", credits=0)
-    assert sooner((closed,)) and not sooner((closed,), wait=0.0)
-    assert not sooner(()), "without any prefill worker there is no pair, and nothing was warmed"
-    newer = replica("d1", sources=D1.sources, revision="b")
-    assert choose(View((BUSY,), (newer,), first="b"), local_prefill_wait=0.6) == Placement(BUSY, newer)
+def test_without_a_session_the_least_loaded() -> None:
+    candidates = replicas({1, 2, 3})
+    candidates[1] = replace(candidates[1], tokens=0)
+    candidates = [replace(r, tokens=100 * (i != 1)) for i, r in enumerate(candidates)]
+    assert home_of(candidates, "") == candidates[1]

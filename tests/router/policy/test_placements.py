@@ -50,14 +50,6 @@ async def ways(cluster: Cluster, request_id: str) -> list[admin_pb2.PlacementDec
     return list(answer.placements)
 
 
-async def settled(made: Cluster) -> None:
-    """Every worker has reported its load since the latest request ended."""
-    await made.quiet()
-    for worker in made.workers:
-        worker.change()
-    await made.until(lambda: not any(worker._sent for worker in made.router.registry.workers.values()))
-
-
 # ------------------------------------------------------------------------------------- sessions
 
 
@@ -67,7 +59,7 @@ async def test_a_session_stays_where_it_is(cluster: Callable) -> None:
     for name in ("a", "b", "c", "d", "e", "f"):
         before = [len(worker.submitted) for worker in made.workers]
         for _ in range(3):
-            await settled(made)
+            await made.settled()
             result = await made.generate(PROMPT, session_id=name)
             assert result.tokens() == expected(PROMPT, 8)
         body = {"prompt": PROMPT, "max_tokens": 2, "user": "somebody else"}
@@ -81,13 +73,6 @@ async def test_a_session_stays_where_it_is(cluster: Callable) -> None:
     assert len(homes) > 1
 
 
-async def test_a_session_id_has_a_limit(cluster: Callable) -> None:
-    made = await cluster(FakeWorker(UNIFIED))
-    result = await made.generate(PROMPT, session_id="x" * 513)
-    assert result.error is not None and result.error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "session_id must have at most 512 characters" in result.error.details()
-
-
 # ------------------------------------------------------------------------------------- prefix caches
 
 
@@ -96,7 +81,7 @@ async def test_the_router_remembers_whom_it_sent_a_prefix(cluster: Callable) -> 
     await made.generate(PROMPT, request_id="first")
     home = next(worker for worker in made.workers if worker.submitted)
     for tail in range(5):
-        await settled(made)
+        await made.settled()
         await made.generate([*PROMPT, 64 + tail], request_id=f"again {tail}")
     assert len(home.submitted) == 6
     assert [placement.cached_tokens for placement in await ways(made, "first")] == [0]
@@ -116,7 +101,7 @@ async def goes_to(made: Cluster, tail: int) -> FakeWorker:
     """Who gets a prompt that begins like PROMPT, three times."""
     counts = [len(worker.submitted) for worker in made.workers]
     for _ in range(3):
-        await settled(made)
+        await made.settled()
         await made.generate([*PROMPT, 64 + tail])
     added = [len(worker.submitted) - count for worker, count in zip(made.workers, counts, strict=True)]
     assert sorted(added) == [0, 3]
@@ -181,11 +166,13 @@ async def test_a_restarted_worker_has_nothing_until_it_says_so(cluster: Callable
     index = made.router.registry.placer.indexes.kv
     assert (old, 0) not in index.lookup(hashes)
     await made.until(lambda: made.metric("millrace_cache_feeds") == 2)
+    await a.stop()
+    await made.until(lambda: made.metric("millrace_cache_feeds") == 1)
 
 
 async def test_workers_that_say_nothing_are_served_all_the_same(cluster: Callable) -> None:
     made = await cluster(FakeWorker(UNIFIED), Caching(UNIFIED), decode_policy="kv_aware")
-    for _ in range(4):
+    for _ in range(2):
         assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
 
 
@@ -199,11 +186,11 @@ async def test_short_prompts_are_run_by_the_decode_worker(cluster: Callable) -> 
     short, long = PROMPT[10:], PROMPT  # no common prefix: a page of the short one would make the long one short, too
     assert (await made.generate(short, request_id="short")).tokens() == expected(short, 8)
     assert not prefill.submitted and decode.sources == [None]
-    await settled(made)
+    await made.settled()
     assert (await made.generate(long, request_id="long")).tokens() == expected(long, 8)
     assert len(prefill.submitted) == 1 and decode.sources[1].epoch == prefill.epoch
     again = [*long, 70]  # 20 of its 21 tokens are known to be there now
-    await settled(made)
+    await made.settled()
     assert (await made.generate(again, request_id="again")).tokens() == expected(again, 8)
     assert len(prefill.submitted) == 1 and decode.sources[2] is None
     assert [(await ways(made, name))[0].way for name in ("short", "long", "again")] == ["local", "pair", "local"]
