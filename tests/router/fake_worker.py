@@ -125,7 +125,7 @@ class FakeWorker(
         self.model, self.weights = MODEL, "weights-a"
         self.context = CONTEXT
         self.epoch = secrets.token_hex(4)
-        self.state, self.busy = READY, False
+        self.state, self.busy, self.starved = READY, False, 0.0
         self.protocol = WORKER_API
         self.address = ""
         self.script: collections.deque[Behaviour] = collections.deque()
@@ -213,7 +213,9 @@ class FakeWorker(
             if not self.silent:
                 load = {"credits": self.credits, "running": len(self.active), "pages_free": 1000} | self.counts
                 replica = worker_pb2.ReplicaLoad(**load)
-                yield worker_pb2.LoadSnapshot(epoch=self.epoch, state=self.state, replicas=[replica], busy=self.busy)
+                yield worker_pb2.LoadSnapshot(
+                    epoch=self.epoch, state=self.state, replicas=[replica], busy=self.busy, starved=self.starved
+                )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.3):
                     await changed.wait()

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -82,11 +83,19 @@ class Cluster:
                 await asyncio.sleep(0.005)
 
     async def quiet(self) -> None:
-        """Every worker has finished or aborted everything."""
+        """Every worker has finished or aborted everything, and nothing of it is counted any more."""
         await self.until(lambda: not any(worker.active for worker in self.workers))
         await self.until(lambda: not self.router.inference.active)
         assert all(worker.in_flight == 0 for worker in self.router.registry.workers.values())
-        assert len(self.router.admission) == 0
+        assert len(self.router.admission) == self.metric("millrace_queue_requests") == 0
+        assert self.metric("millrace_active_requests") == self.router.registry.health.budget._running == 0
+
+    async def settled(self) -> None:
+        """Every worker has reported its load since the latest request ended: no choice depends on when."""
+        await self.quiet()
+        for worker in self.workers:
+            worker.change()
+        await self.until(lambda: not any(worker._sent for worker in self.router.registry.workers.values()))
 
 
 class Result:
@@ -107,3 +116,59 @@ class Result:
         reasons = [response.finish_reason for response in self.of(index)]
         assert not any(reasons[:-1]), "a finish reason is on the last response only"
         return reasons[-1]
+
+
+class Timer:
+    def __init__(self, at: float, call: Callable[[], object]) -> None:
+        self.at, self.call, self.cancelled = at, call, False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Clock:
+    """An event loop's times and timers, and a clock to call."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+        self._timers: list[Timer] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    time = __call__
+
+    def call_at(self, when: float, call: Callable[[], object]) -> Timer:
+        self._timers.append(Timer(when, call))
+        return self._timers[-1]
+
+    def call_later(self, delay: float, call: Callable[[], object]) -> Timer:
+        return self.call_at(self.now + delay, call)
+
+    def run_to(self, when: float) -> None:
+        while due := [timer for timer in self._timers if not timer.cancelled and timer.at <= when]:
+            timer = min(due, key=lambda timer: timer.at)
+            self._timers.remove(timer)
+            self.now = timer.at
+            timer.call()
+        self.now = when
+
+
+FIRST_KEY, SECOND_KEY = "sk-first-secret-1-0123456789abcdef", "sk-second-secret-2-0123456789abcdef"
+
+
+def bearer(key: str = FIRST_KEY) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def write_keys(folder: Path, first: dict[str, object] | None = None, second: dict[str, object] | None = None) -> str:
+    """A file with the keys of two tenants, "one" and "two", who have these settings."""
+    keys = [{"name": "one", "key": FIRST_KEY, **(first or {})}, {"name": "two", "key": SECOND_KEY, **(second or {})}]
+    (folder / "keys").write_text(json.dumps({"keys": keys}))
+    return str(folder / "keys")
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The values of a stream of server-sent events."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]

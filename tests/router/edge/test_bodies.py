@@ -1,0 +1,291 @@
+"""Bodies that are slow, many, large or not wanted: the router keeps its memory, its streams and its connections."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anthropic
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from millrace_common.reasons import Reason
+from millrace_router.config import BodyLimits as Pace
+from millrace_router.config import RouterConfig
+from millrace_router.edge import json_shape
+from millrace_router.edge.http_answers import body_deadline
+from millrace_router.edge.json_shape import JsonShape, shape
+from millrace_router.flow.bodies import Bodies
+from millrace_router.openai import serving
+from millrace_rpc.errors import MillraceError
+from pydantic import ValidationError
+from router.edge.test_browsers import POSTS
+from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker
+from router.harness import Cluster
+
+ONE, TWO = "sk-first-secret-1-0123456789abcdef", "sk-second-secret-2-0123456789abcdef"
+KEY, OTHER = {"authorization": f"Bearer {ONE}"}, {"authorization": f"Bearer {TWO}"}
+PATH = "/v1/completions"
+
+
+async def connect(made: Cluster) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", made.router.ports["http"])
+
+
+def head(length: int, *headers: str, path: str = PATH) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {length}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+async def last_answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]]:
+    """Of a connection that the router closes."""
+    said = await asyncio.wait_for(reader.read(), 120)
+    start, _, body = said.partition(b"\r\n\r\n")
+    assert b"connection: close" in start, said
+    return int(start.split()[1]), json.loads(body)["error"]
+
+
+@pytest.fixture
+async def keyed(cluster: Callable, tmp_path: Path) -> Cluster:
+    keys = [
+        {"name": "one", "key": ONE},
+        {"name": "two", "key": TWO, "requests_per_s": 0.001, "requests_burst": 1},
+    ]
+    (tmp_path / "keys").write_text(json.dumps({"keys": keys}))
+    bodies = {"held": 2000, "held_by_tenant": 1500}
+    settings = {"api_keys": str(tmp_path / "keys"), "limits": {"message_bytes": 1000}, "bodies": bodies}
+    return await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), **settings)
+
+
+# ------------------------------------------------------------------------------------- not wanted
+
+
+async def test_a_body_that_is_not_wanted_is_not_read(keyed: Cluster) -> None:
+    """Its answer comes at once, is the last one of the connection, and no 100 (Continue) asks for the body."""
+    for headers, status in (
+        (["expect: 100-continue"], 401),
+        (["expect: 100-continue", f"authorization: Bearer {ONE}"], 413),
+    ):
+        reader, writer = await connect(keyed)
+        writer.write(head(10**9, *headers))
+        assert (await last_answer(reader))[0] == status
+        writer.close()
+    assert keyed.router.inference.bodies._held == 0
+
+
+async def test_a_body_without_a_length_is_read_up_to_the_limit(keyed: Cluster) -> None:
+    reader, writer = await connect(keyed)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-first-secret-1-0123456789abcdef\r\n"
+    )
+    writer.write(b"transfer-encoding: chunked\r\n\r\n" + b"190\r\n" + bytes(400) + b"\r\n")
+    await keyed.until(lambda: keyed.router.inference.bodies._held == 400)
+    writer.write(b"400\r\n" + bytes(1024) + b"\r\n")
+    assert (await last_answer(reader))[0] == 413
+    writer.close()
+
+
+async def test_a_large_body_is_not_received_from_a_tenant_over_its_rate(keyed: Cluster) -> None:
+    spent = await keyed.http.post(PATH, json=POSTS[PATH], headers=OTHER)
+    assert spent.status_code == 200
+    keyed.router.config.limits.__dict__["message_bytes"] = 8 << 20
+    reader, writer = await connect(keyed)
+    writer.write(head(5_000_000, f"authorization: Bearer {TWO}"))
+    status, error = await last_answer(reader)
+    assert status == 429 and error["code"] == "rate_limited"
+    writer.close()
+
+
+async def test_a_mistake_costs_the_tokens_that_a_prompt_of_its_length_has(cluster: Callable, tmp_path: Path) -> None:
+    keys = [{"name": "one", "key": ONE, "tokens_per_s": 1, "tokens_burst": 1000}]
+    (tmp_path / "keys").write_text(json.dumps({"keys": keys}))
+    made: Cluster = await cluster(FakeWorker(UNIFIED), api_keys=str(tmp_path / "keys"))
+    assert (await made.http.post(PATH, content=b" " * 6000, headers=KEY)).status_code == 400
+    answer = await made.http.post(PATH, json=POSTS[PATH], headers=KEY)
+    assert answer.status_code == 429 and 490 <= int(answer.headers["retry-after"]) <= 501
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"prompt": 1}', b'{"prompt": "a", "n": 99}', b"a" * 1001])
+async def test_a_request_with_a_mistake_is_counted_too(keyed: Cluster, body: bytes) -> None:
+    first = await keyed.http.post(PATH, content=body, headers=OTHER)
+    assert first.status_code in (400, 413)
+    assert (await keyed.http.post(PATH, json=POSTS[PATH], headers=OTHER)).status_code == 429
+    assert (await keyed.http.post(PATH, json=POSTS[PATH], headers=KEY)).status_code == 200
+
+
+async def test_clients_read_why_their_large_body_was_refused(pair: Cluster) -> None:
+    """They are still sending when the answer comes."""
+    text = "a" * (12 << 20)
+    async with openai.AsyncOpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.completions.create(model="tiny", prompt=text)
+        assert caught.value.status_code == 413
+    async with anthropic.AsyncAnthropic(base_url=pair.url, api_key="none", max_retries=0) as client:
+        with pytest.raises(anthropic.RequestTooLargeError):
+            await client.messages.count_tokens(model="tiny", messages=[{"role": "user", "content": text}])
+    async with aiohttp.ClientSession() as session, session.post(f"{pair.url}{PATH}", data=text.encode()) as answer:
+        assert answer.status == 413 and (await answer.json())["error"]["code"] == "message_too_large"
+
+    def ask() -> int:
+        client = http.client.HTTPConnection("127.0.0.1", pair.router.ports["http"], timeout=10)
+        client.putrequest("POST", PATH)
+        client.putheader("content-length", str(len(text)))
+        client.endheaders()
+        client.send(text.encode())
+        return client.getresponse().status
+
+    assert await asyncio.to_thread(ask) == 413
+
+
+# ------------------------------------------------------------------------------------- slow
+
+
+def test_the_time_for_a_body_grows_with_what_has_come() -> None:
+    pace = Pace(timeout=60.0, bytes_per_s=1000)
+    assert body_deadline(5.0, 0, pace) == 15.0
+    assert body_deadline(5.0, 20_000, pace) == 35.0
+    assert body_deadline(5.0, 10**9, pace) == 65.0
+
+
+@pytest.mark.parametrize("sent", [b"", b'{"prompt'])
+async def test_a_body_that_does_not_come_is_given_up(cluster: Callable, sent: bytes) -> None:
+    made: Cluster = await cluster(FakeWorker(UNIFIED), bodies={"timeout": 0.1})
+    reader, writer = await connect(made)
+    writer.write(head(1000) + sent)
+    status, error = await last_answer(reader)
+    assert status == 408 and "the body was not complete after 0.1 s" in error["message"]
+    assert made.router.inference.bodies._held == 0
+    writer.close()
+
+
+# ------------------------------------------------------------------------------------- many
+
+
+def test_bytes_are_bounded_in_all_and_by_tenant() -> None:
+    bodies = Bodies(100, 60)
+    with bodies.hold("a") as first, bodies.hold("b") as second:
+        first.take(60)
+        with pytest.raises(MillraceError, match="of a that are being received have 60 bytes"), bodies.hold("a") as more:
+            more.take(1)
+        second.take(40)
+        with pytest.raises(MillraceError, match="of all clients that") as caught:
+            second.take(1)
+        assert caught.value.reason is Reason.OVERLOADED and caught.value.retry_after_s > 0
+    assert bodies._held == 0 and not bodies._of
+
+
+async def test_bodies_that_are_held_back_take_no_more_than_their_share(keyed: Cluster) -> None:
+    bodies = keyed.router.inference.bodies
+    held, asked = await connect(keyed), json.dumps(POSTS[PATH]).encode()
+    held[1].write(head(1000, f"authorization: Bearer {ONE}") + asked + b" " * (900 - len(asked)))
+    await keyed.until(lambda: bodies._held == 900)
+    refused = await connect(keyed)
+    refused[1].write(head(1000, f"authorization: Bearer {ONE}") + b" " * 900)
+    status, error = await last_answer(refused[0])
+    assert status == 429 and "of one that are being received" in error["message"]
+    assert (await keyed.http.post(PATH, json=POSTS[PATH], headers=KEY)).status_code == 200, "a short one has room"
+    held[1].write(b" " * 100)
+    assert (await asyncio.wait_for(held[0].readline(), 120)).startswith(b"HTTP/1.1 200")
+    assert bodies._held == 0
+    for _, writer in (held, refused):
+        writer.close()
+
+
+@pytest.mark.parametrize("bodies", [{"held_by_tenant": 1000}, {"held": 9 << 20, "held_by_tenant": 10 << 20}])
+def test_a_request_always_has_room(bodies: dict[str, int]) -> None:
+    with pytest.raises(ValidationError, match="held_by_tenant"):
+        RouterConfig(model="x", bodies=bodies)
+
+
+# ------------------------------------------------------------------------------------- large
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.sampled_from(['"', "\\", '\\"', "\\\\", ",", "[{"]),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(['"', "\\", ",[{"]), inner),
+    max_leaves=30,
+)
+
+
+def counted(value: object) -> JsonShape:
+    inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    shapes = [counted(part) for part in inner]
+    commas = max(len(value) - 1, 0) if isinstance(value, dict | list) else 0
+    texts = sum(part.texts for part in shapes) + isinstance(value, str | dict | list)
+    return JsonShape(texts, sum(part.separators for part in shapes) + commas)
+
+
+@given(JSON, st.booleans())
+def test_a_texts_values_are_counted_without_making_them(value: object, ascii_only: bool) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+    assert shape(text) == counted(value)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("/v1/chat/completions", {"messages": POSTS["/v1/chat/completions"]["messages"] * 600}, "context_too_long"),
+        ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 600}, "context_too_long"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 40_000}, "message_too_large"),
+        ("/v1/completions", {"prompt": [1] * 200_000}, "message_too_large"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "metadata": dict.fromkeys(map(str, range(140_000)), 1)},
+            "message_too_large",
+        ),
+    ],
+)
+async def test_what_no_context_can_hold_is_refused_before_it_is_rendered(
+    pair: Cluster, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], code: str
+) -> None:
+    monkeypatch.setattr(pair.router.inference.tokenizer, "render", None)
+    answer = await pair.http.post(path, json=body)
+    assert answer.json()["error"]["code"] == code, answer.text
+
+
+LARGE = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}] * 200, "max_tokens": 1},
+    "/v1/completions": {"prompt": [1] * 510, "max_tokens": 1},
+    "/v1/responses": {"input": [{"role": "user", "content": "a"}] * 200, "max_output_tokens": 1},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}] * 200, "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}] * 200},
+    "/tokenize": {"messages": [{"role": "user", "content": "a"}] * 200},
+    "/detokenize": {"tokens": [64] * 510},
+}
+
+
+@pytest.mark.parametrize("path", LARGE)
+async def test_the_event_loop_turns_while_a_large_body_is_read(
+    pair: Cluster, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Parser and template wait here until another request has been answered, so neither may wait on the loop."""
+    monkeypatch.setattr(json_shape, "FEW", 100)
+    monkeypatch.setattr(serving, "TINY", 100)
+    answered, waited = threading.Event(), []
+
+    def slow(work: Callable) -> Callable:
+        def wait(*arguments: object) -> object:
+            waited.append(work.__name__)
+            assert answered.wait(10), "the event loop stands still"
+            return work(*arguments)
+
+        return wait
+
+    monkeypatch.setattr(serving, "parse", slow(serving.parse))
+    tokenizer = pair.router.inference.tokenizer
+    monkeypatch.setattr(tokenizer, "render", slow(tokenizer.render))
+    asked = asyncio.create_task(pair.http.post(path, json=LARGE[path]))
+    await pair.until(lambda: bool(waited))
+    async with httpx.AsyncClient(base_url=pair.url) as other:
+        assert (await other.get("/health")).status_code == 200
+    answered.set()
+    answer = await asked
+    assert answer.status_code == 200, answer.text
+    assert waited == (["parse", "render"] if "messages" in LARGE[path] or "input" in LARGE[path] else ["parse"])

@@ -1,0 +1,344 @@
+"""The connection to workers, the hooks of their pairs, readiness and the Admin service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from millrace.v1 import admin_pb2, worker_pb2
+from millrace_common.reasons import Reason
+from millrace_router.config import Timeouts
+from millrace_router.discovery.base import Target
+from millrace_router.fleet import worker as worker_module
+from millrace_router.fleet.hooks import WARMUPS_AT_ONCE
+from millrace_router.fleet.worker import FIRST_PAUSE_S, Worker
+from millrace_router.flow.metrics import build
+from millrace_rpc.client import heard_within
+from millrace_rpc.errors import MillraceError, from_rpc_error
+from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, hangs
+from router.harness import Cluster
+
+
+def detail(made: Cluster, worker: FakeWorker) -> str:
+    return next(status.detail for status in made.router.registry.status() if status.address == worker.address)
+
+
+def counted(made: Cluster, role: str) -> list[float]:
+    return [made.metric("millrace_workers", role=role, state=state) for state in ("discovered", "healthy", "routable")]
+
+
+async def test_every_pair_is_warmed_and_frozen(cluster: Callable) -> None:
+    made = await cluster(*(FakeWorker(role) for role in (PREFILL, PREFILL, DECODE, DECODE, UNIFIED)))
+    await made.until(lambda: len(made.router.registry.hooks.ready) == 5)
+    epochs = sorted(prefill.epoch for prefill in made.prefills)
+    assert all(sorted(decode.warmups) == epochs for decode in made.decodes)
+    assert all(1 <= worker.freezes <= 2 for worker in made.prefills + made.decodes)  # pairs share what overlaps
+    unified = made.workers[-1]
+    assert unified.warmups == [""] and unified.freezes == 1
+    assert made.metric("millrace_hooks_total", hook="warmup", outcome="ok") == 5
+
+
+async def test_hooks_are_tried_until_acknowledged(cluster: Callable) -> None:
+    decode = FakeWorker(DECODE)
+    decode.warmup_failures.extend(["TRANSFER_FAILED", "NOT_READY"])
+    made = await cluster(FakeWorker(PREFILL), decode, wait=False)
+    await made.until(lambda: made.metric("millrace_pairs", state="retrying") == 1)
+    assert not made.router.registry.ready and "scripted" in detail(made, decode)
+    await made.until(lambda: made.router.registry.ready)
+    assert made.metric("millrace_hooks_total", hook="warmup", outcome="failed") == 2
+    assert [made.metric("millrace_pairs", state=state) for state in ("warming", "freezing", "retrying", "ready")] == [
+        *(0, 0, 0, 1)
+    ]
+
+
+class Warming(FakeWorker):
+    """Counts the warm-ups that run at once; they end when `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(DECODE)
+        self.go, self.running, self.most = asyncio.Event(), 0, 0
+
+    async def Warmup(self, request, context):
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await self.go.wait()
+        self.running -= 1
+        return await super().Warmup(request, context)
+
+
+async def test_a_decode_worker_warms_a_few_pairs_at_a_time(cluster: Callable) -> None:
+    decode = Warming()
+    made = await cluster(*(FakeWorker(PREFILL) for _ in range(WARMUPS_AT_ONCE + 2)), decode, wait=False)
+    await made.until(lambda: decode.running == WARMUPS_AT_ONCE and len(made.router.registry.hooks.progress) == 6)
+    decode.go.set()
+    await made.until(lambda: len(made.router.registry.hooks.ready) == WARMUPS_AT_ONCE + 2)
+    assert decode.most == WARMUPS_AT_ONCE
+
+
+async def test_hooks_are_tried_again_after_a_fault_of_ours(cluster: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults, refresh = [AttributeError("of an answer that could not be read")], Worker.refresh
+
+    async def faulty(worker: Worker) -> None:
+        if worker.link is not None and faults:
+            raise faults.pop()
+        await refresh(worker)
+
+    monkeypatch.setattr(Worker, "refresh", faulty)
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), wait=False)
+    await made.until(lambda: made.router.registry.ready)
+    assert not faults and (await made.generate([1])).tokens() == expected([1], 8)
+
+
+async def test_a_new_process_is_warmed_again(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE))
+    (prefill,), (decode,) = made.prefills, made.decodes
+    before = prefill.epoch
+    await prefill.restart()
+    await made.until(lambda: decode.warmups == [before, prefill.epoch])
+    await made.until(lambda: made.router.registry.ready)
+    assert made.router.registry.workers[prefill.address]._pause == FIRST_PAUSE_S, (
+        "the next loss is not waited for longer"
+    )
+    assert (await made.generate([1])).tokens() == expected([1], 8)
+    assert decode.sources[-1].epoch == prefill.epoch != before
+
+
+@pytest.mark.parametrize("state", ["LOADING", "DRAINING"])
+async def test_only_ready_workers_get_requests(cluster: Callable, state: str) -> None:
+    prefill = FakeWorker(PREFILL)
+    prefill.state = worker_pb2.WorkerState.Value(f"WORKER_STATE_{state}")
+    made = await cluster(prefill, FakeWorker(DECODE), wait=False)
+    await made.until(lambda: state.lower() in detail(made, prefill))
+    assert not made.router.registry.ready
+    prefill.change(state=worker_pb2.WORKER_STATE_READY)
+    await made.until(lambda: made.router.registry.ready)
+
+
+@pytest.mark.parametrize(("starved", "factor"), [(0.0, 1), (0.5, 2), (0.99, 10)])
+async def test_a_starved_workers_silence_may_last_longer(
+    cluster: Callable, monkeypatch: pytest.MonkeyPatch, starved: float, factor: float
+) -> None:
+    """By the part of the time in which its ranks get no CPU, as its latest report says."""
+    allowed: list[float] = []
+
+    async def heard(silence_s: float, reading: Coroutine) -> object:
+        allowed.append(silence_s)
+        return await heard_within(60.0, reading)
+
+    monkeypatch.setattr(worker_module, "heard_within", heard)
+    made = await cluster(FakeWorker(UNIFIED), timeouts={"silence": 1.0})
+    made.workers[0].starved = starved
+    made.workers[0].change()
+    await made.until(lambda: allowed[-1] == pytest.approx(factor))
+
+
+async def linked(fake: FakeWorker) -> tuple[Worker, asyncio.Task[None]]:
+    """The router's side of a worker, without a router, and the task that keeps its connection."""
+
+    def nothing() -> None: ...
+
+    worker = Worker(
+        Target("fake", await fake.start()),
+        worker_pb2.LinkHello(router_id="router"),
+        Timeouts(),
+        build(),
+        nothing,
+        nothing,
+    )
+    running = asyncio.create_task(worker.run())
+    async with asyncio.timeout(120):
+        while worker.link is None:
+            await asyncio.sleep(0.005)
+    return worker, running
+
+
+async def test_a_stop_at_the_moment_of_a_loss_stops() -> None:
+    """Before Python 3.13, a task group that is ending with an error swallows a cancellation."""
+
+    class Leg:
+        attempt = 0
+
+        def on_output(self, out: worker_pb2.SequenceOutput, now: float) -> None: ...
+
+        def on_failure(self, error: MillraceError) -> None:
+            running.cancel()
+
+    fake = FakeWorker(UNIFIED)
+    worker, running = await linked(fake)
+    fake.script.append(hangs())
+    worker.link.submit(worker_pb2.EngineRequest(id={"room": 1}), None, Leg())
+    await fake.stop()
+    await asyncio.wait({running}, timeout=120)
+    assert running.cancelled()
+
+
+async def test_a_worker_that_is_let_go_is_lost_to_who_still_has_it() -> None:
+    """Its channel is closed, which a call on it reports as a fault of ours."""
+
+    fake = FakeWorker(UNIFIED)
+    worker, running = await linked(fake)
+    running.cancel()
+    await asyncio.wait({running}, timeout=120)
+    with pytest.raises(MillraceError) as caught:
+        await worker.refresh()
+    assert caught.value.reason is Reason.WORKER_LOST
+    await fake.stop()
+
+
+async def test_a_fault_of_ours_does_not_lose_the_worker_for_ever(cluster: Callable) -> None:
+    class Leg:
+        attempt = 0
+
+        def on_output(self, out: worker_pb2.SequenceOutput, now: float) -> None:
+            raise KeyError("a fault")
+
+        def on_failure(self, error: MillraceError) -> None: ...
+
+    made = await cluster(FakeWorker(UNIFIED))
+    worker = made.router.registry.workers[made.workers[0].address]
+    worker.link.submit(worker_pb2.EngineRequest(id={"room": 1}, sampling={"max_tokens": 1}), None, Leg())
+    await made.until(lambda: "KeyError" in worker.trouble)
+    await made.until(lambda: made.router.registry.ready)
+    assert (await made.generate([1])).tokens() == expected([1], 8)
+
+
+async def test_one_model_at_a_time(cluster: Callable) -> None:
+    """While the workers of one make room for those of another, nobody gets an answer of the wrong one."""
+    made = await cluster(FakeWorker(UNIFIED))
+    old, new = made.workers[0], FakeWorker(UNIFIED)
+    new.model, new.weights = "other", "weights-b"
+    await new.start()
+    try:
+        made.router.registry.on_targets([Target(it.address, it.address) for it in (new, old)])
+        await made.until(lambda: "'tiny' is served" in detail(made, new))
+        for _ in range(3):
+            assert (await made.generate([1], model="tiny")).error is None
+        assert (await made.generate([1], model="other")).error.code() is grpc.StatusCode.NOT_FOUND
+        assert len(old.submitted) == 3 and not new.submitted
+        await old.stop()
+        await made.until(lambda: detail(made, new) == "")
+        assert made.router.registry.ready and (await made.generate([1], model="other")).error is None
+    finally:
+        await new.stop()
+
+
+async def test_details_of_what_is_not_routable(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL, layout="x"), FakeWorker(DECODE, layout="y"), wait=False)
+    for worker in made.workers:
+        await made.until(lambda worker=worker: "equal KV layout" in detail(made, worker))
+    assert (await made.http.get("/ready")).status_code == 503
+    assert counted(made, "prefill") == counted(made, "decode") == [1, 1, 0]
+    await made.workers[1].stop()
+    await made.until(lambda: "unreachable" in detail(made, made.workers[1]))
+    assert counted(made, "decode") == [1, 0, 0]
+    statuses = (await made.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
+    assert [status.reachable for status in statuses] == [True, False]
+
+
+class Numbered(FakeWorker):
+    """Each of its reports has a number."""
+
+    number = 0
+
+    @property
+    def counts(self) -> dict[str, int | list[int]]:
+        self.number += 1
+        return {"steps": self.number}
+
+    @counts.setter
+    def counts(self, _: object) -> None: ...
+
+
+async def test_a_burst_is_spread_before_the_next_report(cluster: Callable) -> None:
+    workers = [Numbered(role) for role in (PREFILL, PREFILL, *[DECODE] * 4)]
+    made = await cluster(*workers, timeouts={"silence": 60})
+    for worker in workers:
+        worker.silent = True
+    known = made.router.registry.workers  # a report that is on its way would come in the middle of the burst
+    await made.until(lambda: all(known[w.address].load.replicas[0].steps == w.number for w in workers))
+    for decode in made.decodes:
+        decode.script.extend([hangs()] * 8)
+    tasks = [asyncio.create_task(made.generate([1], timeout=30)) for _ in range(8)]
+    await made.until(lambda: sum(len(worker.submitted) for worker in workers) == 16)
+    assert {len(decode.submitted) for decode in made.decodes} == {2}
+    assert {len(prefill.submitted) for prefill in made.prefills} == {4}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await made.quiet()
+
+
+async def test_credits_bound_what_is_sent(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL, credits=3), FakeWorker(DECODE))
+    made.prefills[0].script.extend([hangs()] * 5)
+    made.prefills[0].silent = True  # no report refreshes the credits
+    tasks = [asyncio.create_task(made.generate([1], timeout=0.4)) for _ in range(5)]
+    await made.until(lambda: len(made.router.admission) == 2)
+    assert len(made.prefills[0].submitted) <= 3
+    await asyncio.gather(*tasks)
+    await made.quiet()
+
+
+async def test_grpc_health_follows_readiness(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(UNIFIED))
+    health = health_pb2_grpc.HealthStub(made.public)
+
+    async def status() -> int:
+        return (await health.Check(health_pb2.HealthCheckRequest(service="millrace.v1.Inference"))).status
+
+    async def wait_for(expected_status: int) -> None:
+        async with asyncio.timeout(120):
+            while await status() != expected_status:
+                await asyncio.sleep(0.01)
+
+    await wait_for(health_pb2.HealthCheckResponse.SERVING)
+    await made.workers[0].stop()
+    await wait_for(health_pb2.HealthCheckResponse.NOT_SERVING)
+    await made.workers[0].restart()
+    await wait_for(health_pb2.HealthCheckResponse.SERVING)
+
+
+async def test_operators_calls_reach_every_worker(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), FakeWorker(DECODE))
+    await made.until(lambda: len(made.router.registry.hooks.ready) == 2)
+    statuses = (await made.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
+    assert all(status.reachable and status.routable and not status.detail for status in statuses)
+    assert [status.info.role for status in statuses] == [PREFILL, DECODE, DECODE]
+    assert (await made.admin.WarmUp(admin_pb2.WarmUpRequest())).pairs == 2
+    assert made.prefills[0].freezes >= 2
+    frozen = await made.admin.FreezeGcAll(admin_pb2.FreezeGcAllRequest())
+    assert frozen.processes == 7 and frozen.frozen_objects > 3000
+    assert (await made.admin.FlushCaches(admin_pb2.FlushCachesRequest())).pages == 21
+
+
+async def test_a_drained_worker_gets_nothing_until_it_restarts(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), FakeWorker(DECODE))
+    first, second = made.decodes
+    await made.admin.DrainWorker(admin_pb2.DrainWorkerRequest(address=first.address))
+    assert first.drained and detail(made, first) == "draining"
+    for _ in range(3):
+        await made.generate([1])
+    assert len(second.submitted) == 3 and not first.submitted
+    await first.restart()
+    await made.until(lambda: not detail(made, first))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await made.admin.DrainWorker(admin_pb2.DrainWorkerRequest(address="nowhere:1"))
+    assert from_rpc_error(caught.value).reason is Reason.NOT_FOUND
+
+
+def test_work_of_a_begun_prompt_counts_once() -> None:
+    """A worker with two prompts of 640 tokens, one of them half computed, and 100 tokens of KV sent since."""
+    worker = Worker(Target("w", "w:1"), "r", Timeouts(), build(), lambda: None, lambda: None)
+    worker.info = worker_pb2.WorkerInfo(layout={"page_size": 64})
+    load = worker_pb2.ReplicaLoad(waiting_tokens=640 + 320, begun_tokens=320, pages_running=10, credits=3)
+    load.room = 900
+    worker.load = worker_pb2.LoadSnapshot(replicas=[load, load])
+    worker.note_sent(0, 5, 100, 30)
+    worker.note_sent(1, 7, 0, 1)
+    replica, other = worker.replicas(frozenset(), "")
+    assert (replica.tokens, replica.held, replica.load) == (965, 420, 640 + 640 + 105)
+    assert replica.room == 900 - 5 - 100 - 30 and replica.credits == 2
+    assert (other.tokens, other.room, other.credits) == (967, 900 - 8, 2), "of each replica what was sent there"

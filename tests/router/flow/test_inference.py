@@ -1,0 +1,228 @@
+"""Between a request's arrival and its place in the queue."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+from millrace_common.reasons import Reason
+from millrace_router.flow.ask import Ask
+from millrace_router.flow.inference import Answer
+from millrace_router.flow.tenant import Bucket, Caller, Tenant, caller
+from millrace_rpc.errors import MillraceError
+from router.fake_worker import DECODE, PREFILL, FakeWorker, expected, fails
+from router.harness import Cluster
+
+PROMPT = [10, 20, 30]
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_read_is_counted(pair: Cluster) -> None:
+    reading = asyncio.Event()
+
+    async def tokenize(prompt: object, model: object, large: bool) -> list[int]:
+        reading.set()
+        await asyncio.Event().wait()
+
+    pair.router.inference.tokenize = tokenize
+    task = asyncio.create_task(pair.generate(PROMPT))
+    await asyncio.wait_for(reading.wait(), 120)
+    task.cancel()
+    await pair.until(lambda: pair.metric("millrace_requests_total", api="grpc", status="cancelled") == 1)
+
+
+async def test_who_is_over_its_rate_takes_nobodys_place(cluster: Callable) -> None:
+    """Also when it found out only after its prompt was read."""
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, credits=0), queue_size=1)
+    waiting = asyncio.create_task(made.generate(PROMPT))
+    await made.until(lambda: len(made.router.admission) == 1)
+    greedy = Tenant("greedy", weight=4.0, requests=Bucket(1, 1, time.monotonic()))
+    caller.set(Caller(greedy))
+
+    async def tokenize(prompt: object, model: object, large: bool) -> list[int]:
+        greedy.begin(1, time.monotonic())  # another request of it, in the meantime
+        return PROMPT
+
+    made.router.inference.tokenize = tokenize
+    with pytest.raises(MillraceError) as caught:
+        await made.router.inference.generate(Ask(model="", prompt=PROMPT), "grpc")
+    assert caught.value.reason is Reason.RATE_LIMITED
+    assert len(made.router.admission) == 1
+    waiting.cancel()
+    await made.quiet()
+
+
+async def test_a_client_may_be_behind_by_as_many_steps_with_more_choices(cluster: Callable) -> None:
+    """A step of the engine brings a token of each."""
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), limits={"unread": 40})
+    ask = Ask(model="", prompt=PROMPT, numbers={"max_tokens": 30, "seed": 0}, n=4)
+    stream = (await made.router.inference.generate(ask, "grpc")).stream
+    await made.until(lambda: all(one.generation.flow.ended for one in stream.continuations))
+    tokens: dict[int, list[int]] = {i: [] for i in range(4)}
+    async for delta in stream.deltas():
+        tokens[delta.index] += delta.token_ids
+    assert tokens == {i: expected(PROMPT, 30, i) for i in range(4)}
+    await made.quiet()
+
+
+async def test_each_continuation_takes_one_place_when_the_request_arrives(cluster: Callable) -> None:
+    """Reading a long prompt costs no place."""
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE))
+    inference, read = made.router.inference, asyncio.Event()
+
+    async def tokenize(prompt: object, model: object, large: bool) -> list[int]:
+        await read.wait()
+        return PROMPT
+
+    inference.tokenize = tokenize
+    ask = Ask(model="", prompt=PROMPT, numbers={"max_tokens": 2}, n=2)
+    first = asyncio.create_task(inference.generate(ask, "grpc"))
+    second = asyncio.create_task(inference.generate(ask, "grpc"))
+    await asyncio.sleep(0)
+    read.set()
+    answers = await asyncio.gather(first, second)
+    arrivals = [[one.generation.job.place.arrival for one in answer.stream.continuations] for answer in answers]
+    start = arrivals[0][0]
+    assert arrivals == [[start, start + 1], [start + 2, start + 3]]
+    for answer in answers:
+        async for _ in answer.stream.deltas():
+            pass
+    await made.quiet()
+
+
+# ------------------------------------------------------------------------------------------------ what a tenant pays
+
+BURST = 1000.0
+
+
+def payer() -> Tenant:
+    """Its buckets do not fill by themselves within a test."""
+    now = time.monotonic()
+    tenant = Tenant("payer", requests=Bucket(1e-6, BURST, now), tokens=Bucket(1e-6, BURST, now))
+    tenant.check(now)  # a new bucket is full
+    caller.set(Caller(tenant))
+    return tenant
+
+
+def paid(tenant: Tenant) -> tuple[float, float]:
+    """Requests and tokens."""
+    assert tenant.requests is not None and tenant.tokens is not None
+    return round(BURST - tenant.requests.level, 3), round(BURST - tenant.tokens.level, 3)
+
+
+def spent(made: Cluster) -> float:
+    """By all tenants, in the fair queue's account."""
+    level = made.router.admission._queue._levels[0]
+    return sum(tenant.spent for tenant in level.tenants.values())
+
+
+async def ask(made: Cluster, **fields: object) -> Answer:
+    numbers = {"max_tokens": 4, "seed": 0}
+    return await made.router.inference.generate(Ask(model="", prompt=PROMPT, numbers=numbers, **fields), "grpc")
+
+
+async def outcome(answer: Answer) -> Reason | None:
+    try:
+        async for _ in answer.stream.deltas():
+            pass
+    except MillraceError as error:
+        return error.reason
+    return None
+
+
+async def leave(answer: Answer) -> None:
+    answer.stream.cancel(MillraceError(Reason.CANCELLED, "the client left"))
+    assert await outcome(answer) is Reason.CANCELLED
+
+
+async def test_a_request_that_is_served_is_paid_for(pair: Cluster) -> None:
+    tenant = payer()
+    assert await outcome(await ask(pair)) is None
+    assert paid(tenant) == (1, len(PROMPT) + 4)
+    await pair.quiet()
+
+
+@pytest.mark.parametrize("end", ["cancelled", "deadline", "queue timeout", "pushed out"])
+async def test_a_request_that_leaves_the_queue_unserved_costs_nothing(cluster: Callable, end: str) -> None:
+    patience = {"timeouts": {"queue": 0.2}} if end == "queue timeout" else {}
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, credits=0), queue_size=2, **patience)
+    tenant = payer()
+    answer = await ask(made, n=2, timeout_s=0.2 if end == "deadline" else None)
+    assert len(made.router.admission) == 2 and paid(tenant) == (1, 2 * len(PROMPT))
+    if end == "cancelled":
+        answer.stream.cancel(MillraceError(Reason.CANCELLED, "the client left"))
+    elif end == "pushed out":
+        caller.set(Caller(Tenant("other", weight=100.0)))
+        await leave(await ask(made))
+        answer.stream.cancel(MillraceError(Reason.CANCELLED, "the client left"))  # its other continuation
+    await outcome(answer)
+    await made.quiet()
+    assert paid(tenant) == (0, 0)
+    assert spent(made) == 0
+
+
+async def test_a_request_that_no_worker_can_ever_serve_costs_nothing(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, credits=0))
+    tenant = payer()
+    answer = await ask(made)
+
+    def choose(want: object) -> None:
+        raise MillraceError(Reason.NO_WORKERS, "none is left")
+
+    made.router.registry.choose = choose
+    made.router.admission.pump()
+    assert await outcome(answer) is Reason.NO_WORKERS
+    assert paid(tenant) == (0, 0)
+
+
+async def test_a_request_that_is_refused_before_it_waits_costs_nothing(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, credits=0), queue_size=1)
+    waiting = await ask(made)
+    tenant = payer()
+    for fields, reason in (({}, Reason.QUEUE_FULL), ({"timeout_s": 1e-9}, Reason.DEADLINE_EXCEEDED)):
+        with pytest.raises(MillraceError) as caught:
+            await ask(made, **fields)
+        assert caught.value.reason in (reason, Reason.QUEUE_FULL)
+    assert paid(tenant) == (0, 0)
+    await leave(waiting)
+    await made.quiet()
+
+
+async def test_another_attempt_is_not_paid_for_again(pair: Cluster) -> None:
+    tenant = payer()
+    pair.decodes[0].script.append(fails("KV_EXPIRED", after=2))
+    assert await outcome(await ask(pair)) is None
+    await pair.quiet()
+    assert len(pair.prefills[0].submitted) == 2
+    assert paid(tenant) == (1, len(PROMPT) + 4) and spent(pair) == len(PROMPT) + 4
+
+
+async def test_only_the_continuations_that_were_served_are_paid_for(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE))
+    tenant = payer()
+    tried = []
+    choose = made.router.registry.choose
+    made.router.registry.choose = lambda want: None if tried else tried.append(want) or choose(want)
+    answer = await ask(made, n=2)
+    served, waiting = (continuation.generation.flow for continuation in answer.stream.continuations)
+    await made.until(lambda: served.ended)
+    assert served.tries == 1 and waiting.attempt == -1
+    await leave(answer)
+    await made.quiet()
+    assert paid(tenant) == (1, len(PROMPT) + 4)
+
+
+async def test_attempts_that_workers_refuse_cost_nothing(cluster: Callable) -> None:
+    busy = FakeWorker(PREFILL), FakeWorker(DECODE)
+    for worker in busy:
+        worker.script.extend([fails("OVERLOADED")] * 100)
+    made = await cluster(*busy, timeouts={"queue": 0.3})
+    tenant = payer()
+    answer = await ask(made)
+    (flow,) = (continuation.generation.flow for continuation in answer.stream.continuations)
+    assert await outcome(answer) is Reason.OVERLOADED
+    assert flow.attempt >= 0 and flow.tries == 0
+    await made.quiet()
+    assert paid(tenant) == (0, 0)
+    assert spent(made) == 0

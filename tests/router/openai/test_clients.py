@@ -1,0 +1,219 @@
+"""Frameworks that agents are made with, each through its own client against a router."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ |= {"LANGSMITH_TRACING": "false", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
+
+import agents
+import pytest
+from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, RunConfig, Runner, function_tool
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from millrace_router.text import markers
+from pydantic import BaseModel
+from router.harness import Cluster
+from router.openai.test_openai_tools import client_of
+from router.scripted import grammar_of, prompt_of, say
+from router.text.test_parsers import v31, v32
+
+
+class City(BaseModel):
+    """A city."""
+
+    name: str
+    inhabitants: int
+
+
+OSLO = City(name="Oslo", inhabitants=700_000)
+
+
+# --------------------------------------------------------------------------------------------------------- LangChain
+
+
+@tool
+def weather(city: str) -> str:
+    """Of a city."""
+    return f"sunny in {city}"
+
+
+@pytest.fixture(params=[False, True], ids=["chat", "responses"])
+async def langchain(request: pytest.FixtureRequest, serve: Callable) -> tuple[Cluster, Callable[..., ChatOpenAI]]:
+    made: Cluster = await serve("v31")
+
+    def model(**more: Any) -> ChatOpenAI:
+        return ChatOpenAI(
+            base_url=f"{made.url}/v1",
+            api_key="none",
+            model="tiny",
+            use_responses_api=request.param,
+            max_retries=0,
+            **more,
+        )
+
+    return made, model
+
+
+async def test_langchain_texts(langchain: tuple[Cluster, Callable[..., ChatOpenAI]]) -> None:
+    made, model = langchain
+    messages = [SystemMessage("Be brief."), HumanMessage("Hello"), AIMessage("Hi"), HumanMessage("How are you?")]
+    count = say(made, "I am well.")
+    answer = await model(temperature=0, max_tokens=99).ainvoke(messages)
+    assert answer.text == "I am well." and answer.usage_metadata["output_tokens"] == count
+    assert prompt_of(made).index("Be brief.") < prompt_of(made).index("Hello") < prompt_of(made).index("How are you?")
+    count = say(made, "I am well.")
+    whole = None
+    async for chunk in model(stream_usage=True).astream(messages):
+        whole = chunk if whole is None else whole + chunk
+    assert whole.text == "I am well." and whole.usage_metadata["output_tokens"] == count
+    await made.quiet()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_langchain_tools(stream: bool, langchain: tuple[Cluster, Callable[..., ChatOpenAI]]) -> None:
+    made, model = langchain
+    able = model().bind_tools([weather])
+    messages: list[Any] = [HumanMessage("Weather?")]
+    for city in ("Oslo", "Rome", ""):
+        say(made, "I look." + v31(("weather", json.dumps({"city": city}))) if city else "Both are sunny.")
+        if stream:
+            answer = None
+            async for chunk in able.astream(messages):
+                answer = chunk if answer is None else answer + chunk
+        else:
+            answer = await able.ainvoke(messages)
+        messages.append(answer)
+        assert [(call["name"], call["args"]) for call in answer.tool_calls] == (
+            [("weather", {"city": city})] if city else []
+        )
+        messages += [await weather.ainvoke(call) for call in answer.tool_calls]
+        assert all(isinstance(message, ToolMessage) for message in messages[-len(answer.tool_calls) or len(messages) :])
+    assert answer.text == "Both are sunny."
+    assert prompt_of(made).index("sunny in Oslo") < prompt_of(made).index("sunny in Rome")
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+@pytest.mark.parametrize("strict", [None, True])
+async def test_langchain_structured_output(
+    method: str, strict: bool | None, langchain: tuple[Cluster, Callable[..., ChatOpenAI]]
+) -> None:
+    made, model = langchain
+    if method == "json_mode" and strict:
+        return
+    said = OSLO.model_dump_json()
+    say(made, v31(("City", said)) if method == "function_calling" else said)
+    answer = await model().with_structured_output(City, method=method, strict=strict).ainvoke("A city, as JSON")
+    assert answer == OSLO and grammar_of(made) is not None
+
+
+# ---------------------------------------------------------------------------------------------------- OpenAI's agents
+
+
+@function_tool
+def look_up(city: str) -> str:
+    """Weather of a city."""
+    return f"sunny in {city}"
+
+
+@function_tool
+async def clock(zone: str = "UTC") -> str:
+    return f"noon in {zone}"
+
+
+@pytest.fixture(params=[False, True], ids=["chat", "responses"])
+async def agent(request: pytest.FixtureRequest, serve: Callable) -> tuple[Cluster, Callable[..., Agent]]:
+    made: Cluster = await serve("v32")
+    kind = OpenAIResponsesModel if request.param else OpenAIChatCompletionsModel
+
+    def new(name: str = "Helper", **more: Any) -> Agent:
+        return Agent(name=name, model=kind(model="tiny", openai_client=client_of(made)), **more)
+
+    return made, new
+
+
+async def run(agent: Agent, asked: Any, stream: bool) -> Any:
+    config = RunConfig(tracing_disabled=True)
+    if not stream:
+        return await Runner.run(agent, asked, run_config=config)
+    result = Runner.run_streamed(agent, asked, run_config=config)
+    text = ""
+    async for event in result.stream_events():
+        if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
+            text += event.data.delta
+    assert isinstance(result.final_output, BaseModel) or text.endswith(result.final_output)
+    return result
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_openai_agents_run_tools(stream: bool, agent: tuple[Cluster, Callable[..., Agent]]) -> None:
+    made, new = agent
+    helper = new(instructions="Use tools.", tools=[look_up, clock])
+    say(made, "I look." + v32(("look_up", '{"city": "Oslo"}'), ("clock", '{"zone": "CET"}')))
+    say(made, v32(("look_up", '{"city": "Rome"}')))
+    say(made, "All is well.")
+    result = await run(helper, "Weather?", stream)
+    assert result.final_output == "All is well."
+    prompt = prompt_of(made)
+    assert prompt.index("Use tools.") < prompt.index("sunny in Oslo") < prompt.index("noon in CET")
+    assert prompt.index("noon in CET") < prompt.index("sunny in Rome") and "None" not in prompt
+    say(made, "Again.")  # the next turn has all of this one
+    again = await run(helper, [*result.to_input_list(), {"role": "user", "content": "And now?"}], stream)
+    assert again.final_output == "Again." and prompt_of(made).index("All is well.") < prompt_of(made).index("And now?")
+    await made.quiet()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_openai_agents_hand_over(stream: bool, agent: tuple[Cluster, Callable[..., Agent]]) -> None:
+    made, new = agent
+    expert = new("Expert", instructions="You know cities.", tools=[look_up])
+    first = new("First", instructions="Ask the expert.", handoffs=[expert])
+    say(made, v32(("transfer_to_expert", "{}")))
+    say(made, v32(("look_up", '{"city": "Oslo"}')))
+    say(made, "Sunny.")
+    result = await run(first, "Weather?", stream)
+    assert result.final_output == "Sunny." and result.last_agent.name == "Expert"
+    assert "You know cities." in prompt_of(made) and "Ask the expert." not in prompt_of(made)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_openai_agents_typed_output(stream: bool, agent: tuple[Cluster, Callable[..., Agent]]) -> None:
+    made, new = agent
+    say(made, OSLO.model_dump_json())
+    result = await run(new(output_type=City), "A city?", stream)
+    assert result.final_output == OSLO and "inhabitants" in grammar_of(made).json_schema
+
+
+async def test_openai_agents_hosted_tools_are_left_out(serve: Callable) -> None:
+    made: Cluster = await serve("v32")
+    model = OpenAIResponsesModel(model="tiny", openai_client=client_of(made))
+    say(made, "Sunny.")
+    helper = Agent(name="x", model=model, tools=[agents.WebSearchTool(), look_up])
+    result = await run(helper, "Weather?", False)
+    assert result.final_output == "Sunny." and "look_up" in prompt_of(made)
+
+
+@pytest.mark.parametrize("api", ["chat_completions", "responses"])
+async def test_openai_agents_settings(api: str, serve: Callable) -> None:
+    """Every setting of the framework that has a value of ours."""
+    made: Cluster = await serve("v32")
+    settings = agents.ModelSettings(
+        temperature=0.5, top_p=0.9, tool_choice="auto", parallel_tool_calls=False, max_tokens=99,
+        reasoning={"effort": "low", "summary": "auto"}, verbosity="low", metadata={"a": "b"}, store=False,
+        include_usage=True, prompt_cache_retention="24h", truncation="disabled" if api == "responses" else None,
+        response_include=["reasoning.encrypted_content", "web_search_call.action.sources"],
+    )  # fmt: skip
+    kind = OpenAIResponsesModel if api == "responses" else OpenAIChatCompletionsModel
+    helper = Agent(
+        name="x", model=kind(model="tiny", openai_client=client_of(made)), tools=[look_up], model_settings=settings
+    )
+    for stream in (False, True):
+        say(made, f"Hm.{markers.THINK_END}" + v32(("look_up", '{"city": "Oslo"}')))
+        say(made, f"So.{markers.THINK_END}Sunny.")
+        result = await run(helper, "Weather?", stream)
+        assert result.final_output == "Sunny." and result.context_wrapper.usage.requests == 2
+        assert made.decodes[0].submitted[-1].sampling.temperature == 0.5

@@ -1,0 +1,291 @@
+"""/v1/responses as the openai client sees it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import openai
+import pytest
+from millrace.v1 import common_pb2
+from millrace_router.text import markers
+from openai.lib.responses_tool_runner import AsyncRegisteredFunction, AsyncResponsesToolRunner
+from openai.types.responses import Response, ResponseFunctionToolCall
+from pydantic import BaseModel
+from router.fake_worker import fails, failure, hangs, output
+from router.harness import Cluster
+from router.openai.test_openai import text_of
+from router.openai.test_openai_tools import client_of
+from router.scripted import SCHEMA, grammar_of, prompt_of, say
+from router.text.test_parsers import WEATHER, v31, v32
+
+TOOLS = [
+    {"type": "function", "name": "weather", "description": "Of a city", "parameters": SCHEMA, "strict": False},
+    {"type": "function", "name": "time"},
+]
+HIGH = {"effort": "high"}
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+LIFE = {"response.created", "response.in_progress", "response.completed", "response.incomplete"}
+
+
+async def both(made: Cluster, says: str, finish: int = common_pb2.FINISH_REASON_STOP, **fields: Any) -> Response:
+    """The answer, which is the same at once and streamed."""
+    fields = {"model": "tiny", "input": "Weather?"} | fields
+    async with client_of(made) as client:
+        say(made, says, finish)
+        whole = await client.responses.create(**fields)
+        Response.model_validate(whole.model_dump(), strict=True)
+        say(made, says, finish)
+        events = [event async for event in await client.responses.create(**fields, stream=True)]
+        say(made, says, finish)
+        async with client.responses.stream(**fields) as stream:  # the client puts it together
+            async for _ in stream:
+                pass
+    for event in events:
+        type(event).model_validate(event.model_dump(), strict=True)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    told = events[-1].response
+    assert events[-1].type == f"response.{whole.status}" and as_sent(told.output) == as_sent(whole.output)
+    assert told.usage == whole.usage and told.id == events[0].response.id
+    assert put_together([event for event in events if event.type not in LIFE]) == [
+        as_json(item) for item in told.output
+    ]
+    await made.quiet()
+    return whole
+
+
+def put_together(events: list[Any]) -> list[dict[str, Any]]:
+    """The items that are done. Parts and pieces of each add up to it, and one item is told of at a time."""
+    items: list[dict[str, Any]] = []
+    text, part = "", None
+    for event in events:
+        kind = event.type
+        if kind == "response.output_item.added":
+            assert event.output_index == len(items) and event.item.status == "in_progress"
+            assert not getattr(event.item, "content", None) and not getattr(event.item, "arguments", "")
+            text, part = "", None
+            continue
+        if kind == "response.output_item.done":
+            items.append(as_json(event.item))
+            pieces = [part] if part is not None else [{"arguments": text}]
+            assert items[-1].get("content", [{"arguments": items[-1].get("arguments")}]) == pieces
+        elif kind == "response.content_part.done":
+            part = as_json(event.part)
+            assert part["text"] == text
+        elif kind.endswith(".delta"):
+            text += event.delta
+        elif kind.endswith(".done"):
+            assert text == (event.arguments if kind == "response.function_call_arguments.done" else event.text)
+        else:
+            assert kind == "response.content_part.added" and event.part.text == ""
+        assert event.output_index == len(items) - (kind == "response.output_item.done")
+    return items
+
+
+def as_json(item: BaseModel) -> dict[str, Any]:
+    return item.model_dump(exclude_none=True)
+
+
+def as_sent(items: list[Any]) -> list[dict[str, Any]]:
+    """Without what is drawn for each answer."""
+    return [item.model_dump(exclude={"id", "call_id"}, exclude_none=True) for item in items]
+
+
+async def test_text(pair: Cluster) -> None:
+    async with client_of(pair) as client:
+        answer = await client.responses.create(
+            model="tiny", input="hello", instructions="Be brief.", max_output_tokens=8, extra_body={"seed": 0}
+        )
+    assert answer.output_text == text_of(pair) and answer.status == "incomplete"
+    assert answer.incomplete_details.reason == "max_output_tokens" and answer.output[0].status == "incomplete"
+    assert answer.usage.input_tokens == len(pair.prefills[0].submitted[0].token_ids)
+    assert answer.usage.output_tokens == 8 and answer.usage.total_tokens == answer.usage.input_tokens + 8
+    assert prompt_of(pair).index("Be brief.") < prompt_of(pair).index("hello")
+    assert answer.model_dump()["store"] is False, "although it was not asked for"
+    await pair.quiet()
+
+
+async def test_calls(serve: Callable) -> None:
+    made = await serve("v31")
+    said = await both(made, "I look." + v31(("weather", WEATHER), ("time", "{}")), tools=TOOLS)
+    text, weather, time = said.output
+    assert text.content[0].text == "I look." and said.status == "completed"
+    assert (weather.name, weather.arguments, time.name, time.arguments) == ("weather", WEATHER, "time", "{}")
+    assert weather.call_id != time.call_id and weather.id != time.id and grammar_of(made) is None
+    said = await both(made, v31(("weather", WEATHER), ("time", "{}")), tools=TOOLS, parallel_tool_calls=False)
+    assert [item.name for item in said.output] == ["weather"]
+    for choice in ("required", {"type": "function", "name": "time"}):
+        said = await both(made, v31(("time", "{}")), tools=TOOLS, tool_choice=choice)
+        assert said.output[0].name == "time" and "start:" in grammar_of(made).lark
+    said = await both(made, v31(("weather", WEATHER))[:-40], LENGTH, tools=TOOLS)
+    (call,) = said.output
+    assert call.status == said.status == "incomplete" and WEATHER.startswith(call.arguments)
+
+
+async def test_thoughts(serve: Callable) -> None:
+    made = await serve("v31")
+    text = "So.\n\nYes." + markers.THINK_END + "Hello"
+    said = await both(made, text, reasoning=HIGH | {"summary": "auto"}, include=["reasoning.encrypted_content"])
+    assert [item.type for item in said.output] == ["reasoning", "message"]
+    assert said.output[0].content[0].text == "So.\n\nYes." and said.output_text == "Hello"
+    assert said.usage.output_tokens_details.reasoning_tokens == len("So.\n\nYes.") + 1
+    assert prompt_of(made).endswith(markers.THINK)
+    said = await both(made, "never ends", LENGTH, reasoning=HIGH)
+    assert said.output[0].status == "incomplete" and said.output_text == ""
+    await both(made, "Hello", reasoning={"effort": "none"})
+    assert prompt_of(made).endswith(markers.THINK_END)
+
+
+async def test_an_agent(serve: Callable) -> None:
+    """Two tools, one after the other; every answer goes back as it came, and nothing is kept in between. V3.2 sees its
+    thoughts again.
+    """
+    made, results = await serve("v32"), {"weather": "sunny", "time": "noon"}
+    items: list[Any] = [{"role": "user", "content": "Weather?"}]
+    async with client_of(made) as client:
+        for name in ("weather", "time", ""):
+            says = "I look." + v32((name, '{"city": "Oslo"}')) if name else "Sunny at noon."
+            say(made, f"Hm.{markers.THINK_END}{says}")
+            async with client.responses.stream(model="tiny", input=items, tools=TOOLS, reasoning=HIGH) as stream:
+                answer = await stream.get_final_response()
+            items += answer.output
+            calls = [item for item in answer.output if isinstance(item, ResponseFunctionToolCall)]
+            assert [call.name for call in calls] == ([name] if name else [])
+            items += [{"type": "function_call_output", "call_id": call.call_id, "output": results[call.name]}
+                      for call in calls]  # fmt: skip
+    assert answer.output_text == "Sunny at noon." and answer.status == "completed"
+    assert answer.model_extra is not None and answer.model_extra["system_fingerprint"] == "a"
+    prompt = prompt_of(made)
+    assert prompt.count(f"{markers.THINK}Hm.{markers.THINK_END}I look.\n\n<{markers.DSML}function_calls>") == 2
+    assert prompt.endswith(markers.THINK) and "None" not in prompt
+    assert prompt.index("Weather?") < prompt.index("sunny") < prompt.index("noon")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_clients_own_agent(stream: bool, serve: Callable) -> None:
+    asked: list[dict[str, object]] = []
+
+    async def weather(arguments: dict[str, object]) -> str:
+        asked.append(arguments)
+        return "sunny"
+
+    made = await serve("v32")
+    say(made, f"Hm.{markers.THINK_END}I look." + v32(("weather", '{"city": "Oslo"}')))
+    say(made, f"So.{markers.THINK_END}Sunny.")
+    runner = AsyncResponsesToolRunner(functions=[AsyncRegisteredFunction(TOOLS[0], weather)])
+    async with client_of(made) as client:
+        fields = {"model": "tiny", "input": [{"role": "user", "content": "Weather?"}], "reasoning": HIGH}
+        answer = await runner.run(client, fields, stream=stream)
+    assert asked == [{"city": "Oslo"}] and answer.output_text == "Sunny." and answer.status == "completed"
+    assert f"Hm.{markers.THINK_END}I look.\n\n<{markers.DSML}function_calls>" in prompt_of(made)
+    assert "sunny" in prompt_of(made)
+
+
+async def test_what_the_model_sees_of_the_items(serve: Callable) -> None:
+    """The same prompt as chat makes."""
+    made = await serve("takes")
+    call = {"name": "weather", "arguments": "{}"}
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "A"}, {"type": "input_text", "text": "B"}]},
+        {"type": "message", "role": "user", "content": "C"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "phase": None,
+         "content": [{"type": "output_text", "text": "D", "annotations": []}],
+         },
+        {"type": "function_call", "call_id": "call_1", **call},
+        {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "F"}]},
+    ]  # fmt: skip
+    chat = [
+        {"role": "developer", "content": "AB"},
+        {"role": "user", "content": "C"},
+        {"role": "assistant", "content": "D",
+         "tool_calls": [{"id": "call_1", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "F"},
+    ]  # fmt: skip
+    tools = [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in TOOLS]
+    for path, body in (
+        ("/v1/responses", {"input": items, "tools": TOOLS, "max_output_tokens": 2}),
+        ("/v1/chat/completions", {"messages": chat, "tools": tools, "max_tokens": 2}),
+    ):
+        answer = await made.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+    one, other = (list(request.token_ids) for request in made.prefills[0].submitted)
+    assert one == other
+
+
+async def test_a_schema_for_the_answer(serve: Callable) -> None:
+    class City(BaseModel):
+        name: str
+
+    made = await serve("v31")
+    async with client_of(made) as client:
+        say(made, '{"name": "Oslo"}')
+        answer = await client.responses.parse(model="tiny", input="Weather?", text_format=City)
+        assert answer.output_parsed == City(name="Oslo")
+        assert json.loads(grammar_of(made).json_schema)["properties"] == City.model_json_schema()["properties"]
+        await both(made, "{}", text={"format": {"type": "json_object"}, "verbosity": "low"})
+        assert json.loads(grammar_of(made).json_schema) == {"type": "object"}
+
+
+KEPT = "this server keeps nothing: send the whole conversation as input"
+BAD: dict[str, tuple[dict[str, Any], str, str]] = {  # what is wrong: (fields, param, words)
+    "state": ({"previous_response_id": "resp_1"}, "previous_response_id", KEPT),
+    "conversation": ({"conversation": "conv_1"}, "conversation", KEPT),
+    "reference": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "must be one of: 'message'"),
+    "background": ({"background": True}, "background", "keep the connection open"),
+    "no input": ({"input": None}, "input", "input is required"),
+    "empty": ({"input": []}, "input", "input must not be empty"),
+    "image": (
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "input[0].content[0].type", "must be 'input_text' or 'output_text'",
+    ),
+    "role": ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "must be 'user'"),
+    "item": ({"input": [1]}, "input[0]", "must be an object, not 1"),
+    "temperature": ({"temperature": -1.0}, "temperature", "must be"),
+    "length": ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be"),
+    "context": ({"max_output_tokens": 5000}, "input", "and max_output_tokens 5000 together exceed it"),
+    "tool": ({"tools": [{"type": "function"}]}, "tools[0].name", "is required"),
+    "tool without a type": ({"tools": [{"name": "f"}]}, "tools[0].type", "is required"),
+    "tool name": ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "{1,64}"),
+    "choice": ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "'x'"),
+    "no tools": ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    "no schema": ({"text": {"format": {"type": "json_schema", "schema": 1}}}, "text.format.schema", "must be"),
+    "truncation": ({"truncation": "auto"}, "truncation", "truncation"),
+    "logprobs": ({"top_logprobs": 2}, "top_logprobs", "/v1/chat/completions"),
+    "unknown": ({"colour": "red"}, "colour", "colour is unknown"),
+}  # fmt: skip
+
+
+async def test_refusals(serve: Callable) -> None:
+    made = await serve("v31")
+    for name, (fields, param, words) in BAD.items():
+        answer = await made.http.post("/v1/responses", json={"input": "hello", "max_output_tokens": 8} | fields)
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == param and words in error["message"], (name, error)
+        assert error["message"].startswith(param), name
+    assert not any(worker.submitted for worker in made.workers)
+
+
+async def test_errors_become_the_clients_exceptions(pair: Cluster) -> None:
+    async with client_of(pair) as client:
+        with pytest.raises(openai.BadRequestError, match="keeps nothing"):
+            await client.responses.create(model="tiny", input="x", previous_response_id="resp_1")
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve("resp_1")
+        pair.prefills[0].script.append(fails("LAYOUT_MISMATCH"))
+        pair.decodes[0].script.append(hangs())
+        with pytest.raises(openai.InternalServerError):
+            await client.responses.create(model="tiny", input="x", stream=True)
+
+        async def breaks(worker: object, request: object) -> AsyncIterator:
+            yield output(request, 0, count=2)
+            yield failure(request, "INTERNAL")
+
+        pair.decodes[0].script.append(breaks)
+        stream = await client.responses.create(model="tiny", input="x", stream=True)
+        *_, last = [event async for event in stream]
+        assert last.type == "response.failed" and last.response.error.code == "server_error"
+        assert "INTERNAL" in last.response.error.message and last.response.output[0].status == "incomplete"
+    await pair.quiet()
