@@ -6,16 +6,11 @@ import json
 
 import pytest
 from millrace_chart.render import Object
-from millrace_testing.charts import of_kind, pods, rendered
+from millrace_testing.charts import of_kind, pods, rendered, spec_of
 
 pytestmark = pytest.mark.helm
 WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
 DECODE, ROUTER = "Deployment/demo-millrace-decode", "Deployment/demo-millrace-router"
-
-
-def spec_of(items: list[Object], where: str) -> Object:
-    (spec,) = (spec for name, spec in pods(items) if name == where)
-    return spec
 
 
 def workloads(items: list[Object]) -> dict[str, Object]:

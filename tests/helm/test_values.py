@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import yaml
-from millrace_chart.render import CHART, NAMESPACE, presets
+from millrace_chart.render import CHART, NAMESPACE
 from millrace_router.config import RouterConfig
 from millrace_serve.worker.config import WorkerConfig
-from millrace_testing.charts import VARIANTS, config_of, of_kind, pods, rendered
+from millrace_testing.charts import EVERYTHING, config_of, of_kind, pods, rendered, spec_of
 
 ROUTER = "demo-millrace-router"
 
 
 @pytest.mark.helm
-@pytest.mark.parametrize("name", [*presets(), *VARIANTS])
+@pytest.mark.parametrize("name", EVERYTHING)
 def test_processes_accept_their_configuration(name: str) -> None:
     items = rendered(name)
     router = RouterConfig.model_validate(config_of(items, ROUTER))
@@ -33,7 +33,7 @@ def test_processes_accept_their_configuration(name: str) -> None:
 
 
 @pytest.mark.helm
-@pytest.mark.parametrize("name", [*presets(), *VARIANTS])
+@pytest.mark.parametrize("name", EVERYTHING)
 def test_ports_are_those_of_the_configuration(name: str) -> None:
     """Probes ask the plain health port, and discovery finds the port named grpc."""
     items = rendered(name)
@@ -54,7 +54,7 @@ def test_ports_are_those_of_the_configuration(name: str) -> None:
 @pytest.mark.helm
 def test_drain_fits_into_the_grace() -> None:
     items = rendered("cpu-tiny", "workers.decode.drain.timeout=40", "workers.decode.drain.preStop=7")
-    (spec,) = (spec for name, spec in pods(items) if name == "Deployment/demo-millrace-decode")
+    spec = spec_of(items)
     assert spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "7"]
     assert config_of(items, "demo-millrace-decode")["timeouts"]["drain"] == 40
     assert spec["terminationGracePeriodSeconds"] >= 7 + 40 + 15
