@@ -58,7 +58,9 @@ def test_pod_of_a_fabric_has_its_devices_variables_and_taints(name: str) -> None
     assert (told.get("--nics"), told.get("--net")) == (nics, net)
     for container in (main, preflight):
         assert ("IPC_LOCK" in container["securityContext"]["capabilities"].get("add", [])) is (nics is not None)
-    assert ("podAntiAffinity" in spec.get("affinity", {})) is (name == "aws-efa")
+    apart = spec.get("affinity", {}).get("podAntiAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution")
+    others = [term["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] for term in apart or ()]
+    assert others == ["prefill"] * (name == "aws-efa"), "a decode pod beside no prefill pod"
     assert variables(main)["NCCL_SOCKET_IFNAME"] == "eth0"
     assert variables(preflight) == {key: value for key, value in variables(main).items() if not key.startswith("RAY_")}
     assert preflight["envFrom"] == main["envFrom"] == [{"configMapRef": {"name": "nccl"}}]

@@ -49,6 +49,9 @@ def test_route_leads_to_a_port_of_the_service() -> None:
     (service,) = (item for item in of_kind(items, "Service") if item["metadata"]["name"] == ROUTER)
     ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
     http, grpc = only(items, "HTTPRoute"), only(items, "GRPCRoute")
+    (rule,) = http["rules"]
+    assert rule["matches"] == [{"path": {"type": "PathPrefix", "value": "/v1"}}], "not what operators call"
+    assert rule["timeouts"] == {"request": "0s"}, "answers stream for as long as they take"
     assert http["rules"][0]["backendRefs"] == [{"name": ROUTER, "port": ports["http"]}]
     assert grpc["rules"][0]["backendRefs"] == [{"name": ROUTER, "port": ports["grpc"]}]
     assert grpc["rules"][0]["matches"] == [{"method": {"service": "millrace.v1.Inference"}}]
@@ -79,7 +82,7 @@ def test_policy_lets_the_gateway_speak_tls(more: tuple[str, ...], trust: Object)
 
 def test_endpoint_picker_reads_metrics_that_routers_have() -> None:
     """Each of them one series without labels: the picker takes one and does not add them up."""
-    items = made(*HTTP, *POOL)
+    items = made(*HTTP, *POOL, "gateway.inferencePool.endpointPicker.failureMode=FailClose")
     pool = only(items, "InferencePool")
     (config,) = (item for item in of_kind(items, "ConfigMap") if item["metadata"]["name"].endswith("-endpoint-picker"))
     picker = yaml.safe_load(config["data"]["config.yaml"])
@@ -94,4 +97,5 @@ def test_endpoint_picker_reads_metrics_that_routers_have() -> None:
     used |= {source["pluginRef"] for source in picker["dataLayer"]["sources"]}
     assert used <= plugins.keys()
     assert only(items, "HTTPRoute")["rules"][0]["backendRefs"][0]["kind"] == "InferencePool"
-    assert pool["endpointPickerRef"]["name"] == "picker"
+    picker_ref = {"name": "picker", "port": {"number": 9002}, "failureMode": "FailClose"}
+    assert pool["endpointPickerRef"] == picker_ref

@@ -152,6 +152,18 @@ def test_the_grace_covers_everything_that_a_drain_waits_for(name: str) -> None:
         assert spec["terminationGracePeriodSeconds"] >= needed, where
 
 
+def test_rollout_keeps_routers_and_replaces_one_worker_at_a_time() -> None:
+    """Routers overlap; devices for a second worker are rare. A group goes as a whole."""
+    items = [*rendered("cpu-tiny"), *rendered("groups")]
+    for item in of_kind(items, "Deployment"):
+        surge = int(item["metadata"]["name"].endswith("-router"))
+        assert item["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": surge, "maxUnavailable": 1 - surge}
+    for item in of_kind(items, "LeaderWorkerSet"):
+        rolling = item["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"]
+        assert rolling == {"maxSurge": 0, "maxUnavailable": 1}
+        assert item["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+
+
 def test_a_new_version_runs_beside_the_old_one() -> None:
     items = rendered("next")
     old, new = (named(items, "Deployment", f"demo-millrace-decode{suffix}") for suffix in ("", "-b"))
@@ -237,6 +249,8 @@ def test_caches_are_warmed_before_workers_hold_the_gpus() -> None:
         assert config["data"]["config.yaml"] == files_of(items, f"demo-millrace-{pool}")["config.yaml"]
         assert int(config["metadata"]["annotations"]["helm.sh/hook-weight"]) < min(weights)
         assert container["command"][:2] == ["millrace", "compile"]
+        startup = worker["startupProbe"]["failureThreshold"] * worker["startupProbe"]["periodSeconds"]
+        assert job["spec"]["activeDeadlineSeconds"] == startup, "as long as a start may take"
         assert job["metadata"]["name"] not in {it["metadata"]["name"] for it in of_kind(items, *WORKLOADS)}
 
 

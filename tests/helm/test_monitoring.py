@@ -112,6 +112,8 @@ def test_targets_have_the_labels_that_queries_name() -> None:
         given = {"namespace", "pod"}  # by the operator
         assert set(TARGET_LABELS) <= relabelings.keys() | given
         assert relabelings["release"]["replacement"] == RELEASE
+        component = relabelings["component"]
+        assert component.get("replacement") == ("router" if item["kind"] == "ServiceMonitor" else None)
         if item["kind"] == "PodMonitor":
             assert relabelings["pool"]["sourceLabels"] == ["__meta_kubernetes_pod_label_millrace_pool"]
     for item in of_kind(items, "Deployment"):

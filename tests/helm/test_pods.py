@@ -202,6 +202,15 @@ def test_workers_run_as_root_only_where_that_is_said() -> None:
     assert spec_of(rendered("root"), ROUTER)["securityContext"]["runAsUser"] == 10001
 
 
+@pytest.mark.parametrize("name", ["h200-1p1d-16gpu", "keys", "secrets", "groups"])
+def test_secret_of_a_pod_is_for_its_group_alone(name: str) -> None:
+    for where, spec in pods(rendered(name)):
+        assert spec["securityContext"].get("fsGroupChangePolicy") == "OnRootMismatch", "a chown of terabytes"
+        for volume in spec["volumes"]:
+            if "secret" in volume:
+                assert volume["secret"]["defaultMode"] == 0o440, f"{where}: {volume['name']}"
+
+
 @pytest.mark.parametrize("name", ["cpu-tiny", "groups", "hf", "warm"])
 def test_a_platform_may_choose_who_pods_run_as(name: str) -> None:
     """OpenShift's restricted-v2 refuses every user and group but those of the namespace, which no chart knows."""

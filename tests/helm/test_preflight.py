@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from millrace_chart.render import CHART, ROOT
@@ -304,6 +304,21 @@ def test_a_cache_that_code_cannot_be_loaded_from_is_said(tmp_path: Path) -> None
 def test_the_marker_is_the_one_that_the_download_writes(preflight: ModuleType) -> None:
     templates = "".join(path.read_text() for path in (CHART / "templates").iterdir() if path.is_file())
     assert f'touch "$FOLDER/{preflight.MARKER}"' in templates
+
+
+def test_pauses_between_looks_grow_to_a_minute(
+    preflight: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 6:
+            (tmp_path / "config.json").touch()
+
+    monkeypatch.setattr(preflight, "time", SimpleNamespace(sleep=sleep))
+    assert preflight.main(["--model", str(tmp_path)]) == 0
+    assert pauses == [5, 10, 20, 40, 60, 60]
 
 
 def test_it_waits_until_the_pod_can_work(machine: Machine, tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ def test_each_role_has_a_name_of_its_own_which_every_process_knows(mode: str) ->
         named = {name: names(data["tls.crt"]) for name, data in secrets(items).items() if not name.endswith("-ca")}
     else:
         issued = [it["spec"] for it in of_kind(items, "Certificate") if not it["spec"].get("isCA")]
+        for spec in issued:
+            assert {"server auth", "client auth"} <= set(spec["usages"]), "each calls others and is called"
+            assert spec["privateKey"]["rotationPolicy"] == "Always" and "127.0.0.1" in spec["ipAddresses"]
         named = {it["secretName"]: set(it["dnsNames"]) for it in issued}
     assert named.keys() == {f"demo-millrace-{role}-tls" for role in ROLES}
     sections = [config_of(items, f"demo-millrace-{name}")["tls"] for name in ("router", "prefill", "decode")]

@@ -52,6 +52,28 @@ def test_ports_are_those_of_the_configuration(name: str) -> None:
 
 
 @pytest.mark.helm
+@pytest.mark.parametrize("name", ["cpu-tiny", "groups"])
+def test_service_port_leads_to_the_port_of_its_name(name: str) -> None:
+    for item in of_kind(rendered(name), "Service"):
+        for port in item["spec"]["ports"]:
+            assert port["targetPort"] == port["name"], item["metadata"]["name"]
+
+
+@pytest.mark.helm
+def test_probe_waits_for_the_start_and_notices_readiness_soon() -> None:
+    main = spec_of(rendered("cpu-tiny", "workers.decode.startup=901"))["containers"][0]
+    waits = {name: main[name]["failureThreshold"] * main[name]["periodSeconds"] for name in main if "Probe" in name}
+    assert waits == {"startupProbe": 905, "livenessProbe": 60, "readinessProbe": 10}
+
+
+@pytest.mark.helm
+@pytest.mark.parametrize("plain", ["true", "false"])
+def test_api_keys_without_tls_are_taken_only_where_that_is_said(plain: str) -> None:
+    config = config_of(rendered("keys", "tls.mode=certManager", f"apiKeys.allowPlaintext={plain}"), ROUTER)
+    assert config["api_keys"] == "/etc/millrace/keys/keys.yaml" and config["api_keys_plaintext"] is (plain == "true")
+
+
+@pytest.mark.helm
 def test_drain_fits_into_the_grace() -> None:
     items = rendered("cpu-tiny", "workers.decode.drain.timeout=40", "workers.decode.drain.preStop=7")
     spec = spec_of(items)
