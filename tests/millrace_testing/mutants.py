@@ -202,7 +202,8 @@ def copy_tree(to: Path) -> None:
         if (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, to / name)
-    (to / "models/generated").symlink_to(ROOT / "models/generated")
+    for made in ("models/generated", ".venv"):  # helm is in .venv
+        (to / made).symlink_to(ROOT / made)
 
 
 def survives(one: Mutant, tree: Path) -> str:
