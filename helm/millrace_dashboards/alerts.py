@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from millrace_dashboards.alert import Alert, Deployment, Thresholds
-from millrace_dashboards.promql import WHERE, filled, scoped
+from millrace_dashboards.promql import WHERE, filled, read, scoped
 
 GPUS = "millrace-gpus"  # the chart leaves it out without monitoring.dcgm
 VLLM = "millrace-vllm-names"  # and this one without monitoring.vllmNames
 DEFAULTS, PLACEHOLDERS = Thresholds(), Deployment().matchers
-
-
-@cache
-def _rules() -> Any:
-    return yaml.safe_load((Path(__file__).parent / "rules.yaml").read_text())
+RULES = Path(__file__).parent / "rules.yaml"
 
 
 def groups(t: Thresholds = DEFAULTS, matchers: str = PLACEHOLDERS) -> dict[str, tuple[Alert, ...]]:
@@ -40,7 +33,7 @@ def groups(t: Thresholds = DEFAULTS, matchers: str = PLACEHOLDERS) -> dict[str, 
             **{key: row[key] for key in ("severity", "unit", "sign") if key in row},
         )
 
-    return {name: tuple(alert(*item) for item in rows.items()) for name, rows in _rules()["alerts"].items()}
+    return {name: tuple(alert(*item) for item in rows.items()) for name, rows in read(RULES)["alerts"].items()}
 
 
 def _text(value: Any) -> str:
@@ -51,7 +44,7 @@ def recordings(matchers: str = PLACEHOLDERS) -> dict[str, dict[str, str]]:
     """Names and expressions that are recorded, by the name of their group."""
     return {
         name: {record: scoped(expr, matchers) for record, expr in rows.items()}
-        for name, rows in _rules()["recorded"].items()
+        for name, rows in read(RULES)["recorded"].items()
     }
 
 

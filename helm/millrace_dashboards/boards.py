@@ -6,12 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from millrace_dashboards import alerts
 from millrace_dashboards.alert import Alert, Thresholds
 from millrace_dashboards.grafana import CHOSEN, LABELS, Dashboard, Panel, Query, Row
-from millrace_dashboards.promql import WHERE, filled, scoped
+from millrace_dashboards.promql import WHERE, filled, read, scoped
 
 FOLDER = Path(__file__).parent / "boards"
 ORDER = ("overview", "waterfall", "kv-transfer", "router", "workers", "gc")
@@ -24,7 +22,7 @@ def dashboards(t: Thresholds) -> tuple[Dashboard, ...]:
 
 
 def _board(name: str) -> Dashboard:
-    board = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    board = read(FOLDER / f"{name}.yaml")
     variables = tuple(board.get("variables", ("pod",)))
     matchers = ",".join((CHOSEN, *(f'{LABELS.get(name, name)}=~"${name}"' for name in variables)))
     rows = (Row(title, tuple(_panel(matchers, **row) for row in rows)) for title, rows in board["rows"].items())

@@ -5,7 +5,11 @@
 from __future__ import annotations
 
 import re
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import yaml
 from millrace_common.metrics import KV_FAULTS, PROCESS, ROUTER, WORKER, Metric
 from millrace_rpc.errors import TABLE
 from prometheus_client import Counter, Gauge
@@ -25,6 +29,12 @@ _METRICS = {row.name: row for row in (*CATALOGUE.values(), _UP)}
 _SERIES = re.compile(r"(?P<call>\w*)\((?P<name>millrace_\w+|up\b)(?:{(?P<labels>[^}]*)})?")
 _OF_COUNTERS = ("rate", "increase")
 _OF_GAUGES = ("changes", "deriv", "max_over_time", "min_over_time")
+
+
+@cache
+def read(path: Path) -> Any:
+    """A file of queries. The result is cached: callers must not change it."""
+    return yaml.safe_load(path.read_text())
 
 
 def filled(text: str, **words: str) -> str:

@@ -262,6 +262,7 @@ async def test_client_goes_away_at_any_moment() -> None:
         await client.wait_whole()
 
 
+@pytest.mark.long
 async def test_no_worker_left_is_a_clear_error() -> None:
     async with (
         ControlledCluster(spec(*SLOW_DECODE, prefill=1, decode=1, router_set=("timeouts.queue=1",))) as cluster,

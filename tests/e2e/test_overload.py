@@ -76,11 +76,12 @@ def check(found: list[Answer | MillraceError]) -> None:
             assert one.tokens == expected(prompt(seed), OUTPUT)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shape", "requests"),
     [
         ({"prefill": 0, "decode": 0, "unified": 1}, 16),
-        pytest.param({"prefill": 1, "decode": 2}, 60, marks=pytest.mark.long),
+        ({"prefill": 1, "decode": 2}, 60),
     ],
     ids=["unified", "two-decode"],
 )
@@ -109,6 +110,7 @@ async def test_first_burst_has_nobody_who_waits_in_vain() -> None:
     assert len(refused) == 26 and {one.reason for one in refused} == {"QUEUE_FULL"}, "OVERLOADED: they have waited"
 
 
+@pytest.mark.long
 async def test_decode_workers_of_different_contexts_serve_what_fits() -> None:
     """Half of the decode workers are too small for half of the requests: those go to the others, whole."""
     spec = MixedSpec(engine="sim", decode=2, own={"decode-0": ("limits.max_model_len=712",)})
@@ -132,6 +134,7 @@ async def test_decode_workers_of_different_contexts_serve_what_fits() -> None:
         assert isinstance(refused, MillraceError) and refused.reason == "CONTEXT_TOO_LONG" and "712" in refused.message
 
 
+@pytest.mark.long
 async def test_pool_below_the_context_is_promised_as_such() -> None:
     spec = ClusterSpec(engine="sim", worker_set=("limits.num_pages=9",))
     async with ControlledCluster(spec) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
@@ -143,6 +146,7 @@ async def test_pool_below_the_context_is_promised_as_such() -> None:
         assert isinstance(refused, MillraceError) and refused.reason == "CONTEXT_TOO_LONG"
 
 
+@pytest.mark.long
 async def test_prompt_that_waits_at_a_worker_outlives_router_limits() -> None:
     """Each prompt takes 0.6 s, and the router gives a worker some seconds of them."""
     slow = ("sim.token_s=0.002", "limits.max_prefill_tokens=300")

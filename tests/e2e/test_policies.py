@@ -114,7 +114,8 @@ async def test_short_prompts_bypass_the_prefill_worker_with_the_same_tokens() ->
         await client.wait_whole()
 
 
-async def test_a_decode_worker_runs_what_would_wait_for_the_prefill_worker() -> None:
+@pytest.mark.long
+async def test_decode_worker_runs_what_would_wait_for_prefill() -> None:
     settings = ("sim.token_s=0.001", "limits.max_prefill_tokens=100")  # what is not in a step yet is waiting
     slow = replace(spec("routing.local_prefill_wait=0.5", prefill=1), worker_set=settings)
     async with LocalCluster(slow) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
