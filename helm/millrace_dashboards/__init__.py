@@ -1,7 +1,7 @@
 """Grafana dashboards and Prometheus alerts, made from the catalogue of metrics (millrace_common/metrics.py).
 
-`make dashboards` writes them into the chart. Every query is put together by promql.py, which refuses a name, a label or
-a use that the catalogue does not have.
+`make dashboards` writes them into the chart. boards/*.yaml and rules.yaml have the queries; promql.py
+refuses a name, a label or a use that the catalogue does not have.
 
 What is scraped needs these target labels: `namespace`, `pod`, `component` (router, prefill, decode or unified), `model`
 and `release`. The chart's monitors set them.

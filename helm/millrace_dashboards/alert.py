@@ -12,9 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-WHERE = ("namespace", "model", "release")
-BY_POD = (*WHERE, "pod")
-BY_ROLE = (*WHERE, "role")
+from millrace_dashboards.promql import WHERE
+
 RUNBOOKS = "docs/alerts"  # folder with a page per alert
 Severity = Literal["critical", "warning"]
 Unit = Literal["short", "s", "reqps", "ops", "percentunit", "bytes", "Bps", "dateTimeFromNow"]  # Grafana's names
@@ -60,7 +59,7 @@ class Alert:
     name: str
     summary: str  # one line, with {{ $labels.… }}
     value: str
-    limit: float
+    limit: float = 0
     patience: str = "5m"
     severity: Severity = "warning"
     guard: str = ""

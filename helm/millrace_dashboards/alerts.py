@@ -1,38 +1,51 @@
-"""All rules as Prometheus reads them."""
+"""All rules as Prometheus reads them: rules.yaml with thresholds and the labels of a deployment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from millrace_dashboards.alert import Alert, Deployment, Thresholds
-from millrace_dashboards.promql import Scope
-from millrace_dashboards.rules import gpus, processes, recorded, service, transfer
+from millrace_dashboards.promql import WHERE, filled, read, scoped
 
 GPUS = "millrace-gpus"  # the chart leaves it out without monitoring.dcgm
 VLLM = "millrace-vllm-names"  # and this one without monitoring.vllmNames
 DEFAULTS, PLACEHOLDERS = Thresholds(), Deployment().matchers
+RULES = Path(__file__).parent / "rules.yaml"
 
 
 def groups(t: Thresholds = DEFAULTS, matchers: str = PLACEHOLDERS) -> dict[str, tuple[Alert, ...]]:
     """All alerts, by the name of their group. `matchers`: of the deployments that they are about."""
-    now, lately = Scope(matchers, t.window), Scope(matchers, t.long_window)
-    return {
-        "millrace-service": (*service.routers(now), *service.failures(t, now), *service.latency(t, now)),
-        "millrace-transfer": (*transfer.transfers(t, now), *transfer.pages(t, now)),
-        "millrace-processes": (
-            *processes.workers(t, now),
-            *processes.watching(t, now, lately),
-            *processes.pauses(t, now),
-        ),
-        GPUS: gpus.alerts(t),
-    }
+    words = {field.name: _text(getattr(t, field.name)) for field in fields(t)}
+
+    def alert(name: str, row: Mapping[str, Any]) -> Alert:
+        said = {key: filled(str(value), **words) for key, value in row.items()}
+        return Alert(
+            name,
+            said["summary"],
+            scoped(said["value"], matchers),
+            getattr(t, row["limit"][1:]) if isinstance(row["limit"], str) else row["limit"],
+            patience=said.get("for", "5m"),
+            guard=scoped(said.get("guard", ""), matchers),
+            by=tuple(said["by"].split(", ")) if "by" in said else WHERE,
+            **{key: row[key] for key in ("severity", "unit", "sign") if key in row},
+        )
+
+    return {name: tuple(alert(*item) for item in rows.items()) for name, rows in read(RULES)["alerts"].items()}
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def recordings(matchers: str = PLACEHOLDERS) -> dict[str, dict[str, str]]:
     """Names and expressions that are recorded, by the name of their group."""
-    now = Scope(matchers, DEFAULTS.window)
-    return {"millrace-scaling": recorded.scaling(now), VLLM: recorded.vllm(now)}
+    return {
+        name: {record: scoped(expr, matchers) for record, expr in rows.items()}
+        for name, rows in read(RULES)["recorded"].items()
+    }
 
 
 def to_json(t: Thresholds, runbooks: str, of: Deployment, panels: Mapping[str, str]) -> dict[str, Any]:

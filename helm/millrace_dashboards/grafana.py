@@ -9,15 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from millrace_dashboards.alert import WHERE, Alert, Unit
-from millrace_dashboards.promql import CATALOGUE, Scope, total
+from millrace_dashboards.alert import Alert, Unit
+from millrace_dashboards.promql import CATALOGUE, WHERE, scoped
 
 COLUMNS = 24
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 # What dashboards look at: their variables and the time that Grafana finds right for the zoom.
 CHOSEN = ",".join(f'{label}=~"${label}"' for label in WHERE)
-VIEW = Scope(f'{CHOSEN},pod=~"$pod"', "$__rate_interval")
-ROLE_VIEW = Scope(f'{CHOSEN},component=~"$role",pod=~"$pod"', "$__rate_interval")
 LABELS = {"role": "component"}  # variables that are not named as the label that they choose
 COLORS = {"warning": "orange", "critical": "red"}
 ABOVE_ZERO = 1e-9  # a colour of Grafana begins at its value, and `> 0` above it
@@ -212,10 +210,11 @@ def _mark(name: str, color: str, expr: str, text: str, **more: bool) -> Object:
     }
 
 
-_WEIGHTS = Scope(CHOSEN).gauge("weights")
-_NEW, _OLD = (total(series, "component", "version") for series in (_WEIGHTS, f"{_WEIGHTS} offset 1m"))
+_WEIGHTS = f"({CATALOGUE['weights'].name}"
+_NEW, _OLD = (f"sum by (component, version) {_WEIGHTS}{offset})" for offset in ("", " offset 1m"))
+_STARTED = f"{CATALOGUE['started'].name}{{{CHOSEN}}}"
 MARKS = [  # of roll-outs and alerts, in all panels
-    _mark("Start", "blue", f"{Scope(CHOSEN).gauge('started')} * 1000", "{{component}} {{pod}}", useValueForTime=True),
-    _mark("New weights", "purple", f"{_NEW} unless {_OLD}", "{{component}} {{version}}"),
+    _mark("Start", "blue", f"{_STARTED} * 1000", "{{component}} {{pod}}", useValueForTime=True),
+    _mark("New weights", "purple", scoped(f"{_NEW} unless {_OLD}", CHOSEN), "{{component}} {{version}}"),
     _mark("Alert", "red", f'ALERTS{{alertstate="firing",alertname=~"Millrace.+",{CHOSEN}}}', "{{alertname}} {{pod}}"),
 ]

@@ -1,131 +1,71 @@
-"""PromQL from catalogued metrics. A metric is named by its attribute in the catalogue; labels by keyword, where a value
-that begins with "~" or "!" is a regular expression or an inequality: `rate("requests", status="!ok")`.
+"""PromQL of rules and dashboards: `scoped` gives every series its matchers, and refuses what the catalogue of metrics
+(millrace_common/metrics.py) does not have.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from millrace_common.metrics import PROCESS, ROUTER, WORKER, Metric
-from prometheus_client import Counter, Gauge, Histogram
+import yaml
+from millrace_common.metrics import KV_FAULTS, PROCESS, ROUTER, WORKER, Metric
+from millrace_rpc.errors import TABLE
+from prometheus_client import Counter, Gauge
 
 CATALOGUE: dict[str, Metric] = {row.attr: row for row in (*ROUTER, *WORKER, *PROCESS)}
 TARGET_LABELS = ("namespace", "pod", "component", "model", "release")
-_UP = Metric("up", "up", Gauge, "Whether the last scrape of a target succeeded.")
+WHERE = ("namespace", "model", "release")  # labels that name a deployment
+WORDS = {  # what `$word` stands for in the YAML files
+    "where": ", ".join(WHERE),
+    "server_faults": "|".join(sorted(reason.lower() for reason, row in TABLE.items() if row.http >= 500)),
+    "kv_faults": "|".join(KV_FAULTS),
+    "deployment": "{{ $labels.model }}, release {{ $labels.release }} in {{ $labels.namespace }}",
+    "named_gpu": "GPU {{ $labels.gpu }} of {{ $labels.Hostname }}",
+}
+_UP = Metric("up", "up", Gauge, "Whether the last scrape of a target succeeded: Prometheus' own.")
+_METRICS = {row.name: row for row in (*CATALOGUE.values(), _UP)}
+_SERIES = re.compile(r"(?P<call>\w*)\((?P<name>millrace_\w+|up\b)(?:{(?P<labels>[^}]*)})?")
+_OF_COUNTERS = ("rate", "increase")
+_OF_GAUGES = ("changes", "deriv", "max_over_time", "min_over_time")
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """Where queries look, and over which time they take rates."""
-
-    matchers: str = ""  # `model="m"`, of every series
-    window: str = "5m"
-
-    # ---- vectors
-
-    def gauge(self, attr: str, **labels: str) -> str:
-        row = _row(attr, Gauge)
-        return self._series(row, "", labels)
-
-    def rate(self, attr: str, **labels: str) -> str:
-        """Of a counter, per second."""
-        return f"rate({self._series(_row(attr, Counter), '', labels)}[{self.window}])"
-
-    def count(self, attr: str, **labels: str) -> str:
-        """Of a counter, since its process started."""
-        return self._series(_row(attr, Counter), "", labels)
-
-    def increase(self, attr: str, **labels: str) -> str:
-        """Of a counter, in the window."""
-        return f"increase({self._series(_row(attr, Counter), '', labels)}[{self.window}])"
-
-    def changes(self, attr: str, **labels: str) -> str:
-        """How often a gauge changed in the window."""
-        return f"changes({self._series(_row(attr, Gauge), '', labels)}[{self.window}])"
-
-    def lowest(self, attr: str, **labels: str) -> str:
-        """Of a gauge, in the window."""
-        return f"min_over_time({self._series(_row(attr, Gauge), '', labels)}[{self.window}])"
-
-    def highest(self, attr: str, **labels: str) -> str:
-        """Of a gauge, in the window."""
-        return f"max_over_time({self._series(_row(attr, Gauge), '', labels)}[{self.window}])"
-
-    def slope(self, attr: str, **labels: str) -> str:
-        """Of a gauge, per second."""
-        return f"deriv({self._series(_row(attr, Gauge), '', labels)}[{self.window}])"
-
-    def observed(self, attr: str, part: str, **labels: str) -> str:
-        """Of a histogram, per second. `part`: "count" of observations, "sum" of what was observed, or "bucket"."""
-        assert part in ("count", "sum", "bucket"), part
-        return f"rate({self._series(_row(attr, Histogram), f'_{part}', labels)}[{self.window}])"
-
-    def up(self, **labels: str) -> str:
-        """1 for each target that answered the last scrape, 0 for others: Prometheus' own."""
-        return self._series(_UP, "", labels)
-
-    # ---- what is made of them
-
-    def quantile(self, q: float, attr: str, *by: str, **labels: str) -> str:
-        return f"histogram_quantile({q:g}, {total(self.observed(attr, 'bucket', **labels), 'le', *by)})"
-
-    def mean(self, attr: str, *by: str, **labels: str) -> str:
-        sums, counts = (total(self.observed(attr, part, **labels), *by) for part in ("sum", "count"))
-        return ratio(sums, counts)
-
-    def beyond(self, bound: float, attr: str, *by: str, **labels: str) -> str:
-        """Observations of a histogram above one of its bounds, per second."""
-        row = _row(attr, Histogram)
-        if bound not in row.buckets:
-            raise ValueError(f"{row.name} has no bound {bound:g}; it has {', '.join(f'{b:g}' for b in row.buckets)}")
-        below = f"rate({self._series(row, '_bucket', {**labels, 'le': f'{bound:g}'})}[{self.window}])"
-        return f"{total(self.observed(attr, 'count', **labels), *by)} - {total(below, *by)}"
-
-    def _series(self, row: Metric, suffix: str, labels: dict[str, str]) -> str:
-        unknown = labels.keys() - {*row.labels, *TARGET_LABELS, *(("le",) if suffix == "_bucket" else ())}
-        if unknown:
-            raise ValueError(f"{row.name} has no label {', '.join(sorted(unknown))}")
-        matchers = ",".join(filter(None, (self.matchers, *(_matcher(*pair) for pair in labels.items()))))
-        return f"{row.name}{suffix}{{{matchers}}}" if matchers else f"{row.name}{suffix}"
+@cache
+def read(path: Path) -> Any:
+    """A file of queries. The result is cached: callers must not change it."""
+    return yaml.safe_load(path.read_text())
 
 
-def total(vector: str, *by: str) -> str:
-    return _aggregate("sum", vector, by)
+def filled(text: str, **words: str) -> str:
+    """`$word` replaced where the word is known; Prometheus and Grafana have others."""
+    known = {**WORDS, **words}
+    return re.sub(r"\$(\w+)", lambda found: known.get(found[1], found[0]), text)
 
 
-def largest(vector: str, *by: str) -> str:
-    return _aggregate("max", vector, by)
+def scoped(expr: str, matchers: str) -> str:
+    """Raises ValueError for a metric, a label, a bound of a histogram or a use that the catalogue does not have."""
+
+    def series(found: re.Match[str]) -> str:
+        call, name, labels = found["call"], found["name"], found["labels"] or ""
+        _check(call, name, dict(re.findall(r'(\w+)[=!~]+"([^"]*)"', labels)))
+        inner = ",".join(filter(None, (matchers, labels)))
+        return f"{call}({name}{{{inner}}}" if inner else f"{call}({name}"
+
+    return _SERIES.sub(series, expr)
 
 
-def smallest(vector: str, *by: str) -> str:
-    return _aggregate("min", vector, by)
-
-
-def number(vector: str, *by: str) -> str:
-    """Of series."""
-    return _aggregate("count", vector, by)
-
-
-def ratio(part: str, whole: str) -> str:
-    return f"{part} / {whole}"
-
-
-def _aggregate(operator: str, vector: str, by: tuple[str, ...]) -> str:
-    return f"{operator} by ({', '.join(by)}) ({vector})" if by else f"{operator}({vector})"
-
-
-def _row(attr: str, kind: type) -> Metric:
-    row = CATALOGUE.get(attr)
-    if row is None:
-        raise ValueError(f"no metric {attr!r} in the catalogue")
-    found = Histogram if row.buckets else row.kind  # there are several kinds of histogram
-    if found is not kind:
-        raise ValueError(f"{row.name} is a {found.__name__.lower()}, not a {kind.__name__.lower()}")
-    return row
-
-
-def _matcher(label: str, value: str) -> str:
-    for sign, operator in (("~", "=~"), ("!", "!=")):
-        if value.startswith(sign):
-            return f'{label}{operator}"{value[1:]}"'
-    return f'{label}="{value}"'
+def _check(call: str, name: str, labels: dict[str, str]) -> None:
+    base, suffix = re.fullmatch(r"(\w+?)(_bucket|_count|_sum)?", name).groups()  # type: ignore[union-attr]  # fits all
+    row = _METRICS.get(name) or _METRICS.get(base)
+    if row is None or bool(row.buckets) is (row.name == name):
+        raise ValueError(f"no metric {name} in the catalogue")
+    kind = Counter if row.buckets else row.kind
+    wanted = Counter if call in _OF_COUNTERS else Gauge if call in _OF_GAUGES else kind
+    if kind is not wanted:
+        raise ValueError(f"{call}({name}): it is a {kind.__name__.lower()}, not a {wanted.__name__.lower()}")
+    unknown = labels.keys() - {*row.labels, *TARGET_LABELS, *(("le",) if suffix == "_bucket" else ())}
+    if unknown:
+        raise ValueError(f"{name} has no label {', '.join(sorted(unknown))}")
+    if "le" in labels and float(labels["le"]) not in row.buckets:
+        raise ValueError(f"{name} has no bound {labels['le']}; it has {', '.join(f'{b:g}' for b in row.buckets)}")

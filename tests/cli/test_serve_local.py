@@ -73,34 +73,30 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Running]]:
         running.process.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_shows_addresses_and_stops_cleanly(start, wait_gone, number: signal.Signals) -> None:
-    running = start()
-    running.wait_for("Ctrl-C stops everything.")
+SHOWN = ("prefill-0", "decode-0", "router", "ready", "millrace generate --address 127.0.0.1:", "curl -N http://")
+
+
+def test_run_shows_addresses_replaces_a_child_and_stops_cleanly(start, wait_gone) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        assert usable_port(taken) == 0
+        running = start(f"ports={{'admin_http': {free}, 'grpc': {taken}}}")
+        running.wait_for("Ctrl-C stops everything.")
+    told = (f", http://127.0.0.1:{free}\n", f"page   http://127.0.0.1:{free}/\n", f"port {taken} is taken")
+    assert [text for text in (*SHOWN, *told) if text not in running.output] == []
+    before = running.children()
+    os.kill(before["decode"], signal.SIGKILL)
+    running.wait_for("decode-0 ended with code -9")
+    while running.children().get("decode", before["decode"]) == before["decode"]:
+        assert running.process.poll() is None
     pids = list(running.children().values())
     assert len(pids) == 3
-    for text in (
-        "prefill-0",
-        "decode-0",
-        "router",
-        "ready",
-        "millrace generate --address 127.0.0.1:",
-        "curl -N http://",
-    ):
-        assert text in running.output
-    running.process.send_signal(number)
+    running.process.send_signal(signal.SIGINT)
     assert running.process.wait(15) == 0
     assert "stopped" in running.output
     wait_gone(pids)
-
-
-def test_the_router_is_told_its_ports(start) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        free = server.getsockname()[1]
-    running = start(f"ports={{'admin_http': {free}}}")
-    running.wait_for("Ctrl-C stops everything.")
-    assert f", http://127.0.0.1:{free}\n" in running.output
-    assert f"page   http://127.0.0.1:{free}/\n" in running.output
 
 
 @pytest.mark.parametrize(
@@ -146,28 +142,6 @@ def test_failed_start_is_one_message_and_exit_1(start) -> None:
     assert running.process.wait(30) == 1
     assert "standin: no such checkpoint" in running.output
     assert "Traceback" not in running.output
-
-
-def test_child_that_dies_comes_back(start) -> None:
-    running = start()
-    running.wait_for("Ctrl-C stops everything.")
-    before = running.children()["decode"]
-    os.kill(before, signal.SIGKILL)
-    running.wait_for("decode-0 ended with code -9")
-    deadline = time.monotonic() + 15
-    while running.children().get("decode", before) == before:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def test_taken_port_is_replaced_with_a_notice(start) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert usable_port(port) == 0
-        running = start(f"ports={{'grpc': {port}}}")
-        running.wait_for("Ctrl-C stops everything.")
-        assert f"port {port} is taken" in running.output
-    assert usable_port(port) == port
 
 
 def test_what_a_worker_says_of_its_start_is_no_markup(tmp_path: Path) -> None:

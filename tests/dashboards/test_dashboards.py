@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 from millrace_dashboards import alerts, files
-from millrace_dashboards.alert import WHERE, Alert, Deployment, Thresholds
+from millrace_dashboards.alert import Alert, Deployment, Thresholds
 from millrace_dashboards.boards import dashboards
 from millrace_dashboards.grafana import ABOVE_ZERO, CHOSEN, COLUMNS, Dashboard, steps
-from millrace_dashboards.promql import CATALOGUE, Scope
+from millrace_dashboards.promql import CATALOGUE, WHERE, filled, scoped
 from millrace_testing.paths import ROOT
 from millrace_testing.prometheus import binary, needs_prometheus
 
@@ -244,24 +244,28 @@ def test_promtool_accepts_the_rules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "error"),
+    ("expr", "error"),
     [
-        (lambda scope: scope.gauge("nothing"), "no metric 'nothing'"),
-        (lambda scope: scope.rate("queued"), "is a gauge, not a counter"),
-        (lambda scope: scope.gauge("requests"), "is a counter, not a gauge"),
-        (lambda scope: scope.beyond(0.3, "gc_pause"), "millrace_gc_pause_seconds has no bound 0.3; it has 0.0001"),
-        (lambda scope: scope.rate("requests", kind="x"), "millrace_requests_total has no label kind"),
+        ("(millrace_nothing)", "no metric millrace_nothing in the catalogue"),
+        ("rate(millrace_queue_requests[1m])", "is a gauge, not a counter"),
+        ("deriv(millrace_requests_total[1m])", "is a counter, not a gauge"),
+        ("rate(millrace_gc_pause_seconds[1m])", "no metric millrace_gc_pause_seconds in"),
+        ('rate(millrace_gc_pause_seconds_bucket{le="0.3"}[1m])', "has no bound 0.3; it has 0.0001"),
+        ('rate(millrace_requests_total{kind="x"}[1m])', "millrace_requests_total has no label kind"),
+        ('rate(millrace_gc_pause_seconds_sum{le="0.1"}[1m])', "has no label le"),
     ],
 )
-def test_a_query_that_the_catalogue_does_not_have_is_refused(make: Any, error: str) -> None:
+def test_query_beyond_the_catalogue_is_refused(expr: str, error: str) -> None:
     with pytest.raises(ValueError, match=re.escape(error)):
-        make(Scope())
+        scoped(expr, "")
 
 
-def test_queries() -> None:
-    scope = Scope('model="m"', "1m")
-    assert scope.rate("requests", status="!ok") == 'rate(millrace_requests_total{model="m",status!="ok"}[1m])'
-    assert scope.quantile(0.5, "stage", "pod", stage="~a|b") == (
-        'histogram_quantile(0.5, sum by (le, pod) (rate(millrace_stage_seconds_bucket{model="m",stage=~"a|b"}[1m])))'
+def test_query_gets_matchers_in_every_series_and_words_filled() -> None:
+    expr = filled(
+        'sum by ($where) (rate(millrace_requests_total{status!="ok"}[$w])) / (millrace_queue_requests)', w="1m"
     )
-    assert Scope().gauge("queued") == "millrace_queue_requests"
+    assert scoped(expr, 'model="m"') == (
+        'sum by (namespace, model, release) (rate(millrace_requests_total{model="m",status!="ok"}[1m]))'
+        ' / (millrace_queue_requests{model="m"})'
+    )
+    assert scoped("(up)", "") == "(up)" and filled("$value $labels.pod") == "$value $labels.pod"

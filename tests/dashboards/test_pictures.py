@@ -43,15 +43,10 @@ def words(figure: Figure) -> list[str]:
     ("value", "unit", "expected"),
     [
         (0.0123, "s", "12.3 ms"),
-        (0.00002, "s", "20 µs"),
-        (0.0, "s", "0 s"),
-        (90.0, "s", "90 s"),
         (600.0, "s", "10 min"),
         (0.05, "percentunit", "5 %"),
         (1234.0, "ops", "1.23 k/s"),
-        (0.25, "reqps", "0.25 req/s"),
         (5e9, "Bps", "5 GB/s"),
-        (12.0, "short", "12"),
         (-24.0, "short", "-24"),
         (300.0, "dateTimeFromNow", "5 min ago"),
         (math.nan, "s", "-"),
@@ -71,36 +66,11 @@ def test_curves_have_limits_and_a_legend() -> None:
     assert found.count("8 s") == 2, "last and largest: there is nothing after it"
 
 
-@pytest.mark.parametrize(("value", "color"), [(1.0, "green"), (5.0, "orange"), (20.0, "red")])
-def test_a_number_has_the_color_of_its_limit(value: float, color: str) -> None:
-    panel = Panel("P", "", "s", (Query("v", "P"),), "stat", alerts=("Slow", "Bad"))
-    (number,) = [one for one in drawn(panel, {"v": [series([value])]}).texts if one.get_text() == f"{value:g} s"]
-    assert number.get_color() == NAMED[color]
-
-
-def test_a_list_of_starts() -> None:
-    end = START + STEP * (COUNT - 1)
-    panel = Panel("P", "", "dateTimeFromNow", (Query("v", "{{pod}}"),), "stat")
-    answer = [series([1000 * (end - age)] * COUNT, pod=pod) for pod, age in (("a", 60), ("b", 3600))]
-    assert {"a", "1 min ago", "b", "60 min ago"} <= set(words(drawn(panel, {"v": answer})))
-
-
 def test_buckets_are_drawn_as_what_is_in_them() -> None:
     panel = Panel("P", "", "s", (Query("v", "{{le}}"),), "heatmap")
     answer = [series([value] * COUNT, le=le) for le, value in (("+Inf", 9), ("0.1", 2), ("1", 9))]
     (mesh,) = [mesh for axes in drawn(panel, {"v": answer}).axes for mesh in axes.collections]
     assert mesh.get_array()[:, 0].tolist() == [2, 7]
-
-
-def test_bars_are_as_long_as_their_values() -> None:
-    panel = Panel("P", "", "s", (Query("v", "a"), Query("w", "b")), "bargauge")
-    figure = drawn(panel, {"v": [series([1.0])], "w": [series([4.0])]})
-    short, long = sorted(axes.get_position().width for axes in figure.axes if axes.patches)
-    assert long == pytest.approx(4 * short)
-
-
-def test_a_panel_without_data_says_so() -> None:
-    assert "No data" in words(drawn(Panel("P", "", "s", (Query("v", ""),)), {}))
 
 
 @pytest.mark.parametrize("name", URLS)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from millrace_dashboards import alerts, files
 from millrace_dashboards.alert import Deployment
@@ -219,9 +219,15 @@ def play(series: Series, case: Case, checks: Iterable[tuple[str, float]]) -> dic
     return {"interval": case.interval, "input_series": inputs, "promql_expr_test": tests}
 
 
+@cache
+def all_rules(of: Deployment) -> list[dict[str, Any]]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load(files.rendered(of=of)["alerts.yaml"], loader)["groups"]
+
+
 def rules(of: Deployment, only: str = "") -> str:
     """A rule file. `only`: an alert; without the other rules a test takes a tenth of the time."""
-    groups = yaml.safe_load(files.rendered(of=of)["alerts.yaml"])["groups"]
+    groups = all_rules(of)
     if only:
         groups = [
             {"name": only, "rules": [row for group in groups for row in group["rules"] if row.get("alert") == only]}
@@ -229,13 +235,19 @@ def rules(of: Deployment, only: str = "") -> str:
     return yaml.safe_dump({"groups": groups})
 
 
-def run(tmp_path: Path, tests: list[dict[str, Any]], *of: Deployment, only: str = "") -> None:
-    """With the rules of each deployment."""
-    loaded = {f"{one.release}.yaml": rules(one, only) for one in of or (OF,)}
+def write(folder: Path, tests: list[dict[str, Any]], *of: Deployment, only: str = "") -> Path:
+    """A file for promtool, with the rules of each deployment."""
+    loaded = {f"{only}-{one.release}.yaml": rules(one, only) for one in of or (OF,)}
     for name, text in loaded.items():
-        (tmp_path / name).write_text(text)
-    (tmp_path / "tests.yaml").write_text(yaml.safe_dump({"rule_files": list(loaded), "tests": tests}))
-    command = [binary("promtool"), "test", "rules", tmp_path / "tests.yaml"]
+        (folder / name).write_text(text)
+    path = folder / f"{only}-tests.yaml"
+    path.write_text(yaml.safe_dump({"rule_files": list(loaded), "tests": tests}))
+    return path
+
+
+def run(*files: Path) -> None:
+    """All in one process, which names what failed by the file and the alert."""
+    command = [binary("promtool"), "test", "rules", *files]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -245,12 +257,14 @@ def test_every_alert_is_played() -> None:
 
 
 @needs_prometheus
-@pytest.mark.parametrize("name", CASES)
-def test_an_alert_fires_for_its_fault_and_only_then(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    alert = count(f'alertname="Millrace{name}"')
-    faulty, sound = case.faulty, {**case.faulty, **case.sound}
-    run(tmp_path, [play(faulty, case, [(alert, 1)]), play(sound, case, [(alert, 0)])], only=f"Millrace{name}")
+def test_alert_fires_for_its_fault_and_only_then(tmp_path: Path) -> None:
+    paths = []
+    for name, case in CASES.items():
+        alert = count(f'alertname="Millrace{name}"')
+        faulty, sound = case.faulty, {**case.faulty, **case.sound}
+        tests = [play(faulty, case, [(alert, 1)]), play(sound, case, [(alert, 0)])]
+        paths.append(write(tmp_path, tests, only=f"Millrace{name}"))
+    run(*paths)
 
 
 @needs_prometheus
@@ -260,7 +274,8 @@ def test_a_group_that_is_made_again_and_again_restarts(tmp_path: Path) -> None:
     once = dict(list(starts.items())[:1])
     case = CASES["Restarts"]
     alert = count('alertname="MillraceRestarts"')
-    run(tmp_path, [play(starts, case, [(alert, 1)]), play(once, case, [(alert, 0)])], only="MillraceRestarts")
+    tests = [play(starts, case, [(alert, 1)]), play(once, case, [(alert, 0)])]
+    run(write(tmp_path, tests, only="MillraceRestarts"))
 
 
 @needs_prometheus
@@ -272,18 +287,19 @@ def test_other_deployments_are_not_ours(tmp_path: Path) -> None:
         series |= case.faulty
     everything = Case(series, {}, at="2h")
     for other in (Deployment("elsewhere", "m", "blue"), Deployment("n", "another", "blue"), GREEN):
-        run(tmp_path, [play(series, everything, [(ours, 0)])], other)
+        run(write(tmp_path, [play(series, everything, [(ours, 0)])], other))
 
 
 @needs_prometheus
-@pytest.mark.parametrize("name", SERVICE | TRANSFER | PROCESSES)
-def test_releases_of_a_namespace_do_not_mix(name: str, tmp_path: Path) -> None:
+def test_releases_of_a_namespace_do_not_mix(tmp_path: Path) -> None:
     """The fault of one is seen once, and what is sound of the other hides nothing."""
-    case = CASES[name]
-    sound = {key.replace(OF.matchers, GREEN.matchers): values for key, values in (case.faulty | case.sound).items()}
-    alert = f'alertname="Millrace{name}"'
-    checks = [(count(alert), 1), (count(f'{alert},release="blue"'), 1)]
-    run(tmp_path, [play(case.faulty | sound, case, checks)], OF, GREEN, only=f"Millrace{name}")
+    paths = []
+    for name, case in (SERVICE | TRANSFER | PROCESSES).items():
+        sound = {key.replace(OF.matchers, GREEN.matchers): values for key, values in (case.faulty | case.sound).items()}
+        alert = f'alertname="Millrace{name}"'
+        checks = [(count(alert), 1), (count(f'{alert},release="blue"'), 1)]
+        paths.append(write(tmp_path, [play(case.faulty | sound, case, checks)], OF, GREEN, only=f"Millrace{name}"))
+    run(*paths)
 
 
 @needs_prometheus
@@ -303,7 +319,7 @@ def test_a_link_names_the_deployment_whatever_its_name(tmp_path: Path) -> None:
     }
     test = play({series: "0x40"}, Case({}, {}), [])
     test["alert_rule_test"] = [{"alertname": "MillraceNotReady", "eval_time": "30m", "exp_alerts": [fired]}]
-    run(tmp_path, [test], of, only="MillraceNotReady")
+    run(write(tmp_path, [test], of, only="MillraceNotReady"))
 
 
 @needs_prometheus
@@ -319,4 +335,4 @@ def test_what_is_recorded(tmp_path: Path) -> None:
         'vllm:num_requests_running{namespace="n",pod="p",model_name="m"}': 8,
         'vllm:num_requests_waiting{namespace="n",pod="p",model_name="m"}': 2,
     }
-    run(tmp_path, [play(series, Case({}, {}), [(f"sum({expr})", value) for expr, value in checks.items()])])
+    run(write(tmp_path, [play(series, Case({}, {}), [(f"sum({expr})", value) for expr, value in checks.items()])]))

@@ -119,7 +119,6 @@ def same(found: dict[str, Any], summary: Summary, names: dict[str, str]) -> None
 
 
 @needs("aiperf")
-@pytest.mark.parametrize("url", SPECS, indirect=True)
 async def test_aiperf(url: str, tmp_path: Path) -> None:
     options = f"--synthetic-input-tokens-mean {INPUT} --output-tokens-mean {OUTPUT} --request-count {REQUESTS}"
     quiet = "--no-gpu-telemetry --no-server-metrics --ui none"

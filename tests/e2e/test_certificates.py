@@ -18,7 +18,7 @@ from millrace_testing.certificates import Authority
 from millrace_testing.client import Answer, Client, collect, until
 from millrace_testing.cluster import ControlledCluster
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 
 TOKENS = 4000  # 40 s of steps: until the test is over
 

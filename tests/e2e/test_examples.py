@@ -74,7 +74,8 @@ def test_the_values_for_keda_scale_both_pools() -> None:
     }  # fmt: skip
 
 
-async def test_the_services_of_the_compose_file_serve(tmp_path: Path) -> None:
+@pytest.mark.long
+async def test_services_of_the_compose_file_serve(tmp_path: Path) -> None:
     """Its commands as processes here; the images are those that `make images` builds."""
     services = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())["services"]
     assert {one["image"] for one in services.values()} == {ROUTER.reference, WORKERS["cpu"].reference}

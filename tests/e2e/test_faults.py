@@ -1,4 +1,6 @@
-"""The fault matrix of docs/kv_transfer.md, each row against real processes with a simulated engine.
+"""Rows of the fault matrix of docs/kv_transfer.md, against real processes with a simulated engine.
+
+test_chaos.py has other rows.
 
 The simulated engine's tokens depend on the prompt and the position only, and each of its KV pages carries the hash of
 its tokens, which is checked before every step: a page of another request, or one reused too early, is an error, never
@@ -32,7 +34,6 @@ from millrace_testing.faulty_worker import FLAG
 from millrace_testing.oracle import oracle_outputs
 from millrace_testing.paths import ROOT
 from millrace_testing.procs import PATHS
-from millrace_testing.proxy import Proxy
 from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
@@ -78,15 +79,6 @@ async def busy(client: Client, role: int, what: Callable[[admin_pb2.WorkerStatus
                 return worker.address
         await asyncio.sleep(0.005)
     raise AssertionError("nobody became busy")
-
-
-async def routable(client: Client, count: int) -> None:
-    for _ in range(300):
-        workers = (await client.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
-        if sum(worker.routable for worker in workers) == count:
-            return
-        await asyncio.sleep(0.1)
-    raise AssertionError(f"not routable: {workers}")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -137,21 +129,6 @@ async def test_prefill_worker_dies_while_it_computes(two_of_each: ControlledClus
         await cluster.wait_routable(victim)
         await finish(asyncio.create_task(client.generate(prompt, max_tokens=20)), prompt, 20)
         await client.wait_whole()
-
-
-@pytest.mark.long
-async def test_decode_worker_dies_before_the_first_token(two_of_each: ControlledCluster) -> None:
-    cluster, before = two_of_each, await retries(two_of_each)
-    async with await client_of(cluster) as client:
-        prompt = make_prompt(2)
-        task = asyncio.create_task(client.generate(prompt, max_tokens=20))
-        victim = name_of(cluster, await busy(client, DECODE, lambda worker: worker.in_flight > 0))
-        await cluster.kill(victim)
-        await finish(task, prompt, 20)
-        assert (await more_retries(cluster, before))["WORKER_LOST"] == 1
-        await cluster.restart(victim)
-        await cluster.wait_routable(victim)
-        await client.wait_whole(timeout=60)
 
 
 async def test_decode_worker_dies_in_the_middle_of_a_stream(two_of_each: ControlledCluster) -> None:
@@ -286,48 +263,6 @@ async def test_client_goes_away_at_any_moment() -> None:
 
 
 @pytest.mark.long
-async def test_decode_worker_out_of_pages_pushes_back() -> None:
-    """24 sequences of 9 pages through a decode pool of 40: they wait in the router, and all come out right."""
-    settings = ("limits.num_pages=41", "limits.max_model_len=1024", "sim.step_s=0.001")
-    async with ControlledCluster(spec(*settings, prefill=1, decode=1)) as cluster, await client_of(cluster) as client:
-        prompts = [make_prompt(seed, 400) for seed in range(24)]
-        tasks = [asyncio.create_task(client.generate(p, max_tokens=150, timeout=90)) for p in prompts]
-        for prompt, task in zip(prompts, tasks, strict=True):
-            await finish(task, prompt, 150)
-        await client.wait_whole()
-
-
-@pytest.mark.long
-async def test_broken_and_frozen_connections() -> None:
-    """The router's Links and the decode worker's Fetch run through proxies that cut or freeze them."""
-    async with (
-        ControlledCluster(spec(*SLOW_PREFILL, "sim.step_s=0.005", prefill=1, decode=1)) as cluster,
-        Proxy(cluster.address("prefill-0")) as prefill,
-        Proxy(cluster.address("decode-0")) as decode,
-        ControlledCluster(
-            spec(prefill=0, decode=0, router_set=(f'workers=["{prefill.address}", "{decode.address}"]',))
-        ) as front,
-        await client_of(front) as client,
-    ):
-        await routable(client, 2)
-        cuts = ((prefill, 0.2), (decode, 0.2), (prefill, 0.9), (decode, 1.1))
-        for index, (proxy, seconds) in enumerate(cuts):
-            prompt = make_prompt(100 + index, 2000)
-            task = asyncio.create_task(client.generate(prompt, max_tokens=100, timeout=60))
-            await asyncio.sleep(seconds)
-            proxy.cut()
-            await finish(task, prompt, 100)
-            await client.wait_whole(timeout=60)
-        prompt = make_prompt(200, 2000)
-        task = asyncio.create_task(client.generate(prompt, max_tokens=100, timeout=60))
-        await asyncio.sleep(0.3)
-        decode.freeze()
-        await asyncio.sleep(5)  # longer than the router's patience with a silent worker
-        decode.thaw()
-        await finish(task, prompt, 100)
-        await client.wait_whole(timeout=60)
-
-
 async def test_no_worker_left_is_a_clear_error() -> None:
     async with (
         ControlledCluster(spec(*SLOW_DECODE, prefill=1, decode=1, router_set=("timeouts.queue=1",))) as cluster,

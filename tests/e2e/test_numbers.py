@@ -1,4 +1,6 @@
-"""No number in any field of any API ends a process: every numeric field, found in the types, with every value.
+"""No number in any field of any API ends a process: every numeric field, found in the types, with some of the values.
+
+MILLRACE_NUMBERS_SHARE=1 tries every value with every field.
 
 The system is a real one, with drafts, and with a context so short that what is accepted is soon done.
 """
@@ -25,7 +27,7 @@ from millrace_rpc.client import channel
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_testing import numbers
 from millrace_testing.client import Client
-from millrace_testing.numbers import LITERALS, UNREADABLE, Leaf, json_leaves, proto_leaves, schema_leaves
+from millrace_testing.numbers import LITERALS, UNREADABLE, Leaf, json_leaves, proto_leaves, schema_leaves, some
 from millrace_testing.unharmed import Unharmed
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -107,7 +109,7 @@ async def test_every_number_over_http(cluster: LocalCluster) -> None:
                 named = set(re.findall(r"\w+", f"{error.get('param')} {error['message']}"))
                 assert named & set(leaf.names), where
 
-        await at_once(ask(path, leaf, literal) for path, leaf in leaves for literal in LITERALS)
+        await at_once(ask(path, leaf, literal) for (path, leaf), literal in some(leaves))
 
 
 async def test_every_number_in_a_grammar(cluster: LocalCluster) -> None:
@@ -127,8 +129,8 @@ async def test_every_number_in_a_grammar(cluster: LocalCluster) -> None:
 
         schemas = list(schema_leaves())
         regexes = [{"guided_regex": form % literal} for literal in LITERALS for form in ("a{%s}", "a{1,%s}", "a{%s,}")]
-        await at_once(ask(form(leaf), literal) for form in (schema, tool) for leaf in schemas for literal in LITERALS)
-        await at_once(ask(body, "1") for body in regexes)
+        await at_once(ask(form(leaf), literal) for form in (schema, tool) for leaf, literal in some(schemas))
+        await at_once(ask(body, "1") for body in regexes[:: numbers.SHARE])
 
 
 async def test_numbers_in_headers(cluster: LocalCluster) -> None:
@@ -139,7 +141,7 @@ async def test_numbers_in_headers(cluster: LocalCluster) -> None:
             assert answer.status_code in (200, 400), f"{name}={literal[:30]}: {answer.status_code} {answer.text[:300]}"
 
         names = ("x-request-id", "x-session-id", "traceparent", "tracestate", "idempotency-key", "x-stainless-timeout")
-        await at_once(ask(name, literal) for name in names for literal in LITERALS)
+        await at_once(ask(name, literal) for name, literal in some(names))
 
 
 # ---------------------------------------------------------------------------------------------------- gRPC
@@ -202,11 +204,11 @@ async def test_every_number_over_grpc(cluster: LocalCluster) -> None:
                 where = f"{method.name} {'.'.join(leaf.names)}={leaf.value}"
                 known = (*leaf.names, "address", "profile_dir")
                 calls.append(refused_or_answered(where, call(ch, method, [request]), known))
-        assert len(calls) > 100
+        assert len(calls) > 20
         await at_once(calls)
 
 
-@pytest.mark.parametrize("timeout_s", [1e-9, 0.0, -1.0, 30 * 86400.0, 1e7, 1e8, 2.0**32, 1e10, 1e30, float("inf")])
+@pytest.mark.parametrize("timeout_s", [1e-9, -1.0, 1e8, 2.0**32, float("inf")])
 async def test_any_deadline_over_grpc(cluster: LocalCluster, timeout_s: float) -> None:
     request = inference_pb2.GenerateRequest(prompt=PROMPT, sampling=common_pb2.SamplingParams(max_tokens=2))
     [method] = [method for method in services(inference_pb2) if method.name == "Generate"]
@@ -284,7 +286,7 @@ async def test_every_number_that_a_router_could_send(cluster: LocalCluster) -> N
                         message.submit.prefix.num_pages = 1
                 message.MergeFrom(leaf.message)
                 calls.append(linked(ch, method, epoch, leaf, message))
-        assert len(calls) > 300
+        assert len(calls) > 60
         await at_once(calls)
 
 

@@ -84,6 +84,7 @@ async def test_the_pair_equals_transformers(pair: Client, worker_set: tuple[str,
     await check_twice(pair, one_cache="dp=2" not in worker_set)
 
 
+@pytest.mark.long
 async def test_unified_equals_transformers(unified: Client, worker_set: tuple[str, ...]) -> None:
     await check_twice(unified, one_cache="dp=2" not in worker_set)
 

@@ -114,7 +114,8 @@ async def test_short_prompts_bypass_the_prefill_worker_with_the_same_tokens() ->
         await client.wait_whole()
 
 
-async def test_a_decode_worker_runs_what_would_wait_for_the_prefill_worker() -> None:
+@pytest.mark.long
+async def test_decode_worker_runs_what_would_wait_for_prefill() -> None:
     # What is not in a step yet is waiting; the long prompt takes six seconds, far more than it takes to send the others.
     settings = ("sim.token_s=0.004", "limits.max_prefill_tokens=100")
     slow = replace(spec("routing.local_prefill_wait=0.5", prefill=1), worker_set=settings)
@@ -128,36 +129,6 @@ async def test_a_decode_worker_runs_what_would_wait_for_the_prefill_worker() -> 
         for name, task in zip(("long", "spared", "short"), running, strict=True):
             assert await task == expected(prompts[name], 8)
         await client.wait_whole()
-
-
-@pytest.mark.long
-async def test_a_client_that_leaves_frees_what_a_decode_worker_prefills() -> None:
-    """In the middle of the prompt, and in the middle of the answer."""
-    settings = ("sim.token_s=0.0005", "sim.step_s=0.005", "limits.max_prefill_tokens=128")
-    slow = replace(spec("routing.local_prefill_tokens=4000", prefill=1), worker_set=settings)
-    async with LocalCluster(slow) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
-        for length, max_tokens, minimum in ((3000, 8, 0), (100, 2000, 5)):
-            prompt, before = prompt_of(length), await decoded(client)
-            task = asyncio.create_task(ask(client, f"left {length}", prompt, max_tokens))
-            await _until_running(client)
-            async with asyncio.timeout(120):
-                while await decoded(client) < before + minimum:
-                    await asyncio.sleep(0.01)
-            assert not task.done()
-            task.cancel()
-            assert (await decision(client, f"left {length}")).way == "local"
-            await client.wait_whole()
-        prompt = prompt_of(3000)
-        assert await ask(client, "stays", prompt) == expected(prompt, 8)
-
-
-async def _until_running(client: Client) -> None:
-    async with asyncio.timeout(120):
-        while True:
-            workers = (await client.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
-            if any(w.info.role == DECODE and w.load.replicas[0].running for w in workers):
-                return
-            await asyncio.sleep(0.01)
 
 
 async def test_a_prefix_is_computed_where_it_is_cached() -> None:

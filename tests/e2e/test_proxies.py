@@ -14,7 +14,7 @@ from millrace_cli.cluster import ClusterSpec, LocalCluster
 from millrace_testing.client import Client
 from millrace_testing.sim import expected, prompt_of
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]  # tests/cli/test_proxies.py asks clients alone
 
 PROMPT = prompt_of(300)
 LINE = {"custom_id": "1", "method": "POST", "url": "/v1/completions"}

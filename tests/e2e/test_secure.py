@@ -131,7 +131,8 @@ async def info(address: str, identity: Identity | None, token: str = "") -> Reas
         return None
 
 
-async def test_without_tls_a_system_of_one_secret(tmp_path: Path) -> None:
+@pytest.mark.long
+async def test_system_without_tls_has_one_secret(tmp_path: Path) -> None:
     """Routing, warm-up, transfer and loans between workers, the tools: all show the secret, and nobody else gets in."""
     ours, other = tmp_path / "secret", tmp_path / "other"
     ours.write_text("of this deployment: 7c1f")

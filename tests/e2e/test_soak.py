@@ -1,8 +1,9 @@
-"""A thousand requests of random lengths through a router, a prefill and a decode worker; 5 % of the clients hang up."""
+"""Hundreds of requests of random lengths through a router, a prefill and a decode worker; some clients hang up."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 
 import psutil
@@ -12,11 +13,12 @@ from millrace_testing.client import Answer, Client, collect
 from millrace_testing.cluster import ControlledCluster
 from millrace_testing.reference import greedy
 
-REQUESTS = 1000
+REQUESTS = int(os.environ.get("MILLRACE_SOAK", 400))
+WARM_UP = REQUESTS // 2
 PROMPTS = 50
 MAX_TOKENS = 24
 CONCURRENCY = 16
-GROWTH = 0.10  # of a process's memory after the first 300 requests
+GROWTH = 0.10  # of a process's memory after the warm-up
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -35,7 +37,7 @@ def memory_of(cluster: ControlledCluster) -> dict[str, int]:
     return sizes
 
 
-async def test_a_thousand_requests() -> None:
+async def test_requests_of_random_lengths_leave_no_memory_behind() -> None:
     prompts = make_prompts()
     expected = greedy(prompts, MAX_TOKENS)
     assert len({tuple(one.tokens) for one in expected}) == PROMPTS  # an answer to another prompt would be noticed
@@ -75,11 +77,11 @@ async def test_a_thousand_requests() -> None:
         ControlledCluster(ClusterSpec()) as cluster,
         Client(cluster.grpc_address, cluster.admin_address) as client,
     ):
-        await many(client, 300)
+        await many(client, WARM_UP)
         before = memory_of(cluster)
-        await many(client, REQUESTS - 300)
+        await many(client, REQUESTS - WARM_UP)
         assert not wrong, wrong[:3]
-        assert hung_up >= REQUESTS // 50
+        assert hung_up >= REQUESTS // 100
         assert finished + hung_up == REQUESTS
         await client.wait_whole()
         grown = {

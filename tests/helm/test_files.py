@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from millrace_chart.render import CHART, NAMESPACE, RELEASE, ROOT, Object, presets, run
-from millrace_testing import kube_store
-from millrace_testing.charts import GIVEN, VARIANTS, files_of, of_kind, pods, rendered
+from millrace_chart.render import ROOT, Object
+from millrace_testing.charts import EVERYTHING, GIVEN, files_of, of_kind, pods, rendered
 from millrace_testing.kube_upgrade import refused
 
 pytestmark = pytest.mark.helm
-EVERYTHING = [*presets(), *VARIANTS]
 LASTING = ("Deployment", "StatefulSet", "LeaderWorkerSet")  # their pods start again without Helm
 WORKERS = ("demo-millrace-prefill", "demo-millrace-decode")
 CHANGES = {
@@ -43,7 +41,7 @@ def maps(items: list[Object]) -> dict[str, Object]:
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
-def test_what_lasting_pods_mount_cannot_change(name: str) -> None:
+def test_config_map_of_a_lasting_pod_is_immutable(name: str) -> None:
     items = rendered(name)
     found = maps(items)
     for where, config in mounted(items).items():
@@ -59,42 +57,13 @@ def test_what_lasting_pods_mount_cannot_change(name: str) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_files_have_another_name_and_equal_ones_the_same(change: str) -> None:
+def test_config_map_has_another_name_if_its_files_differ(change: str) -> None:
     before, after = (rendered("cpu-tiny", GIVEN, *more) for more in ((), (change,)))
     names = [*WORKERS, "demo-millrace-router"]
     assert {it for it in names if files_of(before, it) != files_of(after, it)} == CHANGES[change]
     old, new = mounted(before), mounted(after)
     assert {where.split("/")[1] for where in old if old[where] != new[where]} == CHANGES[change]
     assert not list(refused(before, after))
-
-
-@pytest.mark.parametrize("which", ["helm", pytest.param("oldest", marks=pytest.mark.helm("oldest"))])
-def test_pods_of_both_revisions_find_their_files_after_an_upgrade_and_a_rollback(which: str) -> None:
-    """A real helm; what it leaves is what pods of any revision find when they start again."""
-    seen: dict[str, Object] = {}
-    with kube_store.serving() as store:
-
-        def helm(command: str, *arguments: str) -> None:
-            access = ("--kube-apiserver", store.url, "--kube-token", "any", "--namespace", NAMESPACE)
-            run([command, RELEASE, *arguments, *access], which)
-            found = {name: item["data"] for (kind, name), item in store.objects.items() if kind == "ConfigMap"}
-            seen.update(mounted_data([it for (kind, _), it in store.objects.items() if kind in LASTING], found))
-            assert {name: found.get(name) for name in seen} == seen, command
-
-        helm("install", str(CHART))
-        first = dict(seen)
-        helm("upgrade", str(CHART), "--set", "logLevel=DEBUG")
-        assert len(seen) == 2 * len(first) == 6, "all of them changed"
-        helm("rollback", "1")
-        helm("upgrade", str(CHART), "--set", "logLevel=DEBUG")
-        helm("rollback")
-        helm("uninstall")
-        helm("install", str(CHART))
-    assert len(seen) == 6
-
-
-def mounted_data(items: list[Object], found: dict[str, Object]) -> dict[str, Object]:
-    return {config: found[config] for config in mounted(items).values()}
 
 
 KUBECTL = """#!/usr/bin/env bash
@@ -106,7 +75,7 @@ esac
 """
 
 
-def test_the_commands_of_the_guide_remove_only_what_no_revision_uses(tmp_path: Path) -> None:
+def test_guide_removes_only_config_maps_without_revision(tmp_path: Path) -> None:
     guide = (ROOT / "docs" / "operations.md").read_text()
     (block,) = (text for text in re.findall(r"```bash\n(.*?)```", guide, re.DOTALL) if "millrace/files" in text)
     pod = {"spec": {"volumes": [{"name": "config", "configMap": {"defaultMode": 420, "name": "millrace-decode-22"}}]}}

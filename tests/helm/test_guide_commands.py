@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 from millrace_chart.render import CHART, EDITED, KUBERNETES, NAMESPACE, ROOT, Object, objects, run
-from millrace_testing.charts import of_kind, pods
+from millrace_testing.charts import NO_DASHBOARDS, of_kind, pods
 
 pytestmark = pytest.mark.helm
 PAGES = sorted((ROOT / "docs" / "platforms").glob("*.md"))
@@ -33,16 +33,17 @@ def commands(word: str) -> list[str]:
 def release() -> list[Object]:
     """The release `millrace` of the guides, with all that they speak of: groups, TLS, and a second set of pools."""
     arguments = ["template", "millrace", str(CHART), "--namespace", NAMESPACE, "--kube-version", KUBERNETES]
+    arguments += ["--set", NO_DASHBOARDS]
     groups = ["--values", str(ROOT / "tests" / "helm" / "groups.yaml"), "--set", f"{EDITED},tls.mode=certManager"]
     second = [f"workers.{role}-b.{item}" for role in ("prefill", "decode") for item in (f"role={role}", "revision=b")]
-    return objects(run(arguments + groups)) + objects(run([*arguments, "--set", ",".join(second)]))
+    return objects(run([*arguments, *groups])) + objects(run([*arguments, "--set", ",".join(second)]))
 
 
 HELM = [c for c in commands("helm") if c.split()[1] in ("install", "upgrade", "template") and "helm/millrace" in c]
 
 
 @pytest.mark.parametrize("command", [c for c in HELM if not any(word in c.split() for word in PLACEHOLDERS)])
-def test_helm_takes_it(command: str) -> None:
+def test_command_of_a_guide_is_taken_by_helm(command: str) -> None:
     words = shlex.split(command)
     name, chart = words[2:4]
     assert chart == "helm/millrace"
@@ -54,7 +55,7 @@ def test_helm_takes_it(command: str) -> None:
             skip = True
         else:
             kept.append(str(ROOT / word) if word.endswith(".yaml") else word)
-    assert objects(run(["template", name, str(CHART), "--kube-version", KUBERNETES, *kept]))
+    assert run(["template", name, str(CHART), "--kube-version", KUBERNETES, *kept, "--set", NO_DASHBOARDS])
 
 
 def test_there_are_commands_to_try() -> None:

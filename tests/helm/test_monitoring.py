@@ -33,28 +33,27 @@ ALERTS = {name: {alert.title for alert in group} for name, group in alerts.group
 PLAIN = {title for name, titles in ALERTS.items() for title in titles if name != alerts.GPUS}
 
 
-def monitors(*sets: str, preset: Path = CPU, which: str = "helm") -> list[Object]:
-    return objects(template((preset,), (*ON, *sets), which))
+def monitors(*sets: str, preset: Path = CPU) -> list[Object]:
+    return objects(template((preset,), (*ON, *sets)))
 
 
-def rules(*sets: str, preset: Path = CPU, which: str = "helm") -> dict[str, Object]:
+def rules(*sets: str, preset: Path = CPU) -> dict[str, Object]:
     """Rules by name."""
-    (item,) = of_kind(monitors(*sets, preset=preset, which=which), "PrometheusRule")
+    (item,) = of_kind(monitors(*sets, preset=preset), "PrometheusRule")
     listed = [rule for group in item["spec"]["groups"] for rule in group["rules"]]
     return {rule.get("alert") or rule["record"]: rule for rule in listed}
 
 
 @needs_prometheus
-@pytest.mark.parametrize("which", ["helm", pytest.param("oldest", marks=pytest.mark.helm("oldest"))])
-def test_prometheus_reads_them(which: str, tmp_path: Path) -> None:
+def test_rules_of_a_release_are_read_by_prometheus(tmp_path: Path) -> None:
     """With a model's name that has signs of three languages in it."""
     more = ("monitoring.dcgm=true", "monitoring.vllmNames=true", 'model.name=a"b\\\\c: {{ d }}')
-    (item,) = of_kind(monitors(*more, which=which), "PrometheusRule")
+    (item,) = of_kind(monitors(*more), "PrometheusRule")
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(item["spec"]))
     command = [binary("promtool"), "check", "rules", "--lint-fatal", tmp_path / "rules.yaml"]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    expr = rules(*more, which=which)["MillraceRoutersGone"]["expr"]
+    expr = rules(*more)["MillraceRoutersGone"]["expr"]
     assert f'namespace="{NAMESPACE}",model="a\\"b\\\\c: {{{{ d }}}}",release="{RELEASE}"' in expr
 
 
@@ -113,6 +112,8 @@ def test_targets_have_the_labels_that_queries_name() -> None:
         given = {"namespace", "pod"}  # by the operator
         assert set(TARGET_LABELS) <= relabelings.keys() | given
         assert relabelings["release"]["replacement"] == RELEASE
+        component = relabelings["component"]
+        assert component.get("replacement") == ("router" if item["kind"] == "ServiceMonitor" else None)
         if item["kind"] == "PodMonitor":
             assert relabelings["pool"]["sourceLabels"] == ["__meta_kubernetes_pod_label_millrace_pool"]
     for item in of_kind(items, "Deployment"):

@@ -20,14 +20,13 @@ from millrace_chart.render import (
     find_helm,
     objects,
     preset_file,
-    presets,
     template,
 )
 from millrace_testing.charts import GIVEN, PLAIN
 
 pytestmark = pytest.mark.helm("both")
 LINES = ("v3", "v4")
-VERSIONS = [f"1.{minor}.0" for minor in range(29, 38)]
+VERSIONS = ["1.29.0", "1.31.0", "1.37.0"]
 VALUES = {  # as EDITED, GIVEN and PLAIN
     "images": {"registry": "registry.example/millrace"},
     "secret": {"secretName": "given"},
@@ -56,10 +55,10 @@ async def rendered(client: Client, line: str, version: str, preset: str, **value
 
 
 @pytest.mark.parametrize("line", LINES)
-@pytest.mark.parametrize("preset", presets())
-async def test_presets_render_alike_on_every_kubernetes(preset: str, line: str) -> None:
+@pytest.mark.parametrize("preset", ["cpu-tiny", "h200-1p1d-16gpu"])
+async def test_preset_renders_alike_on_every_kubernetes(preset: str, line: str) -> None:
     expected = {json.dumps(item, sort_keys=True) for item in objects(template((preset_file(preset),), (GIVEN, PLAIN)))}
-    seen = set()
+    seen: set[str] = set()
     async with helms() as client:
         for version in VERSIONS:
             text = await rendered(client, line, version, preset)
@@ -69,7 +68,7 @@ async def test_presets_render_alike_on_every_kubernetes(preset: str, line: str) 
 
 
 @pytest.mark.parametrize("line", LINES)
-async def test_values_that_cannot_work_are_refused(line: str) -> None:
+async def test_value_that_cannot_work_is_refused(line: str) -> None:
     async with helms() as client:
         said = await rendered(client, line, KUBERNETES, "cpu-tiny", workers={"decode": {"gpu": 1}})
         assert "at '/workers/decode': additional properties 'gpu' not allowed" in said

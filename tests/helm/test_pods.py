@@ -6,16 +6,11 @@ import json
 
 import pytest
 from millrace_chart.render import Object
-from millrace_testing.charts import of_kind, pods, rendered
+from millrace_testing.charts import of_kind, pods, rendered, spec_of
 
 pytestmark = pytest.mark.helm
 WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
 DECODE, ROUTER = "Deployment/demo-millrace-decode", "Deployment/demo-millrace-router"
-
-
-def spec_of(items: list[Object], where: str) -> Object:
-    (spec,) = (spec for name, spec in pods(items) if name == where)
-    return spec
 
 
 def workloads(items: list[Object]) -> dict[str, Object]:
@@ -205,6 +200,15 @@ def test_workers_run_as_root_only_where_that_is_said() -> None:
     assert (spec["securityContext"]["runAsUser"], spec["securityContext"]["runAsNonRoot"]) == (0, False)
     assert spec["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
     assert spec_of(rendered("root"), ROUTER)["securityContext"]["runAsUser"] == 10001
+
+
+@pytest.mark.parametrize("name", ["h200-1p1d-16gpu", "keys", "secrets", "groups"])
+def test_secret_of_a_pod_is_for_its_group_alone(name: str) -> None:
+    for where, spec in pods(rendered(name)):
+        assert spec["securityContext"].get("fsGroupChangePolicy") == "OnRootMismatch", "a chown of terabytes"
+        for volume in spec["volumes"]:
+            if "secret" in volume:
+                assert volume["secret"]["defaultMode"] == 0o440, f"{where}: {volume['name']}"
 
 
 @pytest.mark.parametrize("name", ["cpu-tiny", "groups", "hf", "warm"])

@@ -50,9 +50,12 @@ def test_without_an_answer_of_prometheus_the_number_stays() -> None:
 @pytest.mark.parametrize("kind", [HPA, KEDA])
 @pytest.mark.parametrize(("timeout", "period"), [(90, 105), (3600, 1800)])
 def test_one_at_a_time_as_long_as_the_api_allows(kind: tuple[str, ...], timeout: int, period: int) -> None:
-    spec = scalers(kind, f"workers.decode.drain.timeout={timeout}")["decode"]
+    more = ("autoscaling.maxReplicas=6", "autoscaling.scaleDownSeconds=77", f"drain.timeout={timeout}")
+    spec = scalers(kind, *(f"workers.decode.{item}" for item in more))["decode"]
+    assert spec.get("maxReplicas", spec.get("maxReplicaCount")) == 6
     behavior = spec.get("behavior") or spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
     assert behavior["scaleDown"]["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": period}]
+    assert behavior["scaleDown"]["stabilizationWindowSeconds"] == 77
 
 
 @pytest.mark.parametrize("target", ["many", "-5", "0", "8 tokens"])

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from millrace_chart.render import NAMESPACE
 from millrace_router.config import KubernetesConfig, RouterConfig
 from millrace_router.discovery import kubernetes
 from millrace_testing.charts import config_of, of_kind, rendered
@@ -42,7 +43,7 @@ class Nobody:
 
 
 @pytest.mark.parametrize("objects", ["pods", "endpointslices"])
-async def test_the_role_is_what_discovery_calls(objects: str) -> None:
+async def test_role_is_what_discovery_calls(objects: str) -> None:
     items = rendered("cpu-tiny", f"discovery.objects={objects}")
     async with Recorder() as server:
         config = KubernetesConfig.model_validate({"objects": objects, "selector": "app=millrace", "api": server.url})
@@ -61,13 +62,16 @@ async def test_the_role_is_what_discovery_calls(objects: str) -> None:
     assert granted == server.calls
 
 
-def test_the_routers_account_has_the_role_and_nothing_of_the_whole_cluster() -> None:
+def test_account_of_routers_has_the_role_in_its_namespace_alone() -> None:
     items = rendered("cpu-tiny")
     (binding,) = of_kind(items, "RoleBinding")
     (role,) = of_kind(items, "Role")
     (deployment,) = (it for it in of_kind(items, "Deployment") if it["metadata"]["name"] == "demo-millrace-router")
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    assert binding["subjects"][0]["name"] == deployment["spec"]["template"]["spec"]["serviceAccountName"]
+    (account,) = of_kind(items, "ServiceAccount")
+    name = deployment["spec"]["template"]["spec"]["serviceAccountName"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": name, "namespace": NAMESPACE}]
+    assert account["metadata"]["name"] == name and account["automountServiceAccountToken"] is False
     assert not of_kind(items, "ClusterRole", "ClusterRoleBinding")
 
 

@@ -28,7 +28,7 @@ async def run(cluster: LocalCluster, *arguments: str, key: str = "") -> tuple[in
     return process.returncode or 0, output.decode()
 
 
-async def test_a_request_through_prefill_transfer_and_decode(tmp_path: Path) -> None:
+async def test_helm_test_passes_only_with_a_key_and_a_transfer(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text(KEYS)
     spec = ClusterSpec(engine="sim", worker_set=("served_name=tiny",), router_set=(f"api_keys={keys}",))
@@ -41,10 +41,5 @@ async def test_a_request_through_prefill_transfer_and_decode(tmp_path: Path) -> 
         nobody = ("--decode", cluster.address("prefill-0", "metrics"), "--timeout", "3")
         code, output = await run(cluster, *nobody, key="a-key-for-the-test-of-32-characters")
         assert code == 1 and "no decode worker has read any KV page" in output, output
-
-
-async def test_a_release_of_unified_workers() -> None:
-    spec = ClusterSpec(engine="sim", prefill=0, decode=0, unified=1, worker_set=("served_name=tiny",))
-    async with LocalCluster(spec) as cluster:
-        code, output = await run(cluster, "--no-transfer")
-        assert code == 0 and output.startswith("ok: 8 tokens"), output
+        code, output = await run(cluster, "--no-transfer", key="a-key-for-the-test-of-32-characters")
+        assert code == 0 and output.startswith("ok: 8 tokens"), "as for a release of unified workers"

@@ -9,9 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from millrace_chart.render import CHART, objects, preset_file, presets, template
-from millrace_testing.charts import of_kind
-from millrace_testing.group import SETS
+from millrace_chart.render import CHART
 
 SCRIPT = CHART / "files" / "start.sh"
 SAY = "import os, sys; print('worker', sys.argv[1:], os.environ.get('UCX_TLS'))"
@@ -120,14 +118,3 @@ def test_a_missing_python_is_an_error_and_not_a_leader_that_is_late(pod: dict[st
     command = [shutil.which("sh") or "/bin/sh", str(SCRIPT), "run", "fake_worker"]
     done = subprocess.run(command, env={**pod, **group}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 127 and "python3" in done.stderr and "waiting" not in done.stdout
-
-
-@pytest.mark.helm
-@pytest.mark.parametrize("files", [(), *((preset_file(name),) for name in presets())])
-def test_no_service_has_the_name_of_a_group(files: tuple[Path, ...]) -> None:
-    """LeaderWorkerSet makes a Service of its own name, through which pods find a leader that is not ready yet, but not
-    where there is one already.
-    """
-    items = objects(template(files, (*SETS, "images.registry=r")))
-    groups = {item["metadata"]["name"] for item in of_kind(items, "LeaderWorkerSet")}
-    assert groups and not groups & {item["metadata"]["name"] for item in of_kind(items, "Service")}

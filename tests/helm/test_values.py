@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import yaml
-from millrace_chart.render import CHART, NAMESPACE, presets
+from millrace_chart.render import CHART, NAMESPACE
 from millrace_router.config import RouterConfig
 from millrace_serve.worker.config import WorkerConfig
-from millrace_testing.charts import VARIANTS, config_of, of_kind, pods, rendered
+from millrace_testing.charts import EVERYTHING, config_of, of_kind, pods, rendered, spec_of
 
 ROUTER = "demo-millrace-router"
 
 
 @pytest.mark.helm
-@pytest.mark.parametrize("name", [*presets(), *VARIANTS])
+@pytest.mark.parametrize("name", EVERYTHING)
 def test_processes_accept_their_configuration(name: str) -> None:
     items = rendered(name)
     router = RouterConfig.model_validate(config_of(items, ROUTER))
@@ -33,7 +33,7 @@ def test_processes_accept_their_configuration(name: str) -> None:
 
 
 @pytest.mark.helm
-@pytest.mark.parametrize("name", [*presets(), *VARIANTS])
+@pytest.mark.parametrize("name", EVERYTHING)
 def test_ports_are_those_of_the_configuration(name: str) -> None:
     """Probes ask the plain health port, and discovery finds the port named grpc."""
     items = rendered(name)
@@ -52,9 +52,31 @@ def test_ports_are_those_of_the_configuration(name: str) -> None:
 
 
 @pytest.mark.helm
+@pytest.mark.parametrize("name", ["cpu-tiny", "groups"])
+def test_service_port_leads_to_the_port_of_its_name(name: str) -> None:
+    for item in of_kind(rendered(name), "Service"):
+        for port in item["spec"]["ports"]:
+            assert port["targetPort"] == port["name"], item["metadata"]["name"]
+
+
+@pytest.mark.helm
+def test_probe_waits_for_the_start_and_notices_readiness_soon() -> None:
+    main = spec_of(rendered("cpu-tiny", "workers.decode.startup=901"))["containers"][0]
+    waits = {name: main[name]["failureThreshold"] * main[name]["periodSeconds"] for name in main if "Probe" in name}
+    assert waits == {"startupProbe": 905, "livenessProbe": 60, "readinessProbe": 10}
+
+
+@pytest.mark.helm
+@pytest.mark.parametrize("plain", ["true", "false"])
+def test_api_keys_without_tls_are_taken_only_where_that_is_said(plain: str) -> None:
+    config = config_of(rendered("keys", "tls.mode=certManager", f"apiKeys.allowPlaintext={plain}"), ROUTER)
+    assert config["api_keys"] == "/etc/millrace/keys/keys.yaml" and config["api_keys_plaintext"] is (plain == "true")
+
+
+@pytest.mark.helm
 def test_drain_fits_into_the_grace() -> None:
     items = rendered("cpu-tiny", "workers.decode.drain.timeout=40", "workers.decode.drain.preStop=7")
-    (spec,) = (spec for name, spec in pods(items) if name == "Deployment/demo-millrace-decode")
+    spec = spec_of(items)
     assert spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "7"]
     assert config_of(items, "demo-millrace-decode")["timeouts"]["drain"] == 40
     assert spec["terminationGracePeriodSeconds"] >= 7 + 40 + 15

@@ -1,4 +1,4 @@
-"""Values for tests of the Helm chart that the presets do not have: everything that is off by default, switched on."""
+"""Renders of the Helm chart: presets, variants of them (tests/helm/variants.yaml), and what is in them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from millrace_chart.render import ROOT, Object, objects, preset_file, template
+from millrace_chart.render import ROOT, Object, objects, preset_file, presets, template
 
 CPU = preset_file("cpu-tiny")
 PAIR = preset_file("h200-1p1d-16gpu")
@@ -17,95 +17,29 @@ PLAIN = "tls.mode=off"  # and so do certificates
 NO_DASHBOARDS = "monitoring.dashboards.enabled=false"  # large, and the same in every variant
 HPA = ("autoscaling.kind=hpa", "replicas=null")
 KEDA = ("autoscaling.kind=keda", "replicas=null")
-VARIANTS: dict[str, tuple[Path, tuple[str, ...]]] = {
-    "tls": (CPU, ("tls.mode=certManager",)),
-    "issuer": (CPU, ("tls.mode=certManager", "tls.issuerRef.name=ours", "tls.issuerRef.kind=ClusterIssuer")),
-    "secrets": (
-        CPU,
-        ("tls.mode=secrets", "tls.routerSecret=r", "tls.workerSecret=w", "tls.publicSecret=web"),
-    ),
-    "keys": (CPU, ("apiKeys.secretName=keys", "apiKeys.allowPlaintext=true", "test.apiKey.secretName=test-key")),
-    "slices": (CPU, ("discovery.objects=endpointslices",)),
-    "statefulset": (CPU, ("workerDefaults.kind=statefulset",)),
-    "groups": (GROUPS, ()),
-    "cpu-groups": (CPU, tuple(f"workers.decode.{item}" for item in ("kind=lws", "size=2", "dp=2"))),
-    "hpa": (CPU, tuple(f"{at}.{item}" for at in ("router", "workerDefaults") for item in HPA)),
-    "keda": (PAIR, tuple(f"workerDefaults.{item}" for item in KEDA)),
-    "keda-groups": (GROUPS, tuple(f"workerDefaults.{item}" for item in KEDA)),
-    "rack": (
-        GROUPS,
-        (
-            "workers.prefill.topology.key=rack",
-            "workers.decode.topology.key=rack",
-            "workers.decode.topology.mode=required",
-        ),
-    ),
-    "own-rack": (GROUPS, ("workerDefaults.topology.key=rack", "workerDefaults.topology.mode=exclusive")),
-    "kueue": (GROUPS, ("workerDefaults.gang.kind=kueue", "workerDefaults.gang.queue=gpus")),
-    "volcano": (PAIR, ("workerDefaults.gang.kind=volcano", "workerDefaults.gang.queue=gpus")),
-    "volcano-groups": (GROUPS, ("workerDefaults.gang.kind=volcano", "workerDefaults.gang.queue=gpus")),
-    "root": (PAIR, ("podSecurity.workersAsRoot=true",)),
-    "warm": (PAIR, ("cache.kind=pvc", "cache.claim=cache", "cache.warm=true")),
-    "ipv6": (CPU, ("ipFamily=IPv6",)),
-    "next": (  # a new version beside the old one
-        CPU,
-        tuple(
-            f"workers.{role}-b.{item}"
-            for role in ("prefill", "decode")
-            for item in (
-                f"role={role}",
-                "revision=b",
-                "image.tag=0.2.0-cpu",
-                "config.limits.page_size=32",
-                "model.path=/opt/b",
-            )
-        ),
-    ),
-    "extended": (ROOT / "tests" / "helm" / "extended.yaml", ()),
-    "route": (
-        CPU,
-        (
-            "gateway.httpRoute.enabled=true",
-            "gateway.httpRoute.parentRefs[0].name=gateway",
-            "gateway.inferencePool.enabled=true",
-            "gateway.inferencePool.endpointPicker.name=picker",
-        ),
-    ),
-    "policies": (
-        CPU,
-        (
-            "networkPolicy.clients[0].namespaceSelector.matchLabels.team=a",
-            "networkPolicy.monitoring[0].namespaceSelector.matchLabels.team=b",
-        ),
-    ),
-    "egress": (
-        CPU,
-        (
-            "networkPolicy.egress.enabled=true",
-            "tracing.endpoint=http://collector.tracing:4319",
-            "workers.decode.ports.grpc=6",
-        ),
-    ),
-    "hf": (CPU, ("model.source=hf", "model.uri=a/b", "model.path=c", "model.claim=d", "model.secretName=e")),
-    "s3": (CPU, ("model.source=s3", "model.uri=s3://a/b", "model.path=c", "model.claim=d")),
-    "oci": (CPU, ("model.source=oci", "model.uri=a/b:1", "model.path=c", "model.claim=d", "model.secretName=e")),
-    "host": (CPU, ("model.source=hostPath", "model.hostPath=/models", "cache.kind=pvc", "cache.claim=cache")),
-    "privileged": (PAIR, ("fabric.privileged=true", "fabric.acknowledgePrivileged=true")),
-    "tcp": (PAIR, ("fabric.preset=tcp-dev", "fabric.allowTcp=true")),
-    **{
-        name: (PAIR, (f"fabric.preset={name}", "workerDefaults.gpuModel=H200"))
-        for name in ("roce", "gke-rdma", "gke-gib", "aks-ib", "coreweave")
-    },
-    "aws-efa": (PAIR, ("fabric.preset=aws-efa", "images.gpuWorker.repository=worker-efa")),
+FILES = {"cpu": CPU, "pair": PAIR, "groups": GROUPS, "extended": ROOT / "tests" / "helm" / "extended.yaml"}
+VARIANTS: dict[str, tuple[Path, tuple[str, ...]]] = {  # everything that is off by default, switched on
+    name: (FILES[file], tuple(sets))
+    for name, (file, *sets) in yaml.safe_load((ROOT / "tests" / "helm" / "variants.yaml").read_text()).items()
 }
+EVERYTHING = [*presets(), *VARIANTS]
 
 
 def rendered(name: str, *more: str) -> list[Object]:
-    """The objects of a preset or a variant, with further --set items."""
-    if name not in VARIANTS:
-        return objects(template((preset_file(name),), more))
-    file, sets = VARIANTS[name]
+    """The objects of a preset or a variant without dashboards, with further --set items."""
+    file, sets = VARIANTS[name] if name in VARIANTS else (preset_file(name), ())
     return objects(template((file,), (NO_DASHBOARDS, *sets, *more)))
+
+
+def spec_of(items: Iterable[Object], where: str = "Deployment/demo-millrace-decode") -> Object:
+    """The spec of the pods of an object, by kind and name."""
+    (spec,) = (spec for name, spec in pods(items) if name == where)
+    return spec
+
+
+def named(items: Iterable[Object], kind: str, name: str) -> Object:
+    (found,) = (item for item in of_kind(items, kind) if item["metadata"]["name"] == name)
+    return found
 
 
 def of_kind(items: Iterable[Object], *kinds: str) -> list[Object]:

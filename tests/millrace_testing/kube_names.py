@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
+
+from kubernetes.utils.quantity import parse_quantity
 
 Object = dict[str, Any]
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -14,13 +17,6 @@ SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z
 QUALIFIED = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 PORT = re.compile(r"(?=.*[a-z])[a-z0-9]+(-[a-z0-9]+)*")
 VARIABLE = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
-QUANTITY = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+))([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?")
-UNITS = {"n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3"), "k": Decimal(1000)} | {
-    unit + more: Decimal(base) ** power
-    for power, unit in enumerate("KMGTPE", 1)
-    for more, base in (("i", 1024), ("", 1000))
-    if unit + more != "K"
-}
 # A StatefulSet's name and a hash of 10 go into one label of 63; a LeaderWorkerSet adds the number of its group.
 NAMES: dict[str, tuple[re.Pattern[str], int]] = {
     "Service": (LABEL_1035, 63),
@@ -132,13 +128,9 @@ def _quantities(path: str, node: Object) -> Iterator[str]:
 
 def amount(value: Any) -> Decimal | None:
     """None where the value is no quantity."""
-    match = QUANTITY.fullmatch(str(value))
-    if match is None:
-        return None
-    number, unit = match.groups()
-    if unit and unit[0] in "eE" and len(unit) > 1 and unit[1] != "i":
-        return Decimal(number + unit)
-    return Decimal(number) * UNITS.get(unit or "", Decimal(1))
+    with contextlib.suppress(ValueError):
+        return parse_quantity(str(value))
+    return None
 
 
 def _selector(spec: Object) -> Iterator[str]:

@@ -98,14 +98,6 @@ def problems(schema: Schema, value: Any, old: Any, definitions: dict[str, Schema
             yield from problems(schema.get("items", {}), each, known.get(key), definitions, where)
 
 
-def rules(schema: Any) -> Iterator[str]:
-    """Every CEL rule in a schema."""
-    if isinstance(schema, dict):
-        yield from (rule["rule"] for rule in schema.get("x-kubernetes-validations", ()))
-    for each in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        yield from rules(each)
-
-
 @cache
 def program(rule: str) -> Any:
     """ValueError where the rule cannot be compiled."""
@@ -114,9 +106,6 @@ def program(rule: str) -> Any:
 
 def _broken(rule: dict[str, str], schema: Schema, value: Any, old: Any, path: str) -> Iterator[str]:
     """A rule that cannot be evaluated is a broken one."""
-    if rule.get("optionalOldSelf"):
-        yield f"{path}: the rule {rule['rule']!r} cannot be evaluated: optionalOldSelf is not known here"
-        return
     transition = re.search(r"\boldSelf\b", rule["rule"])
     if transition and old is None:
         return

@@ -5,16 +5,20 @@ A *leaf* is a request that has one number in one field, with whatever else that 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from jsonschema_specifications import REGISTRY
 
+T = TypeVar("T")
+SHARE = int(os.environ.get("MILLRACE_NUMBERS_SHARE", 5))  # one in so many pairs of field and value is tried; 1: all
 NUMBER = "@@number@@"  # where the literal belongs
 KEY = "5"  # of a map from strings
 LITERALS = (
@@ -32,6 +36,12 @@ SCHEMA_KEYWORDS = {  # of JSON schemas, by the type that they restrict
     "array": ("minItems", "maxItems", "minContains", "maxContains"),
     "object": ("minProperties", "maxProperties"),
 }
+
+
+def some(leaves: Iterable[T]) -> Iterator[tuple[T, str]]:
+    """A share of the literals with each leaf, others with the next one."""
+    for index, leaf in enumerate(leaves):
+        yield from ((leaf, literal) for literal in LITERALS[index % SHARE :: SHARE])
 
 
 class Leaf(NamedTuple):
@@ -123,14 +133,18 @@ class ProtoLeaf(NamedTuple):
     message: Message
 
 
-def proto_leaves(kind: Descriptor, names: tuple[str, ...] = ()) -> Iterator[ProtoLeaf]:
-    """Of a message type: each numeric field with each value that fits its type; of enums, values that they lack."""
+def proto_leaves(kind: Descriptor) -> Iterator[ProtoLeaf]:
+    """Of a message type: a share of its numeric fields with the values that fit; of enums, values that they lack."""
+    yield from itertools.islice(_proto_leaves(kind), 0, None, SHARE)
+
+
+def _proto_leaves(kind: Descriptor, names: tuple[str, ...] = ()) -> Iterator[ProtoLeaf]:
     for field in kind.fields:
         path = (*names, field.name)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             yield from _map_leaves(kind, field, path)
         elif field.message_type is not None:
-            for leaf in proto_leaves(field.message_type, path):
+            for leaf in _proto_leaves(field.message_type, path):
                 yield leaf._replace(message=_holding(kind, field, leaf.message))
         else:
             for value in _values(field):

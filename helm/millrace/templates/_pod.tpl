@@ -47,10 +47,10 @@ readinessProbe:
 {{- define "millrace.env" -}}
 {{- $own := list }}
 {{- range .own | fromYamlArray }}{{- $own = append $own .name }}{{- end }}
+{{- $taken := list }}
+{{- range $name := keys (default dict .env) | sortAlpha }}{{- if has $name $own }}{{- $taken = append $taken $name }}{{- end }}{{- end }}
+{{- with $taken }}{{- fail (printf "%s.env.%s: the chart sets this variable itself" $.at (join ", " .)) }}{{- end }}
 {{- range $name, $value := .env }}
-{{- if has $name $own }}
-{{- fail (printf "%s.env.%s: the chart sets this variable itself" $.at $name) }}
-{{- end }}
 {{- if kindIs "map" $value }}
 - {name: {{ $name }}, valueFrom: {{ toJson $value }}}
 {{- else }}

@@ -21,8 +21,9 @@ from typing import Any
 import yaml
 from millrace_cli.cluster import ClusterSpec, LocalCluster
 from millrace_cli.process import EXEC_GUARD
-from millrace_dashboards.alert import WHERE, Deployment, Thresholds
+from millrace_dashboards.alert import Deployment, Thresholds
 from millrace_dashboards.files import rendered
+from millrace_dashboards.promql import WHERE
 
 from millrace_testing.prometheus import Prometheus, Target, free_port
 

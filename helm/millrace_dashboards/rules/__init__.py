@@ -1,1 +1,0 @@
-"""The rules, by what they are about. Each function gives the alerts of one group, or a part of them."""
