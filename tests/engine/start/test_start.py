@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_compile_ahead import LIMITS, site
+from engine.start.test_compile_ahead import LIMITS, site
 from millrace_serve.engine.config import Execution, Role
 from millrace_serve.engine.start import memory, startup
 from millrace_serve.engine.start.phases import Phases

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from engine.test_slots import CONFIG, CPU, SIZE, step_of
+from engine.step.test_slots import CONFIG, CPU, SIZE, step_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_serve.engine.step.batch import StepBatch

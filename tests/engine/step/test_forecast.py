@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 from engine.harness import Clock, Driver, request
-from engine.test_progress import batch
-from engine.test_schedulers import import_all
+from engine.schedule.test_schedulers import import_all
+from engine.step.test_progress import batch
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.engine.config import Role
