@@ -40,7 +40,7 @@ TWO_WORKERS = (
 STAGES = (
     Stage("parity", f"{PYTEST} tests/e2e/test_parity.py -m gpu", 560, "all pass"),
     Stage("logits", f"{EVAL} logits --device cuda", 180, "medians within BF16 0.02, FP8 0.08", "logits"),
-    Stage("graphs", f"{PYTEST} tests/engine/test_gpu.py -m gpu", 300, "graphs equal eager bit for bit"),
+    Stage("graphs", f"{PYTEST} tests/engine/step/test_gpu.py -m gpu", 300, "graphs equal eager bit for bit"),
     Stage("eval", f"{EVAL} {MATRIX} --device cuda", 480, "within its error", "evaluation"),
     Stage("engine", f"{ENGINE} {STEPS} --variants eager graph", 300, "idle < 3 %", "engine"),
     Stage("startup", f"{STARTUP} --widths tp8 {START}", 560, "cold 360 s, warm 60 s", "startup"),
@@ -103,7 +103,7 @@ SMALL_SHARD = "--tiny --layers 2 --repeats 2 --profile --decode 2x100"
 SMALL = {
     "parity": f"{PYTEST} tests/e2e/test_parity.py -k 'unified_equals and cpu'",
     "logits": f"{EVAL} logits --num-texts 1",
-    "graphs": f"{PYTEST} tests/engine/test_graphs.py",
+    "graphs": f"{PYTEST} tests/engine/step/test_graphs.py",
     "eval": f"{EVAL} matrix --num-items 2 --tasks addition copy",
     "engine": f"{ENGINE} {SMALL_STEPS} --variants eager graph",
     "startup": f"{STARTUP} --widths tiny --layers 2 --worker-set limits.max_model_len=256",

@@ -36,7 +36,8 @@ class Host:
 
 
 def stages(host: Host) -> list[Stage]:
-    tokens = "tests/engine/test_eight_ranks.py" if host.gpus == 8 else "tests/engine/test_balance_ranks.py"  # of two
+    name = "eight_ranks" if host.gpus == 8 else "balance_ranks"  # of two
+    tokens = f"tests/engine/step/test_{name}.py"
     lost = "tests/worker/test_lost_ranks.py"
     return [
         Stage("tokens", f"{PYTEST} {tokens} -m gpu", 900, "those of one rank"),

@@ -66,7 +66,7 @@ def overlap(device: torch.device, tiny: bool, layers: int) -> Iterator[Found]:
             steps[overlapped] += [row["step_ms"] for row in rows if row["kind"] == "decode"]
             gc.collect()  # the next engine needs its memory
         on, off = (1e3 * statistics.median(steps[overlapped]) for overlapped in (True, False))
-        # tests/engine/test_schedulers.py compares the tokens
+        # tests/engine/schedule/test_schedulers.py compares the tokens
         yield f"batch {batch}, {len(model.layers)} layers", on, off, 0.0
 
 

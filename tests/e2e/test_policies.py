@@ -116,7 +116,7 @@ async def test_short_prompts_bypass_the_prefill_worker_with_the_same_tokens() ->
 
 @pytest.mark.long
 async def test_decode_worker_runs_what_would_wait_for_prefill() -> None:
-    # What is not in a step yet is waiting; the long prompt takes six seconds, far more than it takes to send the others.
+    # What is not in a step yet is waiting. The long prompt takes 6 s: far more than sending the others.
     settings = ("sim.token_s=0.004", "limits.max_prefill_tokens=100")
     slow = replace(spec("routing.local_prefill_wait=0.5", prefill=1), worker_set=settings)
     async with LocalCluster(slow) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:

@@ -33,8 +33,7 @@ def values(rows: IndexRows) -> Tensor:
     return data if rows.scales is None else data * rows.scales.unsqueeze(-1)
 
 
-@pytest.mark.parametrize("num", [0, 1, 5])
-@pytest.mark.parametrize("heads", [1, 64])
+@pytest.mark.parametrize(("num", "heads"), [(0, 1), (1, 64), (5, 1)])
 def test_rows_rotate_in_halves(num: int, heads: int) -> None:
     call = indexer_inputs.index_queries(Draw(), num, heads, exact=True)
     cos, sin, half = call["cos"][:, None], call["sin"][:, None], call["cos"].shape[1]
@@ -94,8 +93,7 @@ def test_fewer_keys_than_wanted() -> None:
         assert found.shape == (1, 100) and ((found >= 0) == (torch.arange(100) < 3)).all()
 
 
-@pytest.mark.parametrize("num", [0, 1, 17])
-@pytest.mark.parametrize("heads", [1, 3, 64])
+@pytest.mark.parametrize(("num", "heads"), [(0, 3), (1, 64), (17, 1), (17, 3)])
 def test_our_kernel_of_queries(num: int, heads: int) -> None:
     call = indexer_inputs.index_queries(Draw(dtype=BF16), num, heads)
     with forced(**{"indexer.index_queries": f"{TRITON}:index_queries"}):

@@ -11,7 +11,7 @@ from millrace_kernels import triton
 
 # Scalars that follow the number of tokens, of sequences, or the longest sequence. Triton compiles a kernel again for a
 # multiple of 16, and a request would wait for the compiler: the rehearsed sizes are not of every kind, since strides of
-# scales are rounded up to 4. Whole steps are compared in tests/engine/test_every_request.py.
+# scales are rounded up to 4. Whole steps are compared in tests/engine/start/test_every_request.py.
 SIZES = {
     "num_tokens", "tokens", "num_queries", "num_seqs", "page_table_row",
     "scale_stride", "stride_scale_k", "scale_column", "out_scale_col", "x_scale_col",
@@ -38,7 +38,7 @@ def test_there_are_kernels() -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_kernel_is_not_compiled_for_kinds_of_sizes(kernel: ast.FunctionDef) -> None:
+def test_kernel_is_not_compiled_for_kinds_of_sizes(kernel: ast.FunctionDef) -> None:
     plain = " ".join(map(ast.unparse, kernel.decorator_list))
     names = {arg.arg for arg in kernel.args.args}
     assert {name for name in names & (SIZES | PARTS) if f"'{name}'" not in plain} == set()

@@ -43,10 +43,10 @@ def of(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
     return Mutant(name, file, old, new, tuple(f"tests/{test}" for test in tests))
 
 
-SCHEDULERS = ("engine/test_schedulers.py", "engine/test_machines.py")
-CACHE = ("engine/test_pages.py", "engine/test_machines.py", "engine/test_schedulers.py")
+SCHEDULERS = ("engine/schedule/test_schedulers.py", "engine/schedule/test_machines.py")
+CACHE = ("engine/cache/test_pages.py", "engine/schedule/test_machines.py", "engine/schedule/test_schedulers.py")
 IMPORTS = ("transfer",)
-DRAFTS = ("engine/test_accept.py", "engine/test_drafts.py")
+DRAFTS = ("engine/step/test_accept.py", "engine/step/test_drafts.py")
 MUTANTS = (
     # scheduling
     of("prefill-last-token-cached", f"{ENGINE}/schedule/prefill.py",
@@ -76,13 +76,14 @@ MUTANTS = (
        "node = next(iter(self._idle))", "node = next(reversed(self._idle))", *CACHE),
     of("radix-ignores-the-parent", f"{ENGINE}/cache/radix.py",
        "if node is None or node.parent is not (path[-1] if path else self.root):", "if node is None:",
-       "engine/test_loans.py", *CACHE),
+       "engine/schedule/test_loans.py", *CACHE),
     of("radix-ignores-the-salt", f"{ENGINE}/cache/radix.py",
        "return tuple(page) if index else (salt, *page)", "return tuple(page)", *CACHE),
     of("radix-forgets-anothers-block", f"{ENGINE}/cache/radix.py",
        "if self._by_block.get(node.block) is node:", "if True:", *CACHE),
     of("blocks-ignore-the-salt", "proto/millrace_common/page_hash.py",
-       "first_link(salt) if prev is None", 'first_link(b"") if prev is None', "engine/test_page_identity.py", *CACHE),
+       "first_link(salt) if prev is None", 'first_link(b"") if prev is None',
+       "engine/cache/test_page_identity.py", *CACHE),
     of("cache-duplicate-is-not-pinned", f"{ENGINE}/cache/kv_cache.py",
        "prefix.pins.append(prefix.tail.page)", "pass", *CACHE),
     of("cache-pins-are-not-parked", f"{ENGINE}/cache/kv_cache.py",
@@ -107,15 +108,16 @@ MUTANTS = (
     # sampling
     of("penalties-count-rejected-drafts", f"{ENGINE}/step/sampling.py",
        "accepted[samples].to(self._counts.dtype)", "1 | accepted[samples].to(self._counts.dtype)",
-       "engine/test_drafts_sampling.py", "engine/test_sampling.py"),
+       "engine/step/test_drafts_sampling.py", "engine/step/test_sampling.py"),
     of("bias-for-ever", f"{ENGINE}/step/sampling.py",
-       "output_index[bias.samples] >= bias.until", "output_index[bias.samples] >= 1 << 40", "engine/test_sampling.py"),
+       "output_index[bias.samples] >= bias.until", "output_index[bias.samples] >= 1 << 40",
+       "engine/step/test_sampling.py"),
     of("logprobs-behind-penalties", f"{ENGINE}/step/sampling.py",
        "raw = torch.log_softmax(logits, dim=-1) if host.num_logprobs >= 0 else None",
-       "raw = logits if host.num_logprobs >= 0 else None", "engine/test_sampling.py"),
+       "raw = logits if host.num_logprobs >= 0 else None", "engine/step/test_sampling.py"),
     of("grammar-mask-upside-down", f"{ENGINE}/step/sampling.py",
        "masked_fill(allowed == 0, -torch.inf)", "masked_fill(allowed != 0, -torch.inf)",
-       "engine/test_sampling.py", "engine/test_grammar.py"),
+       "engine/step/test_sampling.py", "engine/grammar/test_grammar.py"),
     # drafts
     of("accept-without-room", f"{KERNELS}/accept_drafts.py",
        "out[0] = torch.minimum(_leading(held) + 1, room)", "out[0] = _leading(held) + 1", *DRAFTS),
@@ -125,10 +127,11 @@ MUTANTS = (
        "counts = tl.minimum(leading + 1, room)", "counts = leading + 1", "kernels/test_decode_step.py", *DRAFTS),
     of("output-index-of-the-input", f"{ENGINE}/step/slots.py",
        "return positions + 1 - self.num_prompt", "return positions - self.num_prompt",
-       "engine/test_slots.py", "engine/test_sampling.py"),
+       "engine/step/test_slots.py", "engine/step/test_sampling.py"),
     of("rows-behind-the-capacity", f"{ENGINE}/step/slots.py",
-       "kv_slots.masked_fill_(positions >= self.capacity[step.slots][seq_of_row], 0)", "pass", "engine/test_slots.py",
-       "engine/test_drafts_kv.py"),
+       "kv_slots.masked_fill_(positions >= self.capacity[step.slots][seq_of_row], 0)", "pass",
+       "engine/step/test_slots.py",
+       "engine/step/test_drafts_kv.py"),
     # experts
     of("gate-without-padding-on-gpus", f"{MODEL}/moe.py",
        "*self.gate(h.plain, inputs.num_tokens)", "*self.gate(h.plain, None)",
@@ -154,11 +157,11 @@ MUTANTS = (
     # the start
     of("start-without-products", f"{ENGINE}/start/startup.py",
        "runner.call(lambda: fp8.compile_ahead(rehearsal.most_rows(config, shapes), site.device))", "pass",
-       "engine/test_start.py"),
-    of("start-without-freeze", f"{ENGINE}/start/startup.py", "gc_hooks.freeze()", "pass", "engine/test_start.py"),
-    of("captures-with-collector", f"{ENGINE}/step/graphs.py", "gc.disable()", "pass", "engine/test_start.py"),
+       "engine/start/test_start.py"),
+    of("start-without-freeze", f"{ENGINE}/start/startup.py", "gc_hooks.freeze()", "pass", "engine/start/test_start.py"),
+    of("captures-with-collector", f"{ENGINE}/step/graphs.py", "gc.disable()", "pass", "engine/start/test_start.py"),
     of("graph-rows-are-not-counted", f"{ENGINE}/step/graphs.py",
-       "self._num_rows.copy_(step.num_rows)", "pass", "engine/test_graphs.py"),
+       "self._num_rows.copy_(step.num_rows)", "pass", "engine/step/test_graphs.py"),
     # the watch over ranks
     of("watch-ignores-silence", f"{FRONTEND}/rank_watch.py",
        "if not one.pulse.doing and one.silent_s > LEAST_S:", "if False:", "worker/test_rank_watch.py"),
@@ -168,9 +171,9 @@ MUTANTS = (
        "behind = min(ranks[rank].pulse.launched for rank in stuck)",
        "behind = max(ranks[rank].pulse.launched for rank in stuck)", "worker/test_rank_watch.py"),
     of("progress-busy-is-slow", f"{ENGINE}/step/progress.py",
-       "if tokens and not excused:", "if tokens:", "engine/test_progress.py"),
+       "if tokens and not excused:", "if tokens:", "engine/step/test_progress.py"),
     of("forecast-of-the-slowest", f"{ENGINE}/step/forecast.py",
-       "seconds = min(", "seconds = max(", "engine/test_forecast.py"),
+       "seconds = min(", "seconds = max(", "engine/step/test_forecast.py"),
 )  # fmt: skip
 
 

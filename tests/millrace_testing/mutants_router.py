@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from millrace_testing.mutants import of
+
 FLOW, FLEET, POLICY = (f"router/millrace_router/{part}" for part in ("flow", "fleet", "policy"))
 EDGE, DISCOVERY, HEALTH = (f"router/millrace_router/{part}" for part in ("edge", "discovery", "resilience"))
 RPC = "proto/millrace_rpc"
@@ -11,7 +13,7 @@ PATHS = ("router/flow/test_paths.py", "router/flow/test_capacity.py")
 PLACES = ("router/policy",)
 WORKERS = ("router/fleet/test_workers.py", "router/fleet/test_states.py")
 KUBERNETES, WIRE = ("router/discovery",), ("rpc",)
-BREAKS: tuple[tuple[str, ...], ...] = (
+ROWS: tuple[tuple[str, ...], ...] = (
     # the queue
     ("rate-counts-idle-time", f"{FLOW}/admission.py", "passed if waiting else 0.0", "passed", *QUEUE),
     ("rate-keeps-an-outage", f"{FLOW}/admission.py", "self._at, self._since = now, 0.0", "self._at = now", *QUEUE),
@@ -132,8 +134,8 @@ BREAKS: tuple[tuple[str, ...], ...] = (
     # the edge
     ("retry-after-is-rounded", f"{EDGE}/http_answers.py", "math.ceil(error.retry_after_s)",
      "round(error.retry_after_s)", "router/edge"),
-    ("the-largest-header-counts", f"{EDGE}/guard.py", "if sum(len(name) + len(value) for", "if max(len(name) + len(value) for",
-     "router/edge/test_guard.py"),
+    ("the-largest-header-counts", f"{EDGE}/guard.py",
+     "if sum(len(name) + len(value) for", "if max(len(name) + len(value) for", "router/edge/test_guard.py"),
     ("decoded-bodies-are-free", f"{EDGE}/http_answers.py", "take(max(0, len(data) - len(body)))", "pass",
      "router/edge/test_bodies.py", "router/edge/test_encodings.py"),
     ("readers-are-always-away", f"{EDGE}/grpc_service.py", "patience.away = False", "pass",
@@ -155,3 +157,4 @@ BREAKS: tuple[tuple[str, ...], ...] = (
     ("readers-that-take-a-little-stall", f"{RPC}/http_connection.py",
      "if self.transport.get_write_buffer_size() < self._untaken:", "if False:", "router/edge/test_slow_clients.py"),
 )  # fmt: skip
+MUTANTS = tuple(of(*row) for row in ROWS)

@@ -1,0 +1,279 @@
+"""The third tier below the host tier: a store of pages that outlives engines, over the simulated engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from engine.harness import SETTINGS, TINY, Driver, request
+from hypothesis import given
+from hypothesis import strategies as st
+from millrace_common.page_hash import page_hashes
+from millrace_common.reasons import Reason
+from millrace_serve.engine.cache.changes import TierChanges
+from millrace_serve.engine.cache.host_tier import Copy, HostTier
+from millrace_serve.engine.cache.page_store import Move
+from millrace_serve.engine.config import GIB, EngineConfig, Role
+from millrace_serve.engine.core import Load, Route, SequenceOutput
+from millrace_serve.engine.schedule.disk_moves import DiskMoves
+from millrace_serve.engine.sim.factory import sim_layout
+from millrace_serve.transfer.base import PageBuffer
+from millrace_serve.transfer.disk_tier import DiskTier
+from millrace_serve.transfer.page_folder import PageFolder
+from millrace_testing.blocks import block, blocks
+from millrace_testing.examples import examples
+from millrace_testing.oracle import oracle_outputs
+from pydantic import ValidationError
+
+
+class Store:
+    """A PageStore whose moves end when the test says so."""
+
+    def __init__(self) -> None:
+        self.blocks: set[bytes] = set()
+        self.moves: list[Move] = []
+        self.ended: list[Move] = []
+        self.behind = False
+
+    def has(self, block: bytes) -> bool:
+        return block in self.blocks
+
+    def load(self, block: bytes, slot: int) -> None:
+        self.moves.append(Move(block, slot, True))
+
+    def store(self, block: bytes, slot: int) -> bool:
+        if not self.behind:
+            self.moves.append(Move(block, slot, False))
+        return not self.behind
+
+    def end(self, index: int, ok: bool = True) -> None:
+        move = self.moves.pop(index)
+        if ok and not move.is_load:
+            self.blocks.add(move.block)
+        self.ended.append(Move(move.block, move.slot, move.is_load, ok, refused=move.is_load and not ok))
+
+    def take(self) -> list[Move]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def remove(self, blocks: Iterable[bytes]) -> None:
+        self.blocks.difference_update(blocks)
+
+    def close(self) -> None:
+        pass
+
+
+def made(slots: int) -> tuple[HostTier, DiskMoves, Store]:
+    tier, store = HostTier(slots, TierChanges()), Store()
+    moves = DiskMoves(tier)
+    moves.store = store
+    return tier, moves, store
+
+
+def whole(tier: HostTier, *numbers: int) -> list[Copy]:
+    copies = []
+    for its in blocks(*numbers):
+        copy = tier.begin(its)
+        assert copy is not None
+        tier.end(copy, good=True)
+        copies.append(copy)
+    return copies
+
+
+def test_stored_copy_keeps_its_slot_until_the_store_has_it() -> None:
+    tier, moves, store = made(1)
+    moves.keep(whole(tier, 7))
+    assert tier.begin(block(8)) is None, "the only slot is being read"
+    store.end(0)
+    moves.poll()
+    assert tier.begin(block(8)) is not None and store.has(block(7))
+    assert moves.counts() == {
+        "disk_stored_pages": 1,
+        "disk_loaded_pages": 0,
+        "disk_refused_pages": 0,
+        "disk_failed_pages": 0,
+    }
+
+
+@pytest.mark.parametrize("is_load", [False, True])
+def test_move_that_comes_to_nothing_is_counted(is_load: bool) -> None:
+    tier, moves, store = made(2)
+    if is_load:
+        moves.load([block(7)], lambda copies: None)
+    else:
+        moves.keep(whole(tier, 7))
+    store.end(0, ok=False)
+    moves.poll()
+    assert moves.counts() == {
+        "disk_stored_pages": 0,
+        "disk_loaded_pages": 0,
+        "disk_refused_pages": int(is_load),
+        "disk_failed_pages": 1,
+    }
+
+
+def test_store_that_is_behind_refuses_pages_without_losing_a_slot() -> None:
+    tier, moves, store = made(2)
+    store.behind = True
+    moves.keep(whole(tier, 7, 8))
+    assert not moves.pinned and tier.begin(block(9)) is not None, "the copy of 7 is evicted"
+    store.behind = False
+    moves.poll()
+    assert [copy.block for copy in moves.pinned] == blocks(8)
+
+
+def test_load_that_fails_in_the_middle_gives_what_came_before_it() -> None:
+    tier, moves, store = made(4)
+    store.blocks = set(blocks(1, 2, 3, 5))
+    assert moves.count(blocks(1, 2, 3, 4, 5)) == 3
+    came: list[list[Copy]] = []
+    moves.load(blocks(1, 2, 3), came.append)
+    store.end(2)
+    store.end(1, ok=False)
+    moves.poll()
+    assert moves.loads and not came
+    tier.check(moves.pinned)
+    store.end(0)
+    moves.poll()
+    [good] = came
+    assert [copy.block for copy in good] == blocks(1) and not moves.loads
+    assert moves.counts() == {
+        "disk_stored_pages": 0,
+        "disk_loaded_pages": 2,
+        "disk_refused_pages": 1,
+        "disk_failed_pages": 1,
+    }
+    tier.check(good)
+    tier.unpin(good[0])
+    assert [copy.block for copy in tier.find(blocks(1, 2))] == blocks(1) and block(3) in tier
+    tier.check([])
+
+
+@examples(40)
+@given(st.data())
+def test_no_slot_is_lost(data: st.DataObject) -> None:
+    tier, moves, store = made(data.draw(st.integers(1, 6), "slots"))
+    store.blocks = set(blocks(*data.draw(st.sets(st.integers(0, 9)), "stored before")))
+    readers: list[list[Copy]] = []
+    for _ in range(data.draw(st.integers(1, 40), "operations")):
+        match data.draw(st.sampled_from(["copy", "load", "end", "fail", "clear", "read"])):
+            case "copy":
+                its = block(data.draw(st.integers(0, 9)))
+                if its not in tier and (copy := tier.begin(its)):
+                    tier.end(copy, good=True)
+                    moves.keep([copy])
+            case "load":
+                start = data.draw(st.integers(0, 9))
+                wanted = blocks(*range(start, 10))
+                moves.load(wanted[: moves.count(wanted)], readers.append)
+            case "end" | "fail" as how if store.moves:
+                store.end(data.draw(st.integers(0, len(store.moves) - 1)), ok=how == "end")
+                moves.poll()
+            case "clear":
+                tier.clear()
+            case "read" if readers:
+                for copy in readers.pop():
+                    tier.unpin(copy)
+        tier.check([*moves.pinned, *(copy for read in readers for copy in read)])
+    while store.moves:
+        store.end(0)
+    moves.poll()
+    for read in readers:
+        for copy in read:
+            tier.unpin(copy)
+    assert not moves.pinned and not moves.loads
+    tier.check([])
+
+
+PROMPT = list(range(20, 42))  # 22 tokens: 5 full pages of 4, and 2 tokens
+
+
+class OnDisk(Driver):
+    """A simulated engine with room for `host_pages` copies, and a folder below them."""
+
+    def __init__(self, folder: Path, host_pages: int) -> None:
+        layout = sim_layout(EngineConfig.model_validate(TINY), SETTINGS)
+        super().__init__(Role.UNIFIED, host_cache_gib=host_pages * layout.page_bytes / GIB)
+        memory = PageBuffer(self.engine.copier.address, layout.page_bytes, host_pages)
+        self.disk = DiskTier(PageFolder(folder, layout.fingerprint, memory, 1 << 30))
+        self.engine.keep_in(self.disk)
+
+    def ask(self, room: int, tokens: list[int]) -> int:
+        """The prompt tokens that were found in some tier."""
+        asked = request(room, tokens, Route.LOCAL, max_tokens=2)
+        self.submit(asked)
+        outputs: list[SequenceOutput] = []
+        while not outputs or outputs[-1].finish is None:
+            outputs += self.engine.step().outputs
+        answer = [token.token_id for output in outputs for token in output.tokens]
+        assert answer == oracle_outputs(tokens, asked.sampling, SETTINGS)
+        return outputs[0].num_cached_tokens
+
+    def settle(self) -> Load:
+        """Until nothing moves between the tiers."""
+        host = self.engine._scheduler.host
+        while self.engine.has_work() or self.engine.copier.busy or host.disk.pinned:
+            self.engine.step()
+        host.check()
+        return self.engine.load()
+
+
+def fill_folder(folder: Path) -> None:
+    """By an engine that ends."""
+    first = OnDisk(folder, host_pages=100)
+    assert first.ask(1, PROMPT) == 0
+    assert first.settle().disk_stored_pages == 5
+    first.engine.close()
+
+
+def test_prefix_survives_a_restart(tmp_path: Path) -> None:
+    fill_folder(tmp_path)
+    second = OnDisk(tmp_path, host_pages=100)
+    assert second.ask(1, PROMPT) == 20
+    load = second.settle()
+    assert (load.disk_loaded_pages, load.host_cached_tokens) == (5, 20)
+    second.engine.close()
+
+
+def test_prefix_larger_than_the_host_tier_comes_in_part(tmp_path: Path) -> None:
+    fill_folder(tmp_path)
+    second = OnDisk(tmp_path, host_pages=3)
+    assert second.ask(1, PROMPT) == 12
+    second.settle()
+    second.engine.close()
+
+
+def test_torn_page_ends_the_prefix(tmp_path: Path) -> None:
+    fill_folder(tmp_path)
+    [torn] = tmp_path.rglob(page_hashes(PROMPT, 4)[3].hex())
+    torn.write_bytes(torn.read_bytes()[:-1])
+    second = OnDisk(tmp_path, host_pages=100)
+    assert second.ask(1, PROMPT) == 12
+    second.settle()
+    second.engine.close()
+
+
+def test_page_of_other_tokens_is_an_error_once_and_gone(tmp_path: Path) -> None:
+    """As after a fault of the disk's own memory: the checksum is right and the content is wrong."""
+    fill_folder(tmp_path)
+    second = OnDisk(tmp_path, host_pages=100)
+    hashes = page_hashes(PROMPT, 4)
+    folder = second.disk._folder
+    assert folder.load(hashes[3], 0)
+    folder.store(hashes[4], 0)
+    second.submit(request(1, PROMPT, Route.LOCAL, max_tokens=2))
+    outputs: list[SequenceOutput] = []
+    while not outputs:
+        outputs = second.engine.step().outputs
+    assert outputs[0].error is not None and outputs[0].error.reason == Reason.KV_MISMATCH
+    second.settle()
+    assert not folder.has(hashes[4])
+    assert second.ask(2, PROMPT) == 0
+    second.settle()
+    second.engine.close()
+
+
+def test_disk_cache_needs_a_host_tier() -> None:
+    with pytest.raises(ValidationError, match="disk_cache=/x: needs host_cache_gib"):
+        EngineConfig.model_validate({**TINY, "disk_cache": "/x"})

@@ -1,0 +1,212 @@
+"""Cached prefixes that engines lend and borrow, with the test as the worker in between."""
+
+from __future__ import annotations
+
+import pytest
+from engine.harness import Driver, canaries, fill_pages, request
+from millrace_common.page_hash import page_hashes
+from millrace_serve.engine.config import Role
+from millrace_serve.engine.core import (
+    Abort,
+    Failure,
+    FinishReason,
+    FlushCache,
+    KvArrived,
+    KvFailed,
+    KvLate,
+    KvOffered,
+    LeaseEnded,
+    Lend,
+    RequestId,
+    Route,
+)
+from millrace_serve.engine.schedule.sequence import Phase
+
+PROMPT = list(range(20, 34))  # 14 tokens: 3 full pages of 4, and 2 tokens
+BLOCKS = page_hashes(PROMPT[:12], 4)
+ID, LOAN = RequestId(1, 0), RequestId(0, 1)
+LOST = Failure("WORKER_LOST", "the lender has gone")
+
+
+def borrower(prompt: list[int] = PROMPT, **config: object) -> Driver:
+    driver = Driver(Role.PREFILL, **config)
+    driver.submit(request(1, prompt, Route.EXPORT, borrows=True))
+    driver.run()
+    assert not driver.reserved
+    return driver
+
+
+def finish(driver: Driver) -> None:
+    driver.run()
+    for id in driver.parts:
+        driver.tell(LeaseEnded(id))
+    driver.run()
+    driver.check_whole()
+
+
+def pages_of(driver: Driver, id: RequestId = ID) -> list[int]:
+    return [page for part in driver.parts[id] for page in part.page_ids]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("num_pages", [1, 3])
+def test_borrowed_pages_are_not_computed(num_pages: int, overlap: bool) -> None:
+    driver = borrower(overlap=overlap)
+    driver.tell(KvOffered(ID, num_pages))
+    driver.run()
+    reserved = driver.reserved[ID]
+    assert len(reserved.page_ids) == num_pages and reserved.num_cached_pages == 0
+    assert pages_of(driver) == []  # only the offer: the decode worker reserves its pages
+    assert (driver.engine.load().running, driver.engine.load().importing) == (0, 1)
+    fill_pages(driver, reserved.page_ids, PROMPT[: 4 * num_pages], 0)
+    driver.tell(KvArrived(ID))
+    driver.run()
+    assert pages_of(driver)[:num_pages] == reserved.page_ids
+    assert driver.engine.load().cached_tokens == 4 * num_pages
+    finish(driver)
+
+
+@pytest.mark.parametrize("when", ["unanswered", "offered", "reserved"])
+def test_loan_that_fails_is_computed(when: str) -> None:
+    driver = borrower()
+    if when != "unanswered":
+        driver.tell(KvOffered(ID, 2))
+    if when == "reserved":
+        driver.run()
+    driver.tell(KvFailed(ID, LOST))
+    driver.run()
+    assert driver.parts[ID][-1].first is not None and driver.engine.load().cached_tokens == 0
+    finish(driver)
+
+
+def test_reads_that_end_late_write_where_nobody_computes() -> None:
+    driver = borrower(num_pages=9)
+    driver.tell(KvOffered(ID, 3))
+    driver.run()
+    pages = driver.reserved[ID].page_ids
+    driver.tell(KvLate(ID))
+    driver.run()
+    assert driver.parts[ID][-1].first is not None and not set(pages) & set(pages_of(driver))
+    assert driver.engine.load().prompt_tokens == len(PROMPT), "though it was admitted twice"
+    driver.tell(LeaseEnded(ID))
+    driver.run()
+    assert ID not in driver.here.live and driver.engine.load().pages_published == 3
+    driver.submit(request(2, [50] * 18, Route.EXPORT))  # fills the pool but for these pages
+    driver.run()
+    fill_pages(driver, pages, [7] * 12, 0)
+    assert driver.parts[RequestId(2, 0)][-1].first is not None
+    driver.tell(KvFailed(ID, LOST))
+    finish(driver)
+
+
+def test_prompt_without_room_beside_a_late_read_waits_for_it() -> None:
+    driver = borrower(num_pages=6)
+    driver.tell(KvOffered(ID, 3))
+    driver.run()
+    driver.tell(KvLate(ID))
+    driver.run()
+    assert driver.here.live[ID].phase is Phase.WAITING and not driver.engine.has_work()
+    driver.tell(KvFailed(ID, LOST))
+    driver.run()
+    assert driver.parts[ID][-1].first is not None
+    finish(driver)
+
+
+@pytest.mark.parametrize("when", ["unanswered", "offered", "reserved", "late"])
+def test_abort_keeps_the_pages_until_the_reads_are_over(when: str) -> None:
+    driver = borrower()
+    if when != "unanswered":
+        driver.tell(KvOffered(ID, 2))
+    if when in ("reserved", "late"):
+        driver.run()
+    if when == "late":
+        driver.tell(KvLate(ID))
+    driver.tell(Abort(ID))
+    driver.run()
+    assert driver.finish[ID].finish is FinishReason.ABORT
+    kept = {"reserved": (4, 0), "late": (0, 2)}.get(when, (0, 0))
+    assert (driver.engine.load().pages_running, driver.engine.load().pages_published) == kept
+    driver.tell(KvFailed(ID, LOST))
+    driver.parts.clear()
+    finish(driver)
+
+
+def test_what_we_have_ourselves_is_not_borrowed() -> None:
+    driver = Driver(Role.PREFILL)
+    driver.submit(request(2, PROMPT[:9], Route.EXPORT))
+    driver.run()
+    driver.submit(request(1, PROMPT, Route.EXPORT, borrows=True))
+    driver.tell(KvOffered(ID, 2))
+    driver.run()
+    assert driver.reserved[ID].num_cached_pages == 2 == len(driver.reserved[ID].page_ids)
+    driver.tell(KvArrived(ID))  # the loan was given back
+    assert driver.engine.load().cached_tokens == 8
+    finish(driver)
+
+
+def test_only_the_pages_that_we_lack_are_filled() -> None:
+    driver = Driver(Role.PREFILL)
+    driver.submit(request(2, PROMPT[:5], Route.EXPORT))
+    driver.run()
+    driver.submit(request(1, PROMPT, Route.EXPORT, borrows=True))
+    driver.tell(KvOffered(ID, 3))
+    driver.run()
+    reserved = driver.reserved[ID]
+    assert reserved.num_cached_pages == 1
+    fill_pages(driver, reserved.page_ids, PROMPT[:12], 1)
+    driver.tell(KvArrived(ID))
+    driver.run()
+    assert driver.engine.load().cached_tokens == 12
+    finish(driver)
+
+
+@pytest.fixture(params=[Role.UNIFIED, Role.DECODE, Role.PREFILL])
+def lender(request: pytest.FixtureRequest) -> Driver:
+    """Its prefix cache has PROMPT's full pages."""
+    return with_prompt(request.param)
+
+
+def with_prompt(role: Role, **config: object) -> Driver:
+    driver = Driver(role, **config)
+    driver.submit(request(7, PROMPT, Route.EXPORT if role is Role.PREFILL else Route.LOCAL, max_tokens=3))
+    driver.run()
+    driver.tell(LeaseEnded(RequestId(7, 0)))
+    driver.run()
+    assert driver.engine.load().pages_cached >= 3
+    return driver
+
+
+@pytest.mark.parametrize(
+    ("blocks", "found"), [(BLOCKS, 3), (BLOCKS[:1], 1), ([*BLOCKS[:2], 5], 2), ([5], 0), (BLOCKS[1:], 0), ([], 0)]
+)
+def test_longest_leading_run_is_lent(lender: Driver, blocks: list[int], found: int) -> None:
+    lender.tell(Lend(LOAN, blocks))
+    lender.run()
+    part = lender.lent[LOAN]
+    assert part.last and part.first is None and part.fingerprints == BLOCKS[:found] and part.num_tokens == 4 * found
+    assert lender.engine.load().pages_published == found
+    lender.tell(FlushCache())
+    lender.tell(LeaseEnded(LOAN))
+    lender.run()
+    assert lender.engine.load().pages_published == 0
+    lender.check_whole()
+
+
+def test_lent_pages_are_not_evicted_and_are_bounded() -> None:
+    lender = with_prompt(Role.UNIFIED, num_pages=9)
+    for loan in range(1, 4):
+        lender.tell(Lend(RequestId(0, loan), BLOCKS))
+    lender.run()
+    assert [len(lender.lent[RequestId(0, loan)].page_ids) for loan in range(1, 4)] == [2, 0, 0]
+    lender.submit(request(8, [90] * 24, max_tokens=1))  # six of eight pages
+    lender.run()
+    assert lender.finish[RequestId(8, 0)].finish is FinishReason.LENGTH
+    words = lender.engine.pool.read_canaries(lender.lent[LOAN].page_ids)
+    assert words.tolist() == canaries(PROMPT[:8], 4).tolist()
+    lender.tell(LeaseEnded(LOAN))
+    lender.tell(Lend(RequestId(0, 4), BLOCKS))
+    lender.run()
+    assert len(lender.lent[RequestId(0, 4)].page_ids) == 2
+    lender.tell(LeaseEnded(RequestId(0, 4)))
+    lender.run()
+    lender.check_whole()

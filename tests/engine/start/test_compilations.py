@@ -1,0 +1,81 @@
+"""Every compilation is counted once; stand-ins of the libraries, whose hooks exist in the installed Triton."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from millrace_serve.engine.start.compilations import Compilations
+
+
+def test_triton_counts_what_does_not_come_from_its_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seen = Compilations(tmp_path)
+    facts = {"src": SimpleNamespace(name="_kernel"), "times": SimpleNamespace(total=1_500_000)}
+    more = {"metadata": {}, "metadata_group": {}}
+    seen.on_triton(**facts, **more, cache_hit=False)
+    assert seen.counts() == {} and not caplog.records, "the start is not over"
+    seen.start_is_over()
+    seen.on_triton(**facts, **more, cache_hit=True)
+    assert seen.counts() == {}
+    with caplog.at_level(logging.WARNING):
+        seen.on_triton(**facts, **more, cache_hit=False)
+    assert seen.counts() == {"triton": 1} and "triton compiled _kernel in 1.5 s after the start" in caplog.text
+
+
+def test_triton_has_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    knobs = pytest.importorskip("triton.knobs")
+    monkeypatch.setattr(knobs.compilation, "listener", None)
+    seen = Compilations(tmp_path)
+    seen.subscribe()
+    assert knobs.compilation.listener == seen.on_triton
+    given = inspect.signature(knobs.CompilationListener.__call__).parameters
+    assert {"src", "times", "cache_hit"} <= given.keys()
+    assert isinstance(knobs.CompileTimes.total, property)
+
+
+def test_kernels_that_come_into_the_folder_of_deep_gemm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "cache"
+    (folder / "kernel.a").mkdir(parents=True)
+    seen = Compilations(folder)
+    assert seen.counts() == {}, "it was there"
+
+    def compiled(*names: str) -> None:
+        for name in names:
+            (folder / name).mkdir()
+        seen._changed_at = 0  # two changes may have one time stamp
+
+    compiled("kernel.b", "kernel.c")  # of the processes that compile ahead; nobody has counted since
+    seen.start_is_over()
+    assert seen.counts() == {}, "the start is over, and they belong to it"
+    for name, count in (("kernel.d", 1), ("kernel.e", 2)):
+        compiled(name)
+        assert seen.counts() == {"deep_gemm": count}
+    compiled("kernel.f", "kernel.g")
+    assert seen.counts() == {"deep_gemm": 4} and seen.counts() == {"deep_gemm": 4}
+    said = [record.getMessage().split(" after ")[0] for record in caplog.records]
+    assert said == [*["deep_gemm compiled 1 product(s)"] * 2, "deep_gemm compiled 2 product(s)"]
+
+
+def test_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    seen = Compilations(tmp_path / "cache")
+    seen.start_is_over()
+    assert seen.counts() == {}
+    (tmp_path / "cache" / "kernel.a").mkdir(parents=True)
+    assert seen.counts() == {"deep_gemm": 1}
+
+
+def test_modules_of_flashinfer_that_are_built(tmp_path: Path) -> None:
+    seen, spec = Compilations(tmp_path / "cache"), SimpleNamespace(name="prefill", jit_library_path=tmp_path / "a.so")
+
+    def build(spec: SimpleNamespace, verbose: bool) -> str:
+        if not spec.jit_library_path.exists():
+            spec.jit_library_path.touch()
+        return f"built {verbose}"
+
+    seen.start_is_over()
+    counted = seen.counted_build(build)
+    assert [counted(spec, False), counted(spec, verbose=True)] == ["built False", "built True"]
+    assert seen.counts() == {"flashinfer": 1}

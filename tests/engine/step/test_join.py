@@ -1,0 +1,134 @@
+"""Ranks that meet in shared memory and over connections: they hear the same, sleep, wake, and name who is missing."""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+from engine.joined import Ranks, join_all, step, together
+from millrace_serve.engine.schedule.plan import Plan
+from millrace_serve.engine.step.followers import FRAME_BYTES
+from millrace_serve.engine.step.links import HELLO, RankConnection, RankListener, connect
+from millrace_serve.engine.step.lockstep import Lockstep
+from millrace_serve.engine.step.replicas import ReplicaState
+from millrace_serve.engine.step.shared_memory import RankLost, Segment
+
+TOKEN = bytes(range(16))
+
+
+@pytest.mark.parametrize(
+    ("tp", "hosts"),
+    [
+        *((1, "aa"), (1, "aaaaaaaa"), (1, "abc"), (1, "aabbcc")),
+        *((4, "aaaa"), (2, "ab"), (2, "aabbcc"), (2, "abba"), (3, "aaabbbaab")),
+    ],
+)
+def test_all_hear_the_same(tp: int, hosts: str) -> None:
+    """Also with replicas that lie on two hosts, and batches of all sizes around that of a frame."""
+    sizes = (1, FRAME_BYTES - 1, FRAME_BYTES, FRAME_BYTES + 1, 5 * FRAME_BYTES + 7)
+    wanted = [
+        [ReplicaState(leader, count, 7 * leader, 0, -count) for leader in range(0, len(hosts), tp)]
+        for count in range(60)
+    ]
+    batches = [bytes([count]) * sizes[count % len(sizes)] for count in range(60)]
+
+    def run(rank: int, lockstep: Lockstep) -> None:
+        for count in range(60):
+            said, data = step(lockstep, ReplicaState(rank, count, 7 * rank, 0, -count), batches[count])
+            assert said == (wanted[count] if rank % tp == 0 and len(hosts) > tp else [])
+            assert data == (batches[count] if rank % tp else b"")
+
+    ranks = join_all(tp, hosts)
+    together([lambda rank=rank, one=one: run(rank, one) for rank, one in enumerate(ranks)])
+    together([one.close if rank % tp == 0 else lambda one=one: one.follow(None) for rank, one in enumerate(ranks)])
+    assert not list(Path("/dev/shm").glob("millrace-*"))
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "abc", "aabb"])
+def test_replicas_without_work_sleep_until_one_calls(hosts: str) -> None:
+    ranks = join_all(1, hosts)
+    together([lambda one=one: one.agree(Plan([], [], wants_turn=True), False) for one in ranks])
+    together([lambda one=one: one.agree(None, False) for one in ranks])
+    assert not any(one.due() for one in ranks)
+    assert all(one.agree(None, False).num_decode == (0,) for one in ranks), "nobody met"
+    for caller in (0, len(hosts) - 1):
+        others = [one for rank, one in enumerate(ranks) if rank != caller]
+        answer: list[bool] = []
+        thread = threading.Thread(target=lambda: answer.append(ranks[caller].agree(None, True).last))  # noqa: B023
+        thread.start()
+        woken = together([lambda one=one: _sleep_and_agree(one) for one in others])
+        thread.join(20)
+        assert answer == [True] and woken == [True] * len(others)
+        together([lambda one=one: one.agree(None, False) for one in ranks])
+
+
+def _sleep_and_agree(one: Lockstep) -> bool:
+    while not one.due():
+        assert select.select(one.fds, (), (), 10)[0], "nothing woke it"
+    return one.agree(None, False).last
+
+
+@pytest.mark.parametrize(
+    ("tp", "hosts", "victim"),
+    [(1, "aaa", 0), (1, "aabb", 3), (2, "aa", 1), (2, "ab", 0)],
+)
+def test_killed_rank_is_named_within_a_second(tp: int, hosts: str, victim: int) -> None:
+    with Ranks(tp, hosts) as ranks:
+        at = ranks.signal(victim, signal.SIGKILL)
+        for rank in set(range(len(hosts))) - {victim}:
+            text, heard = ranks.lost(rank)
+            assert text.startswith(f"rank {victim} has ended")
+            assert heard - at < 1.0
+
+
+def test_strangers_are_refused() -> None:
+    listener = RankListener("127.0.0.1")
+    for hello in (HELLO.pack(bytes(16), 1), HELLO.pack(TOKEN, 9), HELLO.pack(TOKEN, 1)[:-1], b""):
+        with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
+            stranger.sendall(hello)
+    link = connect("127.0.0.1", listener.port, TOKEN, 1, 0)
+    [other] = listener.accept(TOKEN, [1])
+    link.send(b"hello")
+    assert other.rank == 1 and other.receive(5) == b"hello"
+    for each in (listener, link, other):
+        each.close()
+
+
+def test_message_that_is_cut_short_is_refused() -> None:
+    ours, theirs = _tcp_pair()
+    link = RankConnection(3, ours)
+    theirs.sendall(b"half")
+    theirs.close()
+    with pytest.raises(RankLost, match=r"^rank 3 has ended"):
+        link.receive(8)
+    link.close()
+
+
+def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        return ours, server.accept()[0]
+
+
+def test_counters_go_round(tmp_path: Path) -> None:
+    counter = Segment(tmp_path / "memory", 4096, create=True).counter(64)
+    top = 2**32
+    counter.raise_to(top - 2)
+    assert counter.has(top - 2) and not counter.has(top - 1) and not counter.has(top + 1)
+    waiting = threading.Thread(target=lambda: counter.wait(top + 1, lambda: ""))
+    waiting.start()
+    counter.raise_to(top - 1)
+    counter.raise_to(top + 1)
+    waiting.join(5)
+    assert not waiting.is_alive() and counter.has(top - 1)
+
+
+def test_memory_without_room_is_an_error_and_leaves_nothing() -> None:
+    path = Path("/dev/shm/millrace-too-large")
+    with pytest.raises(OSError, match=r"No space left|File too large"):
+        Segment(path, 1 << 50, create=True)
+    assert not path.exists()

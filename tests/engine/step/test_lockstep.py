@@ -1,0 +1,187 @@
+"""Replicas that step together and followers that copy their leader, first over threads, then processes with a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engine.harness import SETTINGS, TINY, Clock, FakeReplicas, FakeRing, eager, request
+from millrace_common.pace import FEW, LEAST_S
+from millrace_serve.engine.cache.kv_pool import KvPool
+from millrace_serve.engine.config import EngineConfig, Execution, Role
+from millrace_serve.engine.core import Submit
+from millrace_serve.engine.schedule.plan import Plan, SharedTurn, StepOutput
+from millrace_serve.engine.schedule.sequence import Sequence
+from millrace_serve.engine.sim.factory import build_sim_engine
+from millrace_serve.engine.sim.runner import SimRunner
+from millrace_serve.engine.start.torch_factory import load_rank
+from millrace_serve.engine.step import lockstep, packing
+from millrace_serve.engine.step.batch import HostBatch, StepBatch
+from millrace_serve.engine.step.lockstep import Agreement, Lockstep
+from millrace_serve.engine.step.progress import Progress
+from millrace_serve.engine.step.replicas import HEADER, VECTOR, Replicas
+from millrace_serve.engine.step.shared_memory import RankLost
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.split import Split
+from millrace_testing import paths
+from model.ranks import run_jobs
+
+
+def test_alone_agrees_with_itself():
+    assert not Lockstep().agree(None, last=False).anybody_works
+    assert Lockstep().agree(Plan([Sequence(request(1, [5]), (0, 0), 9, frozenset(), [])], []), last=False).anybody_works
+    assert [Lockstep().agree(None, last).last for last in (False, True)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "agreement", "expected"),
+    [
+        (1, Agreement((3, 0), (4, 0), (7, 0), False), ((10, 0), (4, 0), False)),
+        (4, Agreement((3, 0), (4, 0), (7, 0), False), ((19, 0), (4, 0), False)),
+        (3, Agreement((2, 5, 0), (2, 5, 0), (0, 0, 0), False), ((6, 15, 0), (2, 5, 0), True)),
+        (2, Agreement((1, 0), (1, 0), (0, 9), False), ((2, 9), (1, 0), False)),  # a chunk that does not end its prompt
+        (4, Agreement((3,), (4,), (7,), False), ((), (), False)),  # alone
+        (4, Agreement((3,), (3,), (0,), False), ((), (), True)),
+    ],
+)
+def test_batch_knows_the_rows_of_all_replicas(num_queries, agreement, expected):
+    batch = StepBatch.idle(num_queries)
+    agreement.tell(batch)
+    assert (batch.dp_num_tokens, batch.dp_num_sampled, batch.all_decode) == expected
+
+
+@pytest.mark.parametrize(
+    ("wants", "owner", "replica"),
+    [((1, 1, 1), None, 0), ((1, 1, 1), 0, 1), ((1, 1, 1), 2, 0), ((0, 1, 0), 1, 1), ((1, 0, 1), 0, 2)],
+)
+def test_turn_goes_to_the_next_replica_that_wants_it(wants: tuple[int, ...], owner: int | None, replica: int) -> None:
+    split = None if owner is None else Split(owner, 0, 3, 0, 9)
+    assert [lockstep._turn(wants, split, me) for me in range(3)] == [SharedTurn(me == replica, 3) for me in range(3)]
+
+
+def test_host_at_another_step_is_named() -> None:
+    """Its vectors would be those of other sequences."""
+    message = HEADER.pack(4, 0) + bytes(range(VECTOR.size))
+    link = SimpleNamespace(rank=2, receive=lambda count: message)
+    mine: Any = SimpleNamespace(
+        _links=[link], _blocks={2: slice(0, VECTOR.size)}, _table=memoryview(bytearray(VECTOR.size))
+    )
+    mine._step = 4
+    Replicas._receive(mine)
+    assert mine._table == message[HEADER.size :]
+    mine._step = 5
+    with pytest.raises(RankLost, match="rank 2 is at step 4, not 5"):
+        Replicas._receive(mine)
+
+
+def test_idle_replica_steps_as_long_as_another_works():
+    config = EngineConfig.model_validate(TINY)
+    replicas, counts, steps = FakeReplicas(2), [[], []], [0, 0]
+    outputs: list[list[int]] = [[], []]
+
+    def replica(rank: int) -> None:
+        engine = build_sim_engine(config, Role.UNIFIED, SETTINGS, Lockstep(replicas.of(rank)))
+        launch = engine._runner.launch
+        engine._runner.launch = lambda batch: (
+            counts[rank].append((batch.num_tokens, batch.dp_num_tokens, batch.all_decode)),
+            launch(batch),
+        )[1]
+        if rank == 0:
+            engine.submit(Submit(request(1, [20, 21, 22], max_tokens=5)))
+        while not engine.stopped:
+            for output in engine.step().outputs:
+                outputs[rank] += [token.token_id for token in output.tokens]
+            steps[rank] += 1
+            if rank == 1 and steps[rank] == 20:
+                engine.stop()  # the other one hears of it in the next step
+        assert not engine.has_work() and engine.wait_s() == 0  # another one calls
+        engine.check_idle()
+
+    threads = [threading.Thread(target=replica, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(outputs[0]) == 5 and outputs[1] == [] and steps == [21, 21]
+    assert [agreed for _, *agreed in counts[0]] == [[(3, 0), False]] + [[(1, 0), True]] * 4
+    assert counts[1] == [(0, *agreed) for _, *agreed in counts[0]]
+
+
+def test_follower_runs_what_the_leader_shares():
+    config = EngineConfig.model_validate(TINY)
+    ring = FakeRing()
+    engine = build_sim_engine(config, Role.UNIFIED, SETTINGS, Lockstep(outlet=ring))
+    engine.submit(Submit(request(1, [20, 21, 22], max_tokens=5)))
+    leader: list[int] = []
+    while engine.has_work():
+        leader += [token.token_id for output in engine.step().outputs for token in output.tokens]
+    engine.close()
+    pool = KvPool(engine.pool.layout, config.num_pages)
+    runner, results = SimRunner(SETTINGS, pool, config), []
+    # The oracle stands for the model, which a follower has too.
+    runner._prompt_hash, runner._eos_from = engine._runner._prompt_hash, engine._runner._eos_from
+
+    class Recording:
+        def launch(self, batch: HostBatch) -> object:
+            handle = runner.launch(batch)
+            results.append(handle.result())
+            return handle
+
+    Lockstep(inlet=ring).follow(Recording())  # type: ignore[arg-type]
+    assert [int(token) for result in results for token in result.tokens[:, 0]] == leader and len(leader) == 5
+    assert all(isinstance(result, StepOutput) and not result.corrupt for result in results)
+
+
+def test_pause_is_no_step_of_a_follower():
+    """It takes the results of the last step before the pause when the next one is launched."""
+    one, clock, limits = Lockstep(), Clock(), []
+    one.progress = Progress(clock)
+    data = packing.encode(dataclasses.replace(StepBatch.idle(), all_decode=True))
+
+    def receive() -> bytes:
+        clock.now += 3600.0 if len(limits) == FEW + 2 else 0.01
+        return data if len(limits) < FEW + 4 else b""
+
+    def launch(batch: HostBatch) -> object:
+        limits.append(one.progress.limit_s)
+        return SimpleNamespace(done=lambda: True, result=lambda: None)
+
+    one._inlet = SimpleNamespace(receive=receive)  # type: ignore[assignment]
+    one.follow(SimpleNamespace(launch=launch))  # type: ignore[arg-type]
+    assert limits[-3:] == [LEAST_S] * 3
+
+
+def serve_case(dims: ParallelDims, graphs: str) -> list[int] | None:
+    """The tokens of replica 0; None of a rank that follows."""
+    config = EngineConfig(num_pages=20, max_model_len=256, max_running=4, max_prefill_tokens=100, checks=("canary",))
+    if dims.tp_rank:
+        load_rank(config, Role.UNIFIED, paths.TINY, dims, torch.device("cpu"), torch.float32).follow()
+        return None
+    where = paths.TINY, dims, torch.device("cpu"), torch.float32
+    rank = load_rank(config, Role.UNIFIED, *where, execution=Execution.model_validate({"graphs": graphs}))
+    eager(rank.lockstep)
+    engine = rank.engine()
+    tokens: list[int] = []
+    taken = 0
+    if dims.dp_rank == 0:
+        engine.submit(Submit(request(1, list(range(20, 150)), max_tokens=6)))
+    while not engine.stopped:
+        tokens += [token.token_id for output in engine.step().outputs for token in output.tokens]
+        taken += 1
+        if taken == 12 and dims.dp_rank == dims.dp - 1:
+            engine.stop()
+    engine.close()
+    return tokens
+
+
+def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    alone = serve_case(ParallelDims(), "off")
+    split, replicas = run_jobs([(2, 1, serve_case, ("off",)), (1, 2, serve_case, ("on",))], tmp_path)
+    assert alone is not None and len(alone) == 6
+    assert split == [alone, None] and replicas == [alone, []]
