@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import grpc
@@ -62,4 +63,20 @@ async def test_a_router_of_a_later_version(tmp_path: Path) -> None:
             one = pair.submit(later(request(prompt_of(300), temperature=0.0)))
             await pair.to_decode.finish(one)
             assert pair.to_decode.tokens(one) == expected(list(one.token_ids), 8)
+        await decode.whole()
+
+
+async def test_routers_of_this_version_and_of_the_one_before(tmp_path: Path) -> None:
+    """The later one sends token ids as bytes, because the worker says that it takes them."""
+    async with workers(tmp_path, "prefill", "decode") as [prefill, decode]:
+        assert (await prefill.info()).packed_prompts and (await decode.info()).packed_prompts
+        async with FakePair(prefill, decode) as pair:
+            pair.source = await prefill.source()
+            for packed in (False, True):
+                prompt = prompt_of(300)
+                one = request(() if packed else prompt)
+                one.prompt = struct.pack(f"<{len(prompt)}I", *prompt) if packed else b""
+                pair.submit(one)
+                await pair.to_decode.finish(one)
+                assert pair.to_decode.tokens(one) == expected(prompt, 8)
         await decode.whole()

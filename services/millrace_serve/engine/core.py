@@ -18,8 +18,22 @@ structs because they cross from the frontend process to the rank processes uncha
 from __future__ import annotations
 
 import enum
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
+
+TOKEN_BYTES = 4
+
+
+@runtime_checkable
+class TokenIds(Protocol):
+    """Token ids below 2^32: an array (I), which crosses processes as bytes that nobody on its way reads, or a list."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[int]: ...
+    def __getitem__(self, index: slice, /) -> Sequence[int]: ...
 
 
 class RequestId(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -91,7 +105,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A submitted request. `token_ids` is the prompt followed by the outputs of earlier attempts (replay)."""
 
     id: RequestId
-    token_ids: list[int]
+    token_ids: TokenIds
     sampling: SamplingParams
     route: Route = Route.LOCAL
     num_prior_outputs: int = 0  # how many trailing token_ids are outputs of earlier attempts
@@ -312,3 +326,15 @@ class Events(msgspec.Struct, tag=True):
 
 SchedulerInput = Submit | Abort | KvOffered | KvArrived | KvFailed | KvLate | Lend | LeaseEnded | FlushCache
 EngineInput = SchedulerInput | Pause
+
+
+def pack_ids(value: Any) -> bytes:
+    """The encoders' hook; Any: it is called with whatever msgspec does not know. Raises TypeError."""
+    if isinstance(value, array):
+        return value.tobytes()
+    raise TypeError(f"{type(value).__name__} is in no message")
+
+
+def unpack_ids(kind: type, value: Any) -> TokenIds:
+    """The decoders' hook; Any: bytes or a list."""
+    return array("I", value)

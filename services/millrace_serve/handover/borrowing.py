@@ -44,7 +44,7 @@ class Loan(Import):
 class Borrowing(Imports):
     def prepare(self, message: prefill_pb2.PrefillRequest) -> Loan | None:
         """The loan that a request of a router asks for, if there is any; a reference that is wrong is only counted."""
-        prefix, token_ids, size = message.prefix, message.request.token_ids, self._page_size
+        prefix, token_ids, size = message.prefix, convert.token_ids(message.request), self._page_size
         num_pages = min(prefix.num_pages, (len(token_ids) - 1) // size)  # at least one token is computed
         if num_pages <= 0:
             return None
