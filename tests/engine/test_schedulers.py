@@ -80,7 +80,7 @@ def test_the_last_to_arrive_of_the_lowest_priority_is_preempted_and_recomputed(o
         driver.submit(request(room, [20 + room] * 7, Route.IMPORT, max_tokens=8, priority=priority))
     import_all(driver, 1, 2, 3)
     seqs = {id.room: seq for id, seq in driver.here.live.items()}
-    while not driver.engine.load().preemptions:
+    while not driver.engine.load().counters["preemptions"]:
         driver.step()
     assert seqs[3].slot == -1 or seqs[3].inflight
     assert seqs[1].slot >= 0 and seqs[2].slot >= 0
@@ -98,9 +98,9 @@ def test_a_preempted_prompt_that_goes_on_has_neither_cached_nor_recomputed_token
     while driver.engine.has_work():
         outputs += driver.step().outputs
     load = driver.engine.load()
-    assert load.preemptions == 1 and load.prompt_tokens == 24
-    assert (load.resumed, load.recomputed) == (1, 0)
-    assert load.cached_tokens == 0 and all(output.num_cached_tokens == 0 for output in outputs)
+    assert load.counters["preemptions"] == 1 and load.counters["prompt_tokens"] == 24
+    assert (load.counters["resumed"], load.counters["recomputed"]) == (1, 0)
+    assert load.counters["cached_tokens"] == 0 and all(output.num_cached_tokens == 0 for output in outputs)
     driver.check_whole()
 
 

@@ -67,7 +67,7 @@ def test_a_preempted_sequence_waits() -> None:
     told = []
     while driver.engine.has_work():
         told += step(driver, LOOK_S / 2)
-    assert driver.engine.load().preemptions > 0
+    assert driver.engine.load().counters["preemptions"] > 0
     late = RequestId(2, 0)
     assert told[0] == Wait(late) and told[-1] == Wait(late, over=True)
 
@@ -148,7 +148,7 @@ def test_a_newcomer_of_the_room_that_is_promised_is_admitted_without_preemption(
         driver.step()
         served += 1
     driver.run(5000)
-    assert served == LEAST - 1 and driver.engine.load().preemptions == 0
+    assert served == LEAST - 1 and driver.engine.load().counters["preemptions"] == 0
 
 
 def test_the_credits_of_a_decode_worker_end_soon_after_its_slots() -> None:

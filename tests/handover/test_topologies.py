@@ -96,4 +96,4 @@ async def test_answers_are_those_of_one_rank(
             assert (accepted > 0) is (drafts > 0)
         await prefill.whole()
         load = await decode.whole()
-        assert all(replica.output_tokens for replica in load.replicas), "a replica had nothing to do"
+        assert all(replica.counters["output_tokens"] for replica in load.replicas), "a replica had nothing to do"

@@ -98,7 +98,7 @@ async def test_what_was_sent_takes_room_though_a_report_does_not_know_of_it(clus
     worker.note_sent(0, 40, 0, 6)
     (sent,) = worker.replicas(frozenset(), "")
     seen = worker.load
-    made.workers[0].change(counts={"room": 100, "expected_output": 6, "steps": 1})
+    made.workers[0].change(counts={"room": 100, "expected_output": 6, "counters": {"steps": 1}})
     await made.until(lambda: worker.load is not seen)
     assert before.room - sent.room == 46
     (after,) = worker.replicas(frozenset(), "")

@@ -89,9 +89,10 @@ def test_parts_and_memory_survive_the_round_trip() -> None:
 
 def test_every_field_of_load_is_on_the_wire() -> None:
     counts = {"drafted": [9, 5, 1], "accepted": [7, 2, 0], "expert_imbalance": [1.5, 1.25], "paused": True}
+    counts["counters"] = {"steps": 3.0, "host_bytes/load": 0.5}
     values = {name: index for index, name in enumerate(Load.__struct_fields__, 1)} | counts
     sent = convert.wire_load(Load(**values))
-    assert {field.name: value for field, value in sent.ListFields()} == values
+    assert {field.name: value for field, value in sent.ListFields()} | {"counters": dict(sent.counters)} == values
 
 
 @pytest.mark.parametrize("kind", list(GrammarKind))
