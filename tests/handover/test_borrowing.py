@@ -218,7 +218,7 @@ async def test_nobody_waits_for_a_silent_lender(bench: Bench, stage: str, monkey
     if stage == "asked":
         monkeypatch.setattr(borrowing, "OFFER_S", 0.01)
     else:
-        bench.role.imports._stall_s = 0.01
+        bench.role._borrowing._stall_s = 0.01
     await bench.to(stage)
     async with asyncio.timeout(120):
         while not any(isinstance(message, KvLate | KvFailed) for message in bench.engine):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 from millrace.v1 import kv_pb2_grpc
 from millrace_rpc.access import token
@@ -20,12 +22,12 @@ from millrace_serve.worker.frontend.role import RoleLogic
 
 
 class HandoverRole(RoleLogic):
-    def __init__(self, frontend: Frontend, make_imports: type[Imports]) -> None:
+    def __init__(self, frontend: Frontend, make_imports: Callable[[Peers, FailedReads], Imports]) -> None:
         config, self._ranks, self._requests = frontend.config, frontend.ranks, frontend.requests
         drop_source = lambda rank, agent: frontend.ranks.send_reader(rank, DropSource(agent))  # noqa: E731
         self._peers = Peers(drop_source, frontend.identity, token(frontend.secret))
         own_reads = FailedReads("reads of other workers' KV pages", READER_ALONE, frontend.leave)
-        self.imports = make_imports(frontend, self._peers, own_reads)
+        self.imports = make_imports(self._peers, own_reads)
         self.handlers = {ReadDone: self.imports.on_read_done, ReadStuck: self.imports.on_stuck}
         self.exports = Exports(config.timeouts, frontend.metrics, frontend.ranks.send)
         peers_reads = FailedReads("other workers' reads of KV pages here", SOURCE_ALONE, frontend.leave)
