@@ -67,7 +67,7 @@ MAY_IMPORT = {
     WORKER: {STUBS, COMMON, RPC, ENGINE, TRANSFER},
     f"{WORKER}.config": {COMMON, LIMITS, f"{ENGINE}.sim"},
     f"{WORKER}.messages": {COMMON, CORE, CACHE, TRANSFER},
-    f"{WORKER}.channels": {COMMON},
+    f"{WORKER}.channels": {COMMON, CORE},
     f"{WORKER}.launcher": {f"{WORKER}.config"},
     f"{WORKER}.frontend": {
         *(

@@ -54,7 +54,7 @@ def _decode_overhead(batch: int, steps: int) -> Row:
     engine = _free_engine(batch, max_model_len=8192, num_pages=batch * 120 + 2, max_prefill_tokens=8192)
     lengths = [rng.randrange(1024, 4096) for _ in range(batch)]
     _submit(engine, rng, lengths, max_tokens=3000)
-    while engine.load().waiting or engine.load().output_tokens < batch:
+    while engine.load().waiting or engine.load().counters["output_tokens"] < batch:
         engine.step()
     times = _time_phases(engine, steps)
     return {"kind": "decode", "batch": batch, **times}

@@ -174,10 +174,10 @@ class System:
         self.engine.check_idle()
         load = self.engine.load()
         return {
-            "preemptions": load.preemptions,
-            "recomputed": self.device.chunk_tokens - (load.prompt_tokens - load.cached_tokens),
-            "outputs": load.output_tokens,
-            "steps": load.steps,
+            "preemptions": load.counters["preemptions"],
+            "recomputed": self.device.chunk_tokens - (load.counters["prompt_tokens"] - load.counters["cached_tokens"]),
+            "outputs": load.counters["output_tokens"],
+            "steps": load.counters["steps"],
             "most_running": most_running,
         }
 

@@ -139,8 +139,8 @@ def _steps(
 
 
 def _nbytes(copier: PageCopier) -> int:
-    counts = copier.counts()
-    return int(counts["host_stored_bytes"] + counts["host_loaded_bytes"])
+    counts = copier.counters()
+    return int(counts["host_bytes/store"] + counts["host_bytes/load"])
 
 
 def passes(kind: str, engine: Engine, prompts: list[list[int]], clients: int) -> Row:
@@ -149,8 +149,8 @@ def passes(kind: str, engine: Engine, prompts: list[list[int]], clients: int) ->
     before = engine.load()
     ttft = Summary.of(_run(engine, prompts, clients, len(prompts)))
     after = engine.load()
-    tokens = after.prompt_tokens - before.prompt_tokens
-    hits, host = after.cached_tokens - before.cached_tokens, after.host_cached_tokens - before.host_cached_tokens
+    names = "prompt_tokens", "cached_tokens", "host_cached_tokens"
+    tokens, hits, host = (after.counters[name] - before.counters[name] for name in names)
     engine.close()
     return {
         "engine": kind,

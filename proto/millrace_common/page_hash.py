@@ -10,8 +10,8 @@ derives it from its secret key (millrace_router/policy/cache_key.py), and worker
 from __future__ import annotations
 
 import hashlib
-import struct
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable
 
 BLOCK_BYTES = 32
 MAX_SALT_BYTES = 64
@@ -23,13 +23,14 @@ def first_link(salt: bytes) -> bytes:
 
 
 def page_hashes(
-    tokens: Sequence[int], page_size: int = 64, *, salt: bytes = b"", prev: bytes | None = None
+    tokens: Iterable[int], page_size: int = 64, *, salt: bytes = b"", prev: bytes | None = None
 ) -> list[bytes]:
-    """Return the block of each page of `tokens`, a partial last page included.
+    """Return the block of each page of `tokens`, a partial last page included. Those of an array (I) are not copied.
 
     prev: the block of the page before `tokens`, in which case `salt` is not used; None: they begin the prompt
     """
-    data, step = struct.pack(f"<{len(tokens)}I", *tokens), 4 * page_size
+    packed, step = tokens if isinstance(tokens, array) else array("I", tokens), 4 * page_size
+    data = packed.tobytes()
     blocks, link, digest = [], first_link(salt) if prev is None else prev, hashlib.blake2b
     for start in range(0, len(data), step):
         link = digest(link + data[start : start + step], digest_size=BLOCK_BYTES).digest()

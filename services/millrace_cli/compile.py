@@ -9,12 +9,13 @@ from pathlib import Path
 from millrace_common import config as configuration
 from millrace_common import log as logs
 from millrace_rpc.errors import MillraceError
+from millrace_serve.engine.core import Events
 from millrace_serve.engine.start import phases
 from millrace_serve.worker import caches
 from millrace_serve.worker.config import WorkerConfig
-from millrace_serve.worker.frontend.ranks import Ranks
+from millrace_serve.worker.frontend.ranks import Handler, Ranks
 from millrace_serve.worker.launch import make_launcher
-from millrace_serve.worker.messages import RankProgress, Report
+from millrace_serve.worker.messages import GcPauses, RankProgress
 from rich.console import Console
 from rich.table import Table
 
@@ -33,7 +34,8 @@ async def fill(path: Path | None, overrides: Sequence[str], environ: MutableMapp
     logs.setup("compile", config.log_level)
     environ.update(caches.variables(config.cache_dir))
     before = caches.sizes(config.cache_dir)
-    ranks = Ranks(config, make_launcher(config.launcher), _show, lambda why: None)
+    handlers: dict[type, Handler] = {RankProgress: _show, Events: _ignore, GcPauses: _ignore}
+    ranks = Ranks(config, make_launcher(config.launcher), handlers, lambda why: None)
     try:
         await ranks.start()
         seconds = ranks.startup()
@@ -45,9 +47,12 @@ async def fill(path: Path | None, overrides: Sequence[str], environ: MutableMapp
     Console(highlight=False).print(_table(config.cache_dir, before))
 
 
-def _show(rank: int, report: Report) -> None:
-    if isinstance(report, RankProgress):
-        logging.getLogger(__name__).info("%s", report.message)
+def _show(rank: int, progress: RankProgress) -> None:
+    logging.getLogger(__name__).info("%s", progress.message)
+
+
+def _ignore(rank: int, report: object) -> None:
+    pass
 
 
 def _table(cache_dir: Path, before: dict[str, tuple[int, int]]) -> Table:

@@ -161,4 +161,4 @@ async def test_no_work_is_done_for_a_refused_request(cluster: LocalCluster) -> N
 
 def prompt_tokens(workers: list[admin_pb2.WorkerStatus]) -> int:
     """Computed by the prefill worker since it started."""
-    return sum(w.load.replicas[0].prompt_tokens for w in workers if w.info.role == worker_pb2.ROLE_PREFILL)
+    return sum(w.load.replicas[0].counters["prompt_tokens"] for w in workers if w.info.role == worker_pb2.ROLE_PREFILL)

@@ -209,7 +209,10 @@ async def test_workers_of_different_layouts_are_no_pair_and_both_pairs_serve(
         await client.wait_whole()
         after = await workers(client, fleet)
     for name in ("decode-0", "decode-1"):
-        assert after[name].load.replicas[0].output_tokens > before[name].load.replicas[0].output_tokens
+        assert (
+            after[name].load.replicas[0].counters["output_tokens"]
+            > before[name].load.replicas[0].counters["output_tokens"]
+        )
 
 
 async def test_streams_go_on_in_the_other_pair_when_their_decode_worker_dies(

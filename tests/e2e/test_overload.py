@@ -44,7 +44,7 @@ async def computed(client: Client) -> int:
     assert client.admin is not None
     workers = (await client.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
     first = [worker for worker in workers if worker.info.role != worker_pb2.ROLE_DECODE]
-    return sum(load.prompt_tokens for worker in first for load in worker.load.replicas)
+    return sum(load.counters["prompt_tokens"] for worker in first for load in worker.load.replicas)
 
 
 async def counted(cluster: ControlledCluster, name: str) -> float:
@@ -64,7 +64,7 @@ async def overload(spec: ClusterSpec, requests: int) -> list[Answer | MillraceEr
         assert await counted(cluster, "millrace_retries_total") == 0
         assert await computed(client) - before == served * PROMPT, "each prompt once, and none that was refused"
         # a few requests may be sent before a worker that is slow to report has reported the ones before
-        assert sum(load.preemptions for worker in workers for load in worker.load.replicas) <= requests // 8
+        assert sum(load.counters["preemptions"] for worker in workers for load in worker.load.replicas) <= requests // 8
     return found
 
 
@@ -125,7 +125,7 @@ async def test_decode_workers_of_different_contexts_serve_what_fits() -> None:
             assert one.tokens == expected(prompt(seed), count) and one.finish == "length"
         workers = {worker.address: worker for worker in await client.wait_whole()}
         small = next(w for w in workers.values() if w.info.max_context == 712)
-        assert sum(load.output_tokens for load in small.load.replicas) > 500, "it serves what it can"
+        assert sum(load.counters["output_tokens"] for load in small.load.replicas) > 500, "it serves what it can"
         await cluster.kill("decode-1")
         async with asyncio.timeout(120):
             while (await client.stub.ListModels(_MODELS)).models[0].max_context != 712:

@@ -73,7 +73,7 @@ async def reported(client: Client, prompt_tokens: int) -> int:
 async def decoded(client: Client) -> int:
     """Tokens that decode workers have reported."""
     workers = (await client.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
-    return sum(worker.load.replicas[0].output_tokens for worker in workers if worker.info.role == DECODE)
+    return sum(worker.load.replicas[0].counters["output_tokens"] for worker in workers if worker.info.role == DECODE)
 
 
 async def decision(client: Client, name: str) -> admin_pb2.PlacementDecision:
@@ -93,7 +93,7 @@ async def placed(client: Client, name: str) -> str:
 async def prompts_computed(client: Client, role: int) -> int:
     """Prompt tokens that the workers of a role were given."""
     workers = await client.wait_whole()
-    return sum(worker.load.replicas[0].prompt_tokens for worker in workers if worker.info.role == role)
+    return sum(worker.load.replicas[0].counters["prompt_tokens"] for worker in workers if worker.info.role == role)
 
 
 async def test_short_prompts_bypass_the_prefill_worker_with_the_same_tokens() -> None:

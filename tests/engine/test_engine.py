@@ -232,6 +232,11 @@ def test_load_counts_what_happened():
     driver.submit(request(2, [20] * 9, max_tokens=3))
     driver.run()
     load = driver.engine.load()
-    assert (load.prompt_tokens, load.cached_tokens, load.output_tokens, load.preemptions) == (18, 8, 6, 0)
+    assert (
+        load.counters["prompt_tokens"],
+        load.counters["cached_tokens"],
+        load.counters["output_tokens"],
+        load.counters["preemptions"],
+    ) == (18, 8, 6, 0)
     assert (load.running, load.waiting, load.pages_running) == (0, 0, 0)
     assert load.pages_free + load.pages_cached == load.pages_total == driver.config.num_pages - 1

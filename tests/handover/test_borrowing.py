@@ -119,7 +119,7 @@ class Bench:
             return
         self.lender.answer = asyncio.CancelledError  # nothing is answered
         self.lender.release = self._hear_release  # type: ignore[method-assign]
-        self.role.on_report(0, ReadDone(ID, 0, "", 1))
+        self.role.handlers[ReadDone](0, ReadDone(ID, 0, "", 1))
         await self.settle()
         assert self.lender.released == 1
 
@@ -152,7 +152,7 @@ async def test_what_is_lent_is_read_and_proved(bench: Bench) -> None:
     assert bench.submitted.borrows
     assert bench.lender.prefix is not None
     assert (bench.lender.prefix.replica, list(bench.lender.prefix.blocks)) == (2, HASHES)
-    bench.role.on_report(0, ReadDone(ID, 0, "", 1))
+    bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "", 1))
     await bench.settle()
     assert bench.lender.released == 1 and bench.engine[1:] == [KvArrived(ID)] and bench.failures() == {}
     assert bench.metrics.loan_pages.labels(direction="borrowed")._value.get() == 1
@@ -165,7 +165,7 @@ async def test_further_loans_of_a_lender_are_measured_and_forgotten(
 ) -> None:
     await bench.to("reading")
     bench.role.imports._live[ID].connects = False  # type: ignore[attr-defined]
-    bench.role.on_report(0, ReadDone(ID, 0, "", 1))
+    bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "", 1))
     await bench.settle()
     assert bench.board.loan_s > 0
     monkeypatch.setattr(load, "LOAN_MEMORY_S", 0.0)
@@ -199,7 +199,7 @@ async def test_lost_lender_costs_only_the_loan(bench: Bench, stage: str) -> None
     await bench.settle()
     if stage == "reading":
         assert bench.engine[1:] == [KvLate(ID)]  # the engine need not wait for the reads
-        bench.role.on_report(0, ReadDone(ID, 0, "peer lost", 1))
+        bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "peer lost", 1))
     bench.over(Reason.WORKER_LOST)
 
 
@@ -209,7 +209,7 @@ async def test_abort_ends_the_loan_when_nothing_is_in_flight(bench: Bench, stage
     assert bench.requests.on_abort(ID, ABORTED)
     if stage == "reading":
         assert bench.engine == [KvOffered(ID, 2), LeaseEnded(ID)]  # the engine keeps the pages, it knows of the abort
-        bench.role.on_report(0, ReadDone(ID, 0, "", 1))
+        bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "", 1))
     await bench.settle()
     failed = [message for message in bench.engine if isinstance(message, KvFailed)]
     assert [message.failure.reason for message in failed] == [Reason.CANCELLED] and len(bench.role.imports) == 0
@@ -221,7 +221,7 @@ async def test_request_that_the_engine_ends_ends_its_loan(bench: Bench, stage: s
     await bench.to(stage)
     bench.role.on_events(0, Events(outputs=[SequenceOutput(ID, 0, [], FinishReason.ABORT)]))
     if stage == "reading":
-        bench.role.on_report(0, ReadDone(ID, 0, "", 1))
+        bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "", 1))
     assert len(bench.role.imports) == 0
 
 
@@ -231,23 +231,23 @@ async def test_nobody_waits_for_a_silent_lender(bench: Bench, stage: str, monkey
     if stage == "asked":
         monkeypatch.setattr(borrowing, "OFFER_S", 0.01)
     else:
-        bench.role.imports._stall_s = 0.01
+        bench.role._borrowing._stall_s = 0.01
     await bench.to(stage)
     async with asyncio.timeout(120):
         while not any(isinstance(message, KvLate | KvFailed) for message in bench.engine):
             await asyncio.sleep(0.005)
     if stage == "reading":
         assert bench.engine[-1] == KvLate(ID)
-        bench.role.on_report(0, ReadDone(ID, 0, "", 1))
+        bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "", 1))
     bench.over(Reason.STALLED)
 
 
 async def test_stuck_read_is_told_once(bench: Bench) -> None:
     await bench.to("reading")
-    bench.role.on_report(0, ReadStuck(ID, 0))
-    bench.role.on_report(0, ReadStuck(ID, 0))
+    bench.role.handlers[ReadStuck](0, ReadStuck(ID, 0))
+    bench.role.handlers[ReadStuck](0, ReadStuck(ID, 0))
     assert bench.engine[1:] == [KvLate(ID)]
-    bench.role.on_report(0, ReadDone(ID, 0, "closed", 1))
+    bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "closed", 1))
     bench.over(Reason.STALLED)
 
 

@@ -93,4 +93,4 @@ async def test_answers_through_unequal_ranks_are_those_of_one(
             assert (accepted > 0) is (drafts > 0)
         await prefill.whole()
         load = await decode.whole()
-        assert all(replica.output_tokens for replica in load.replicas), "a replica had nothing to do"
+        assert all(replica.counters["output_tokens"] for replica in load.replicas), "a replica had nothing to do"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,4 +85,20 @@ async def test_router_of_a_later_version_is_served(pair: list[Worker]) -> None:
         one = both.submit(later(request(prompt_of(300), temperature=0.0)))
         await both.to_decode.finish(one)
         assert both.to_decode.tokens(one) == expected(list(one.token_ids), 8)
+    await decode.whole()
+
+
+async def test_routers_of_this_version_and_of_the_one_before(pair: list[Worker]) -> None:
+    """The later one sends token ids as bytes, because the worker says that it takes them."""
+    prefill, decode = pair
+    assert (await prefill.info()).packed_prompts and (await decode.info()).packed_prompts
+    async with FakePair(prefill, decode) as both:
+        both.source = await prefill.source()
+        for packed in (False, True):
+            prompt = prompt_of(300)
+            one = request(() if packed else prompt)
+            one.prompt = struct.pack(f"<{len(prompt)}I", *prompt) if packed else b""
+            both.submit(one)
+            await both.to_decode.finish(one)
+            assert both.to_decode.tokens(one) == expected(prompt, 8)
     await decode.whole()

@@ -11,7 +11,9 @@ import torch
 from millrace_serve.model.checkpoint.checkpoint_hash import checkpoint_hash
 from millrace_serve.model.checkpoint.export_quantised import export
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model, open_checkpoint
+from millrace_serve.model.held_weights import named_weights, overwrite
 from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.quantised import tensors
 from millrace_serve.model.weights import CheckpointError
 from millrace_testing.int4 import write_int4
 from millrace_testing.other_weights import write_other
@@ -80,6 +82,24 @@ def test_model_with_other_weights_is_one_that_was_loaded_so(form: str, random_bf
         reload(model, folders[version], quantised=quantised)
         assert torch.equal(logits(model), fresh[version])
         assert where(model) == before
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_tensor_of_the_model_is_a_weight_by_name(form: str, random_bf16: Path, tmp_path: Path) -> None:
+    """So that a load leaves none of the old ones."""
+    folder = random_bf16
+    if form == "int4":
+        write_int4(folder := tmp_path / form, random_bf16)
+    elif form:
+        export(random_bf16, folder := tmp_path / form, form)
+    model = load(folder, quantised=bool(form))
+    found = {tensor.data_ptr() for _, matrix in named_weights(model, "model") for tensor in tensors(matrix)}
+    assert {place for place, shape in where(model) if 0 not in shape} <= found
+
+
+def test_a_part_that_names_no_weights_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="WEIGHTS"):
+        overwrite([torch.zeros(1), object()], [torch.ones(1), object()], "part")  # type: ignore[list-item]  # the error
 
 
 def test_weights_in_another_form_are_refused_by_name(random_fp8: Path, tmp_path: Path) -> None:

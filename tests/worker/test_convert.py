@@ -1,4 +1,4 @@
-import math
+import struct
 
 import pytest
 from millrace.v1 import common_pb2, worker_pb2
@@ -33,7 +33,7 @@ def test_request_keeps_every_value_and_absent_ones_take_their_defaults() -> None
     given = wire(temperature=0.0, top_k=0, seed=2**64 - 1, logit_bias={7: -1.5}, logprobs=0, stop_token_ids=[9])
     given.num_prior_outputs, given.priority, given.timeout_ms = 1, -5, 1500
     request = convert.request(given, Route.IMPORT)
-    assert (request.id, request.token_ids, request.route) == (ID, [5, 6, 7], Route.IMPORT)
+    assert (request.id, list(request.token_ids), request.route) == (ID, [5, 6, 7], Route.IMPORT)
     assert (request.num_prior_outputs, request.priority, request.timeout_s) == (1, -5, 1.5)
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.logprobs) == (0.0, 1.0, 2**64 - 1, 0)
@@ -42,52 +42,21 @@ def test_request_keeps_every_value_and_absent_ones_take_their_defaults() -> None
     assert convert.request(wire(), Route.LOCAL).timeout_s is None
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("temperature", -0.1),
-        ("temperature", 100.5),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("top_p", math.nan),
-        ("min_p", math.nan),
-        ("min_p", -0.1),
-        ("repetition_penalty", 0.0),
-        ("repetition_penalty", math.nan),
-        ("presence_penalty", 2.1),
-        ("frequency_penalty", -math.inf),
-        ("logprobs", 21),
-        ("max_tokens", 0),
-        ("min_tokens", 5),
-        ("stop_token_ids", range(65)),
-        ("logit_bias", {1: math.nan}),
-        ("logit_bias", {1: 100.5}),
-        ("logit_bias", dict.fromkeys(range(1025), 0.0)),
-    ],
-)
-def test_bad_sampling_is_refused_with_the_name_of_the_field(field: str, value: object) -> None:
-    with pytest.raises(MillraceError, match=field) as caught:
-        convert.request(wire(**{field: value}), Route.LOCAL)
-    assert caught.value.reason is Reason.INVALID_ARGUMENT and caught.value.param == field
+def test_a_prompt_comes_packed_or_as_numbers() -> None:
+    """Routers of an earlier version send numbers."""
+    packed = worker_pb2.EngineRequest(prompt=struct.pack("<3I", 5, 6, 2**31))
+    assert list(convert.token_ids(packed)) == [5, 6, 2**31]
+    assert list(convert.token_ids(wire())) == [5, 6, 7] and not len(convert.token_ids(worker_pb2.EngineRequest()))
+    with pytest.raises(MillraceError, match="prompt has 13 bytes; a token id has 4"):
+        convert.token_ids(worker_pb2.EngineRequest(prompt=packed.prompt + b"x"))
 
 
-@pytest.mark.parametrize(
-    ("field", "change"),
-    [
-        ("room", lambda r: r.id.Clear()),
-        ("token_ids", lambda r: r.ClearField("token_ids")),
-        ("num_prior_outputs", lambda r: setattr(r, "num_prior_outputs", 3)),
-        ("priority", lambda r: setattr(r, "priority", 101)),
-    ],
-)
-def test_bad_requests_are_refused_with_the_name_of_the_field(field: str, change) -> None:  # type: ignore[no-untyped-def]
+def test_a_room_is_needed() -> None:
     given = wire()
-    change(given)
-    with pytest.raises(MillraceError, match=field) as caught:
+    given.id.Clear()
+    with pytest.raises(MillraceError, match="room") as caught:
         convert.request(given, Route.LOCAL)
-    assert caught.value.param == field
+    assert caught.value.reason is Reason.INVALID_ARGUMENT and caught.value.param == "room"
 
 
 @pytest.mark.parametrize(
@@ -116,15 +85,6 @@ def test_failure_on_the_wire_has_its_wait_in_milliseconds(reason: Reason) -> Non
     assert convert.core_failure(wire) == Failure(reason, "why")
 
 
-def test_salt_is_bounded() -> None:
-    params = common_pb2.SamplingParams(max_tokens=1)
-    wire = worker_pb2.EngineRequest(id=convert.attempt_id(ID), token_ids=[5], sampling=params, cache_salt=b"s" * 64)
-    assert convert.request(wire, Route.LOCAL).cache_salt == b"s" * 64
-    wire.cache_salt += b"s"
-    with pytest.raises(MillraceError, match="cache_salt has 65 bytes; the limit is 64"):
-        convert.request(wire, Route.LOCAL)
-
-
 def test_parts_and_memory_survive_the_round_trip() -> None:
     first = SequenceOutput(ID, 0, [TokenOutput(1)])
     for part in (
@@ -141,9 +101,10 @@ def test_parts_and_memory_survive_the_round_trip() -> None:
 
 def test_every_field_of_load_is_on_the_wire() -> None:
     counts = {"drafted": [9, 5, 1], "accepted": [7, 2, 0], "expert_imbalance": [1.5, 1.25], "paused": True}
+    counts["counters"] = {"steps": 3.0, "host_bytes/load": 0.5}
     values = {name: index for index, name in enumerate(Load.__struct_fields__, 1)} | counts
     sent = convert.wire_load(Load(**values))
-    assert {field.name: value for field, value in sent.ListFields()} == values
+    assert {field.name: value for field, value in sent.ListFields()} | {"counters": dict(sent.counters)} == values
 
 
 @pytest.mark.parametrize("kind", list(GrammarKind))
@@ -154,9 +115,5 @@ def test_grammars(kind: GrammarKind, after: int | None) -> None:
     assert set(GrammarKind) == {field.name for field in common_pb2.Grammar.DESCRIPTOR.oneofs_by_name["kind"].fields}
     wire.grammar.MergeFrom(common_pb2.Grammar(marks=["<a>"], forbidden_before=[3]))
     assert convert.sampling_params(wire).grammar == Grammar(kind, "text", after, (3,), ("<a>",))
-    for more, words in (({"marks": ["a"] * 9}, "marks has 9"), ({"marks": [""]}, "marks has 0 characters"),
-                        ({"forbidden_before": [0] * 9}, "forbidden_before has 9")):  # fmt: skip
-        with pytest.raises(MillraceError, match=words):
-            convert.sampling_params(common_pb2.SamplingParams(max_tokens=1, grammar={kind: "text", **more}))
     with pytest.raises(MillraceError, match="grammar has no kind"):
         convert.sampling_params(common_pb2.SamplingParams(max_tokens=1, grammar={}))

@@ -1,6 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.engine.core import Failure, FinishReason, RequestId, SequenceOutput, TokenOutput, Wait
+from millrace_serve.worker.frontend import convert
 from millrace_serve.worker.frontend.links import RouterLink
 from millrace_serve.worker.frontend.outbox import MAX_TOKENS, LinkOutbox
 
@@ -29,7 +30,8 @@ def test_slow_router_gets_merged_outputs_with_the_end_last() -> None:
         box.put(output(1, step, 1))
     box.put(end)
     tokens = [TokenOutput(step) for step in range(100)]
-    assert box.take() == [SequenceOutput(first.id, 0, tokens, FinishReason.ERROR, error, 64, 0.5, 90, 40)]
+    merged = SequenceOutput(first.id, 0, tokens, FinishReason.ERROR, error, 64, num_drafted=90, num_accepted=40)
+    assert box.take() == [convert.wire_output(merged)]
 
 
 def test_messages_stay_below_the_transport_limit() -> None:
@@ -38,7 +40,7 @@ def test_messages_stay_below_the_transport_limit() -> None:
         box.put(output(1, start, 100))
     sizes = []
     while box:
-        sizes.append(sum(len(o.tokens) for o in box.take()))
+        sizes.append(sum(len(o.token_ids) for o in box.take()))
     assert sum(sizes) >= 3 * MAX_TOKENS and max(sizes) <= MAX_TOKENS
 
 
@@ -50,7 +52,7 @@ def test_nothing_is_lost_or_reordered(events: list[int | None]) -> None:
     def take() -> None:
         for o in box.take():
             assert o.first_index == len(heard[o.id.room])
-            heard[o.id.room] += [token.token_id for token in o.tokens]
+            heard[o.id.room] += o.token_ids
 
     for event in events:
         if event is None:

@@ -246,7 +246,7 @@ async def test_flush_waits_for_every_replica(two: Worker) -> None:
 
 
 async def test_replicas_serve_side_by_side(two: Worker) -> None:
-    before = [replica.prompt_tokens for replica in (await two.whole()).replicas]
+    before = [replica.counters["prompt_tokens"] for replica in (await two.whole()).replicas]
     async with FakeLink(two) as link:
         requests = [request([i]) for i in range(1, 9)]
         for i, r in enumerate(requests):
@@ -255,7 +255,7 @@ async def test_replicas_serve_side_by_side(two: Worker) -> None:
         for r in requests:
             await link.finish(r)
             assert link.tokens(r) == expected(list(r.token_ids), 8)
-        after = [replica.prompt_tokens for replica in (await two.whole()).replicas]
+        after = [replica.counters["prompt_tokens"] for replica in (await two.whole()).replicas]
         assert [count - old for count, old in zip(after, before, strict=True)] == [4, 4]
 
 

@@ -97,7 +97,7 @@ async def test_report_that_cannot_be_handled_ends_the_worker(
     def on_report(rank: int, report: Report) -> None:
         raise AssertionError("illegal transition")
 
-    ranks = make(WorkerConfig(engine="sim"), launcher, on_report, lost.set_result)
+    ranks = make(WorkerConfig(engine="sim"), launcher, {Events: on_report}, lost.set_result)
     starting = asyncio.create_task(ranks.start())
     rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
     rank.send(FromRank(0, Events()))
@@ -115,7 +115,7 @@ async def test_rank_that_hangs_ends_the_worker(
     """
     launcher, lost = Nobody(tmp_path), asyncio.get_running_loop().create_future()
     config = WorkerConfig(engine="sim")
-    ranks = make(config, launcher, lambda rank, report: None, lost.set_result)
+    ranks = make(config, launcher, {}, lost.set_result)
     starting = asyncio.create_task(ranks.start())
     rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
     rank.send(FromRank(0, ready(config, f"ipc://{tmp_path}/rank")))
@@ -159,7 +159,7 @@ async def test_ranks_that_end_before_an_answer_leave_no_question_to_the_next(
     make: Callable[..., Ranks], context: zmq.Context[Any], tmp_path: Path
 ) -> None:
     config, launcher = WorkerConfig(engine="sim"), Nobody(tmp_path)
-    ranks = make(config, launcher, lambda rank, report: None, lambda why: None)
+    ranks = make(config, launcher, {}, lambda why: None)
     with pytest.raises(MillraceError, match="the ranks are not up"):
         await ranks.freeze_gc()
 
@@ -196,7 +196,7 @@ async def test_answers_are_in_the_order_of_ranks(
 ) -> None:
     """Not in that in which the ranks became ready: the one that failed is named by its place."""
     config, launcher = WorkerConfig(engine="sim", dp=2), Nobody(tmp_path)
-    ranks = make(config, launcher, lambda rank, report: None, lambda why: None)
+    ranks = make(config, launcher, {}, lambda why: None)
     starting = asyncio.create_task(ranks.start())
     frontend: Sender[FromRank] = Sender(context, await launcher.endpoint)
     for rank in (1, 0):
@@ -216,7 +216,7 @@ async def test_what_nobody_asked_for_is_dropped_and_counted(
     config, launcher, strays, lost = WorkerConfig(engine="sim"), Nobody(tmp_path), list[str](), list[str]()
     reports: asyncio.Queue[Report] = asyncio.Queue()
     on_report = lambda rank, report: reports.put_nowait(report)  # noqa: E731
-    ranks = make(config, launcher, on_report, lost.append, strays.append)
+    ranks = make(config, launcher, {Events: on_report}, lost.append, strays.append)
     starting = asyncio.create_task(ranks.start())
     rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
     first, second = (Receiver[ToEngine](context, f"ipc://{tmp_path}/{name}", ToEngine) for name in ("first", "second"))

@@ -22,7 +22,7 @@ from millrace_serve.engine.core import Events, Request, RequestId, SamplingParam
 from millrace_serve.transfer.messages import StopReader
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend.ranks import Ranks
-from millrace_serve.worker.messages import FromRank, RankFailed, Stop
+from millrace_serve.worker.messages import FromRank, GcPauses, RankFailed, RankProgress, Stop
 from millrace_testing.sim import expected
 from zmq.utils.monitor import recv_monitor_message
 
@@ -107,13 +107,14 @@ async def test_ranks_as_actors_over_tcp(fake_ray: list[str]) -> None:
     finished = asyncio.Event()
     lost: list[str] = []
 
-    def on_report(rank: int, report: object) -> None:
-        for output in report.outputs if isinstance(report, Events) else ():
+    def on_events(rank: int, events: Events) -> None:
+        for output in events.outputs:
             tokens[rank] += [token.token_id for token in output.tokens]
         if all(len(said) == 5 for said in tokens.values()):
             finished.set()
 
-    ranks = Ranks(config, launcher, on_report, lost.append)
+    others = dict.fromkeys((RankProgress, GcPauses), lambda rank, report: None)
+    ranks = Ranks(config, launcher, {Events: on_events, **others}, lost.append)
     async with asyncio.timeout(120):
         await ranks.start()
         assert ranks.info is not None

@@ -81,7 +81,7 @@ async def test_pause_keeps_sequences_and_a_resume_goes_on_with_them(tmp_path: Pa
             link.submit(one)
         await asyncio.gather(*(link.first(one) for one in ours))
         await do(worker, "pause")
-        steps = [r.steps for r in (await worker.load()).replicas]
+        steps = [r.counters["steps"] for r in (await worker.load()).replicas]
         late = request(prompt_of(10))
         link.submit(late)
         assert (await link.finish(late)).failure.reason == Reason.NOT_READY
@@ -91,7 +91,7 @@ async def test_pause_keeps_sequences_and_a_resume_goes_on_with_them(tmp_path: Pa
         await asyncio.sleep(LEAST_S + 1)
         load = await worker.load()
         assert load.state == worker_pb2.WORKER_STATE_PAUSED and all(r.paused for r in load.replicas)
-        assert [r.steps for r in load.replicas] == steps
+        assert [r.counters["steps"] for r in load.replicas] == steps
         assert [len(link.tokens(one)) for one in ours] == before and max(before) < 200
         await do(worker, "pause")  # again: nothing happens
         await do(worker, "resume")

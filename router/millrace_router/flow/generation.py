@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -196,6 +197,8 @@ class Generation:
 
     def _submit(self, decision: Decision) -> None:
         """Send the attempt to its legs. A Link that is gone fails its leg at once, which ends the attempt half-way."""
+        prompt = array("I", self.job.token_ids)
+        prompt.extend(self.flow.outputs)
         source: Source = self._prefix(decision.loan)  # the prefill leg comes first and is the decode leg's source
         for leg, replica in self._placed.items():
             if leg not in self.flow.open:
@@ -203,7 +206,11 @@ class Generation:
             self._workers[leg] = worker = self._backend.registry.workers[replica.address]
             self._weights, self.version = worker.weights, worker.info.weights_version
             request = self._request(replica.index)
-            length = len(request.token_ids)
+            if worker.info.packed_prompts:
+                request.prompt = prompt.tobytes()
+            else:  # a worker of an earlier version
+                request.token_ids.extend(prompt)
+            length = len(prompt)
             computes = leg is Leg.PREFILL or source is None
             outputs = 0 if leg is Leg.PREFILL else min(self.flow.remaining, replica.expected_output)
             worker.note_sent(
@@ -222,11 +229,11 @@ class Generation:
         return prefill_pb2.KvPrefixRef(worker=source, replica=loan.lender.index, num_pages=loan.num_pages)
 
     def _request(self, replica: int) -> worker_pb2.EngineRequest:
+        """All but the token ids."""
         job, flow = self.job, self.flow
         left_ms = 0.0 if job.deadline is None else max((job.deadline - self._loop.time()) * 1000, 1.0)
         return worker_pb2.EngineRequest(
             id=common_pb2.AttemptId(room=self.room, attempt=flow.attempt),
-            token_ids=job.token_ids + flow.outputs,
             num_prior_outputs=len(flow.outputs),
             sampling=job.sampling,
             priority=job.place.priority,

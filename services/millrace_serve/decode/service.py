@@ -9,7 +9,7 @@ from millrace.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Route
-from millrace_serve.handover.imports import Imports
+from millrace_serve.handover.imports import Imports, WholePrompts
 from millrace_serve.handover.pairing import Pairs, check_layout
 from millrace_serve.handover.role import HandoverRole
 from millrace_serve.worker.frontend import convert
@@ -22,7 +22,7 @@ class DecodeRole(HandoverRole):
     warmup_route = Route.LOCAL
 
     def __init__(self, frontend: Frontend) -> None:
-        super().__init__(frontend, Imports)
+        super().__init__(frontend, lambda peers, reads: Imports(frontend, peers, reads, WholePrompts(frontend)))
         self._role = frontend.config.role
         self._pairs = Pairs(
             frontend.config, frontend.epoch, frontend.ranks, frontend.requests, self._peers, self.imports

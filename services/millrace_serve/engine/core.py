@@ -18,8 +18,22 @@ structs because they cross from the frontend process to the rank processes uncha
 from __future__ import annotations
 
 import enum
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
+
+TOKEN_BYTES = 4
+
+
+@runtime_checkable
+class TokenIds(Protocol):
+    """Token ids below 2^32: an array (I), which crosses processes as bytes that nobody on its way reads, or a list."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[int]: ...
+    def __getitem__(self, index: slice, /) -> Sequence[int]: ...
 
 
 class RequestId(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -91,7 +105,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A submitted request. `token_ids` is the prompt followed by the outputs of earlier attempts (replay)."""
 
     id: RequestId
-    token_ids: list[int]
+    token_ids: TokenIds
     sampling: SamplingParams
     route: Route = Route.LOCAL
     num_prior_outputs: int = 0  # how many trailing token_ids are outputs of earlier attempts
@@ -266,22 +280,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     pages_running: int = 0
     host_pages_total: int = 0  # copies of pages that the host tier has room for
     host_pages_used: int = 0
-    preemptions: int = 0
-    resumed: int = 0  # preempted sequences that went on and computed about a page again at most
-    recomputed: int = 0  # preempted sequences that computed more again
-    steps: int = 0
-    cached_tokens: int = 0  # prompt tokens ever served from a prefix cache, on whatever tier
-    host_cached_tokens: int = 0  # of these, from the host tier
-    host_stored_bytes: int = 0  # ever copied to the host tier
-    host_loaded_bytes: int = 0  # ever copied back
-    disk_stored_pages: int = 0  # ever stored in the third tier, or found there
-    disk_loaded_pages: int = 0  # ever loaded from it into the host tier
-    disk_refused_pages: int = 0  # ever found in it, though this deployment had not stored them so
-    disk_failed_pages: int = 0  # moves between the two that came to nothing: a full disk, a file that was deleted
-    host_store_seconds: float = 0.0  # that the copies took
-    host_load_seconds: float = 0.0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
     drafted: tuple[int, ...] = ()  # drafts ever verified, by their place behind the last token
     accepted: tuple[int, ...] = ()  # of these
     credits: int = 0  # further requests this replica is willing to take now
@@ -294,6 +292,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     room: int | None = None  # tokens of further requests (worker.proto); None: only credits count
     expected_output: int = 0  # tokens of an output, where max_tokens allows as many
     output_tokens_per_s: float = 0.0  # of one sequence, by the latest steps without prompts; 0: not measured
+    # What only grows. "name" is millrace_engine_total{what="name"}; "metric/name" is another counter of
+    # millrace_common/metrics.py with that label.
+    counters: dict[str, float] = {}
 
 
 class Events(msgspec.Struct, tag=True):
@@ -312,3 +313,15 @@ class Events(msgspec.Struct, tag=True):
 
 SchedulerInput = Submit | Abort | KvOffered | KvArrived | KvFailed | KvLate | Lend | LeaseEnded | FlushCache
 EngineInput = SchedulerInput | Pause
+
+
+def pack_ids(value: Any) -> bytes:
+    """The encoders' hook; Any: it is called with whatever msgspec does not know. Raises TypeError."""
+    if isinstance(value, array):
+        return value.tobytes()
+    raise TypeError(f"{type(value).__name__} is in no message")
+
+
+def unpack_ids(kind: type, value: Any) -> TokenIds:
+    """The decoders' hook; Any: bytes or a list."""
+    return array("I", value)

@@ -167,10 +167,11 @@ class Engine:
         return () if self._in_flight else self._lockstep.fds
 
     def load(self) -> Load:
-        load, counts = self._scheduler.load(), self._runner.counts() | self.copier.counts() | self._disk.counts()
+        load, of_runner = self._scheduler.load(), self._runner.counts()
+        load.counters.update(self.copier.counters() | self._disk.counters())
         moving = self._in_flight or self.copier.busy or self._disk.loads or self._disk.stores
         paused = self._paused and not moving
-        return msgspec.structs.replace(load, paused=paused, **counts) if counts or paused else load
+        return msgspec.structs.replace(load, paused=paused, **of_runner) if of_runner or paused else load
 
     def check_empty(self) -> None:
         """Raise RuntimeError unless it is paused and holds nothing of the weights: no request, no cached page."""

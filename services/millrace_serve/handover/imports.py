@@ -1,5 +1,5 @@
-"""The importing side of a decode worker: carries out the actions of each request's KvImport (transfer/importer.py).
-borrowing.py does the same for a prefill worker.
+"""The importing side of a worker: carries out the actions of each request's KvImport (transfer/importer.py). What a
+decode worker does besides is here (`WholePrompts`); for a prefill worker it is in borrowing.py.
 
 Life of an import:
 
@@ -23,6 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 from millrace.v1 import kv_pb2, worker_pb2
@@ -85,11 +86,37 @@ class Import:
     task: asyncio.Task[None] | None = None
     released: bool = False  # release was sent
     failures_before: int = 0  # FailedReads.total when it began
+    connects: bool = False  # it is the first one from this peer
     prefix: kv_pb2.FetchPrefix | None = None  # of a loan
+
+    @property
+    def num_read(self) -> int:
+        """Pages."""
+        return sum(read.num_pages for read in self.reads.values())
+
+
+class ImportUse(Protocol):
+    """What imports are for: how the engine and others hear of each stage."""
+
+    def offered(self, job: Import) -> None:
+        """The first part is here: ask the engine for pages."""
+
+    def reserved(self, job: Import) -> None:
+        """The engine has pages."""
+
+    def done(self, job: Import, first: SequenceOutput | None) -> None:
+        """All pages are here."""
+
+    def given_up(self, job: Import, failure: Failure) -> None:
+        """It has failed, and reads into its pages are still in flight."""
+
+    def over(self, job: Import) -> None:
+        """Nothing of it is left; `job.machine.failure` says how it ended."""
 
 
 class Imports:
-    def __init__(self, frontend: Frontend, peers: Peers, failed_reads: FailedReads) -> None:
+    def __init__(self, frontend: Frontend, peers: Peers, failed_reads: FailedReads, use: ImportUse) -> None:
+        self._use = use
         self._page_size = frontend.config.limits.page_size
         # a Fetch stream that is silent for so long, or a read that takes longer, ends an import
         self._stall_s = frontend.config.timeouts.stall
@@ -113,7 +140,7 @@ class Imports:
     def start(self, request: Request, replica: int, source: worker_pb2.KvSourceRef) -> None:
         hashes = page_hashes(request.token_ids, self._page_size, salt=request.cache_salt)
         peer = self._peers.get(source.address, source.epoch)
-        self._begin(Import(KvImport(request.id, hashes), replica, peer))
+        self.begin(Import(KvImport(request.id, hashes), replica, peer))
 
     def abort(self, id: RequestId, failure: Failure) -> bool:
         """False: there is no such import."""
@@ -121,10 +148,13 @@ class Imports:
         if job is None:
             return False
         job.told = True
-        self._do(job, job.machine.on_abort(failure))
+        self.fail(job, failure)
         return True
 
-    def _begin(self, job: Import) -> None:
+    def fail(self, job: Import, failure: Failure) -> None:
+        self._do(job, job.machine.on_abort(failure))
+
+    def begin(self, job: Import) -> None:
         self._live[job.machine.id] = job
         job.failures_before = self._failed_reads.total
         job.task = self._run(self._to_the_end(job, lambda: self._fetch(job)))
@@ -132,6 +162,7 @@ class Imports:
     def on_reserved(self, reserved: KvReserved) -> None:
         self._spans.has_pages(reserved.id)
         if job := self._live.get(reserved.id):
+            self._use.reserved(job)
             self._do(job, job.machine.on_reserved(reserved.page_ids, reserved.num_cached_pages))
         else:
             self._requests.count_stale("reserved")
@@ -176,7 +207,7 @@ class Imports:
         for action in actions:
             match action:
                 case AskReserve():
-                    self._offer(job)
+                    self._use.offered(job)
                 case ReadPages():
                     self._read(job, action)
                 case AskRelease():
@@ -184,34 +215,14 @@ class Imports:
                     job.released = True
                     self._run(self._to_the_end(job, job.fetch.release))
                 case Done(first):
-                    self._done(job, first)
+                    self._use.done(job, first)
+                    self._forget(job)
                 case Over(failure):
                     engine.send(job.replica, KvFailed(id, failure))
                     self._forget(job)
         if job.machine.state is ImportState.DRAINING and job.machine.failure and not job.told:
-            self._give_up(job, job.machine.failure)
+            self._use.given_up(job, job.machine.failure)
         self._count_quarantine()
-
-    def _offer(self, job: Import) -> None:
-        self._spans.waits_for_pages(job.machine.id)
-        self._ranks.send(job.replica, KvOffered(job.machine.id))
-
-    def _done(self, job: Import, first: SequenceOutput | None) -> None:
-        id = job.machine.id
-        assert first is not None, f"import {id} ended without a first token"
-        self._metrics.kv_transfer.observe(time.monotonic() - job.last_part_at)
-        self._spans.imported(id, sum(read.num_pages for read in job.reads.values()))
-        self._ranks.send(job.replica, KvArrived(id, first, job.drafts))
-        self._forget(job)
-        if id in self._requests:  # the engine sends everything after the first token, and the end
-            self._requests.deliver([msgspec.structs.replace(first, finish=None)])
-
-    def _give_up(self, job: Import, failure: Failure) -> None:
-        """The import has failed, and reads into its pages are still in flight."""
-        self._requests.fail(job.machine.id, failure)
-
-    def _count_failure(self, failure: Failure) -> None:
-        self._metrics.kv_failures.labels(reason=failure.reason).inc()
 
     def _report(self, job: Import, error: str) -> None:
         """Tell the peer that its pages could not be read. Failed loans do not count: their prompts are computed."""
@@ -229,19 +240,20 @@ class Imports:
         job.reads[read.read] = PostedRead(len(read.dst_pages), set(ranks), time.monotonic())
         for rank in ranks:
             source = self._source(job, rank)
-            self._connect(job.peer, rank, source)
+            self._connect(job, rank, source)
             self._ranks.send_reader(rank, msgspec.structs.replace(read, agent=source.agent))
 
-    def _connect(self, peer: Peer, rank: int, source: MemoryHandle) -> None:
+    def _connect(self, job: Import, rank: int, source: MemoryHandle) -> None:
         """Have a rank connect to the source. A peer that was dropped gets no connection: nobody would end it."""
-        if not peer.dropped and (rank, source.agent) not in peer.agents:
-            peer.agents.add((rank, source.agent))
+        if not job.peer.dropped and (rank, source.agent) not in job.peer.agents:
+            job.peer.agents.add((rank, source.agent))
+            job.connects = True
             self._ranks.send_reader(rank, AddSource(source))
 
     def _forget(self, job: Import) -> None:
         del self._live[job.machine.id]
+        self._use.over(job)
         if failure := job.machine.failure:
-            self._count_failure(failure)
             message = "kv import %s failed: %s: %s"
             log.info(message, job.machine.id, failure.reason, failure.message, extra=PER_REQUEST)
         for refusal, count in job.machine.refused.items():
@@ -298,3 +310,34 @@ class Imports:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+class WholePrompts(ImportUse):
+    """Of a decode worker: the KV of whole prompts, to go on with."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._ranks, self._requests = frontend.ranks, frontend.requests
+        self._metrics, self._spans = frontend.metrics, frontend.spans
+
+    def offered(self, job: Import) -> None:
+        self._spans.waits_for_pages(job.machine.id)
+        self._ranks.send(job.replica, KvOffered(job.machine.id))
+
+    def reserved(self, job: Import) -> None:
+        pass
+
+    def done(self, job: Import, first: SequenceOutput | None) -> None:
+        id = job.machine.id
+        assert first is not None, f"import {id} ended without a first token"
+        self._metrics.kv_transfer.observe(time.monotonic() - job.last_part_at)
+        self._spans.imported(id, job.num_read)
+        self._ranks.send(job.replica, KvArrived(id, first, job.drafts))
+        if id in self._requests:  # the engine sends everything after the first token, and the end
+            self._requests.deliver([msgspec.structs.replace(first, finish=None)])
+
+    def given_up(self, job: Import, failure: Failure) -> None:
+        self._requests.fail(job.machine.id, failure)
+
+    def over(self, job: Import) -> None:
+        if failure := job.machine.failure:
+            self._metrics.kv_failures.labels(reason=failure.reason).inc()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 from millrace.v1 import kv_pb2_grpc
 from millrace_rpc.access import token
@@ -17,16 +19,16 @@ from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.links import Links
 from millrace_serve.worker.frontend.requests import ABORTED
 from millrace_serve.worker.frontend.role import RoleLogic
-from millrace_serve.worker.messages import Report
 
 
 class HandoverRole(RoleLogic):
-    def __init__(self, frontend: Frontend, make_imports: type[Imports]) -> None:
+    def __init__(self, frontend: Frontend, make_imports: Callable[[Peers, FailedReads], Imports]) -> None:
         config, self._ranks, self._requests = frontend.config, frontend.ranks, frontend.requests
         drop_source = lambda rank, agent: frontend.ranks.send_reader(rank, DropSource(agent))  # noqa: E731
         self._peers = Peers(drop_source, frontend.identity, token(frontend.secret))
         own_reads = FailedReads("reads of other workers' KV pages", READER_ALONE, frontend.leave)
-        self.imports = make_imports(frontend, self._peers, own_reads)
+        self.imports = make_imports(self._peers, own_reads)
+        self.handlers = {ReadDone: self.imports.on_read_done, ReadStuck: self.imports.on_stuck}
         self.exports = Exports(config.timeouts, frontend.metrics, frontend.ranks.send)
         peers_reads = FailedReads("other workers' reads of KV pages here", SOURCE_ALONE, frontend.leave)
         self._kv = KvServicer(frontend, self.exports, peers_reads)
@@ -42,15 +44,6 @@ class HandoverRole(RoleLogic):
         for output in events.outputs:
             if output.finish is not None:  # perhaps before its transfer ended: a deadline, or no room
                 self.imports.abort(output.id, ABORTED)
-
-    def on_report(self, rank: int, report: Report) -> None:
-        match report:
-            case ReadDone():
-                self.imports.on_read_done(rank, report)
-            case ReadStuck():
-                self.imports.on_stuck(rank, report)
-            case _:
-                super().on_report(rank, report)
 
     def on_lost(self, why: Failure) -> None:
         self.exports.fail_all(why)

@@ -19,6 +19,8 @@ from millrace_serve.model.weights import Weights
 
 
 class DecoderLayer:
+    WEIGHTS = "self_attn", "mlp", "input_layernorm", "post_attention_layernorm"
+
     def __init__(
         self,
         ckpt: Weights,

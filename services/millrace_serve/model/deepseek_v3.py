@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from millrace_kernels.mla_prefill import Heads
@@ -26,6 +26,7 @@ from millrace_serve.model.experts.local import LocalExperts
 from millrace_serve.model.experts.moving import Balancer
 from millrace_serve.model.experts.placement import ExpertPlacement
 from millrace_serve.model.experts.routed import Implementation, MakeExperts
+from millrace_serve.model.held_weights import ModelPart, overwrite
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.layers import RmsNorm, VocabParallel
 from millrace_serve.model.moe import Moe
@@ -34,14 +35,16 @@ from millrace_serve.model.parallel import ParallelDims, check_divides
 from millrace_serve.model.quantised import runs_quantised
 from millrace_serve.model.reduce import TpReduce
 from millrace_serve.model.sparse_step import IndexPool
-from millrace_serve.model.weights import Checkpoint, CheckpointError, Weights
+from millrace_serve.model.weights import Checkpoint, Weights
 from millrace_serve.model.yarn import rope_tables
 
 log = logging.getLogger(__name__)
-P = TypeVar("P")
+P = TypeVar("P", bound=ModelPart)
 
 
 class DeepseekV3:
+    WEIGHTS = "rope_tables", "embed_tokens", "layers", "norm", "lm_head", "mtp"
+
     def __init__(
         self,
         ckpt: Weights,
@@ -72,7 +75,9 @@ class DeepseekV3:
         def decoder_layer(layer: int) -> DecoderLayer:
             return built(lambda ckpt: DecoderLayer(ckpt, config, dims, self.reduce, experts_of(ckpt), layer))
 
-        self._parts: list[tuple[object, Callable[[Weights], object]]] = []  # and how to make each of other weights
+        self._parts: list[
+            tuple[ModelPart, Callable[[Weights], ModelPart]]
+        ] = []  # and how to make each of other weights
         self.reduce = TpReduce(dims)
         self.embed_tokens = built(lambda ckpt: VocabParallel(ckpt, config, dims, "model.embed_tokens.weight"))
         self.layers = [decoder_layer(layer) for layer in range(config.num_hidden_layers)]
@@ -199,22 +204,3 @@ def open_checkpoint(
         config = config.without_mtp()
         ckpt.skip(f"model.layers.{config.num_hidden_layers}.")
     return ckpt, config
-
-
-def overwrite(old: Any, new: Any, name: str) -> None:
-    """Copies all tensors of `new` over those of `old`, which the same code has made of other weights.
-
-    Raises CheckpointError for a tensor that is quantised in one of them alone.
-    """
-    if old is new or new is None:
-        return
-    if type(old) is not type(new) or (isinstance(old, Tensor) and (old.shape, old.dtype) != (new.shape, new.dtype)):
-        raise CheckpointError(f"{name} is stored in another form than that of the weights which are served")
-    if isinstance(old, Tensor):
-        old.copy_(new)
-    elif isinstance(old, list | tuple):
-        for before, after in zip(old, new, strict=True):
-            overwrite(before, after, name)
-    elif hasattr(new, "__dict__"):
-        for attribute, value in vars(new).items():
-            overwrite(getattr(old, attribute), value, f"{name}.{attribute}")

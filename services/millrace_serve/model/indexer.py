@@ -27,6 +27,8 @@ LOGITS_AT_A_TIME = 1 << 25  # 128 MiB of logits of a prompt chunk
 
 
 class Indexer:
+    WEIGHTS = "wq_b", "wk", "k_norm", "weights_proj"
+
     def __init__(self, ckpt: Weights, config: ModelConfig, prefix: str, layer: int) -> None:
         """`layer`: of the KV pool."""
         assert config.q_lora_rank is not None

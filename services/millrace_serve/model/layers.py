@@ -20,6 +20,8 @@ from millrace_serve.model.weights import Part, Weights
 class RmsNorm:
     """What the consumer of `operand` reads: the plain rows, with `quant` and an FP8 model also or only the FP8 form."""
 
+    WEIGHTS = ("weight",)
+
     def __init__(
         self, ckpt: Weights, name: str, dim: int, eps: float, *, plain: bool = True, quant: bool = True
     ) -> None:
@@ -33,6 +35,8 @@ class RmsNorm:
 
 class Mlp:
     """down(silu(gate x) * up x), intermediate dimension sharded over TP: the result is this rank's part of a sum."""
+
+    WEIGHTS = "gate_up_proj", "down_proj"
 
     def __init__(self, ckpt: Weights, dims: ParallelDims, prefix: str, hidden: int, intermediate: int) -> None:
         size = check_divides(f"{prefix} intermediate size", intermediate, "tp", dims.tp)
@@ -48,6 +52,8 @@ class Mlp:
 
 class VocabParallel:
     """Rows of the vocabulary [first, first + size) of this TP rank; the last may hold fewer than ceil(vocab / tp)."""
+
+    WEIGHTS = ("weight",)
 
     def __init__(self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, name: str) -> None:
         self.dims = dims

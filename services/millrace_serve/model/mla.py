@@ -38,6 +38,11 @@ from millrace_serve.model.yarn import softmax_scale
 
 
 class Mla:
+    WEIGHTS = (
+        *("q_kv_a_proj", "q_a_layernorm", "q_b_proj", "indexer", "kv_a_layernorm", "kv_b_proj"),
+        *("w_uk", "w_uv", "w_uk_fp8", "w_uv_fp8", "o_proj"),
+    )
+
     def __init__(self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, layer: int) -> None:
         self.config, self.dims, prefix = config, dims, f"model.layers.{layer}.self_attn"
         self.scale = softmax_scale(config)

@@ -23,6 +23,8 @@ from millrace_serve.model.weights import Weights
 class Gate:
     """Products are exact and sums FP32, because a rounding difference here changes the choice of experts."""
 
+    WEIGHTS = "weight", "bias"
+
     def __init__(self, ckpt: Weights, config: ModelConfig, prefix: str) -> None:
         experts = config.n_routed_experts
         self.rule = GateRule(
@@ -44,6 +46,7 @@ class Gate:
 
 
 class Moe:
+    WEIGHTS = "gate", "routed", "shared_experts"
     reads_plain = True  # by the gate
 
     def __init__(
@@ -73,6 +76,7 @@ class Moe:
 class DenseMlp:
     """The MLP of the first layers, in the place of Moe. With `dense_tp` = 1 every rank has the whole sum by itself."""
 
+    WEIGHTS = ("mlp",)
     local = True
 
     def __init__(self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, prefix: str) -> None:

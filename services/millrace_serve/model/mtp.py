@@ -22,6 +22,8 @@ from millrace_serve.model.weights import Weights
 
 
 class Mtp:
+    WEIGHTS = "enorm", "hnorm", "eh_proj", "layer", "norm"
+
     def __init__(
         self, ckpt: Weights, config: ModelConfig, dims: ParallelDims, reduce: TpReduce, make_experts: MakeExperts
     ) -> None:

@@ -7,6 +7,9 @@ from millrace.v1 import prefill_pb2, prefill_pb2_grpc
 
 from millrace_serve.engine.core import Events, Failure, RequestId, Route
 from millrace_serve.handover.borrowing import Borrowing
+from millrace_serve.handover.failed_reads import FailedReads
+from millrace_serve.handover.imports import Imports
+from millrace_serve.handover.peers import Peers
 from millrace_serve.handover.role import HandoverRole
 from millrace_serve.worker.frontend import convert
 from millrace_serve.worker.frontend.frontend import Frontend
@@ -16,10 +19,13 @@ from millrace_serve.worker.frontend.links import Links, RouterLink
 class PrefillRole(HandoverRole):
     service_names = ("millrace.v1.PrefillService", "millrace.v1.KvService")
     warmup_route = Route.EXPORT
-    imports: Borrowing
 
     def __init__(self, frontend: Frontend) -> None:
-        super().__init__(frontend, Borrowing)
+        def make_imports(peers: Peers, failed_reads: FailedReads) -> Imports:
+            self._borrowing = Borrowing(frontend, peers, failed_reads)
+            return self._borrowing.imports
+
+        super().__init__(frontend, make_imports)
         self._requests.on_start = self.exports.expect
         self._requests.on_abort = self._abort
 
@@ -31,10 +37,10 @@ class PrefillRole(HandoverRole):
         id = convert.request_id(message.request.id)
         if (id in self.exports or id in self.imports) and id not in self._requests:
             raise convert.invalid("id", f"{id} was submitted here before")
-        loan = self.imports.prepare(message)
+        loan = self._borrowing.prepare(message)
         request = self._requests.submit(message.request, Route.EXPORT, link, borrows=loan is not None)
         if request is not None and loan is not None:
-            self.imports.borrow(loan)
+            self._borrowing.borrow(loan)
 
     def on_events(self, replica: int, events: Events) -> None:
         super().on_events(replica, events)

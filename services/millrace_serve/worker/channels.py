@@ -21,6 +21,8 @@ import zmq
 from millrace_common import deployment_secret
 from zmq.utils import z85
 
+from millrace_serve.engine.core import pack_ids, unpack_ids
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -48,7 +50,7 @@ class Sender(Generic[T]):
         self._socket.set(zmq.IPV6, "[" in endpoint)  # otherwise ZeroMQ takes the address for a device
         _lock(self._socket, endpoint, key, sends=True)
         self._socket.connect(endpoint)
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._encode = msgspec.msgpack.Encoder(enc_hook=pack_ids).encode
 
     def send(self, message: T) -> None:
         self._socket.send(self._encode(message), zmq.NOBLOCK)
@@ -76,7 +78,7 @@ class Receiver(Generic[T]):
         _lock(self._socket, bind, key, sends=False)
         self._socket.bind(bind)
         self.endpoint: str = self._socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
-        self._decode = msgspec.msgpack.Decoder(kind).decode
+        self._decode = msgspec.msgpack.Decoder(kind, dec_hook=unpack_ids).decode
         self._on_undecodable = on_undecodable
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[T], None] | None = None

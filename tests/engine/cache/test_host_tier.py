@@ -103,9 +103,11 @@ def test_evicted_prefix_comes_back(role, overlap):
     driver.ask(2, PROMPT)
     driver.end_leases()
     load = driver.engine.load()
-    assert driver.cached(2) == load.cached_tokens == load.host_cached_tokens == 12
-    assert load.host_loaded_bytes == 3 * driver.engine.pool.layout.page_bytes < load.host_stored_bytes
-    assert load.host_store_seconds > 0 and load.host_load_seconds > 0
+    assert driver.cached(2) == load.counters["cached_tokens"] == load.counters["host_cached_tokens"] == 12
+    assert (
+        load.counters["host_bytes/load"] == 3 * driver.engine.pool.layout.page_bytes < load.counters["host_bytes/store"]
+    )
+    assert load.counters["host_seconds/store"] > 0 and load.counters["host_seconds/load"] > 0
     driver.end()
 
 
@@ -178,11 +180,13 @@ def test_preempted_sequence_goes_on_where_it_was(host_pages, drafts, overlap):
     driver.ask(2, [22] * 9, max_tokens=12, temperature=1.0, seed=3)
     driver.run()
     load = driver.engine.load()
-    assert load.preemptions == load.resumed + load.recomputed == 1
+    assert load.counters["preemptions"] == load.counters["resumed"] + load.counters["recomputed"] == 1
     if host_pages == 100:
-        assert load.resumed == 1 and load.host_loaded_bytes > 0
+        assert load.counters["resumed"] == 1 and load.counters["host_bytes/load"] > 0
     elif not host_pages:
-        assert not load.host_loaded_bytes and (load.recomputed or drafts)  # drafts are as long as pages here
+        assert not load.counters["host_bytes/load"] and (
+            load.counters["recomputed"] or drafts
+        )  # drafts are as long as pages here
     driver.end()
 
 
@@ -191,9 +195,9 @@ def test_preempted_sequence_that_ends_while_it_is_saved(steps):
     driver = Tiered(Role.DECODE, num_pages=9)
     driver.ask(1, [21] * 9, max_tokens=20)
     driver.ask(2, [22] * 9, max_tokens=20)
-    while not driver.engine.load().preemptions:
+    while not driver.engine.load().counters["preemptions"]:
         driver.step()
-        driver.held = bool(driver.engine.load().preemptions)
+        driver.held = bool(driver.engine.load().counters["preemptions"])
     for _ in range(steps):
         driver.step()
     driver.tell(Abort(RequestId(2, 0)))
@@ -216,7 +220,7 @@ def test_what_another_worker_lends_is_not_needed(num_offered):
     assert driver.reserved[id].num_cached_pages == len(driver.reserved[id].page_ids) == num_offered
     driver.tell(KvArrived(id))
     driver.run()
-    assert driver.cached(2) == 12 and driver.engine.load().host_cached_tokens == 12
+    assert driver.cached(2) == 12 and driver.engine.load().counters["host_cached_tokens"] == 12
     driver.end()
 
 
@@ -233,7 +237,7 @@ def test_another_worker_lends_more_than_the_tier_has():
     fill_pages(driver, driver.reserved[id].page_ids, PROMPT[:12], 0)
     driver.tell(KvArrived(id))
     driver.run()
-    assert driver.cached(2) == 12 and driver.engine.load().host_cached_tokens == 0
+    assert driver.cached(2) == 12 and driver.engine.load().counters["host_cached_tokens"] == 0
     driver.end()
 
 

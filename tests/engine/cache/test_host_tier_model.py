@@ -58,12 +58,12 @@ def test_preemption_with_drafts_changes_no_token() -> None:
     prompts = [[rng.randrange(16, 1000) for _ in range(44 + 3 * room)] for room in range(len(SAMPLING))]
     roomy = make(draft_tokens=2)
     expected = run(roomy, prompts)
-    assert roomy.load().preemptions == 0
+    assert roomy.load().counters["preemptions"] == 0
     host_cache_gib = 64 * roomy.pool.layout.page_bytes / GIB
     # 6 pages for each in the end: two are too many, also where the one with a grammar, which is compiled first, is late
     tight = make(draft_tokens=2, num_pages=9, host_cache_gib=host_cache_gib)
     assert run(tight, prompts) == expected
     load = tight.load()
-    assert load.preemptions == load.resumed > 0 and load.host_loaded_bytes > 0
+    assert load.counters["preemptions"] == load.counters["resumed"] > 0 and load.counters["host_bytes/load"] > 0
     for engine in (roomy, tight):
         engine.close()

@@ -101,7 +101,7 @@ def test_in_the_host_tier(pair: tuple[Prompt, Prompt]) -> None:
     assert driver.ask(second, 2) == 0
     driver.push_out(910)
     assert driver.ask(first, 3) == driver.ask(second, 4) == SIZE
-    assert driver.engine.load().host_cached_tokens == 2 * SIZE
+    assert driver.engine.load().counters["host_cached_tokens"] == 2 * SIZE
     driver.check_whole()
     driver.engine.close()
 

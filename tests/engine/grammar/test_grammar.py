@@ -167,7 +167,7 @@ def test_every_mask_is_of_the_outputs_so_far(overlap: bool, num_pages: int) -> N
         driver.finish_compiling()
     driver.run()
     assert all(output.finish is FinishReason.LENGTH for output in driver.finish.values()) and len(driver.finish) == 6
-    assert (driver.engine.load().preemptions > 0) is (num_pages == 11)
+    assert (driver.engine.load().counters["preemptions"] > 0) is (num_pages == 11)
     driver.check_whole()
 
 

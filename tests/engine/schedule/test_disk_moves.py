@@ -88,11 +88,11 @@ def test_stored_copy_keeps_its_slot_until_the_store_has_it() -> None:
     store.end(0)
     moves.poll()
     assert tier.begin(block(8)) is not None and store.has(block(7))
-    assert moves.counts() == {
-        "disk_stored_pages": 1,
-        "disk_loaded_pages": 0,
-        "disk_refused_pages": 0,
-        "disk_failed_pages": 0,
+    assert moves.counters() == {
+        "disk_pages/store": 1,
+        "disk_pages/load": 0,
+        "disk_pages/refuse": 0,
+        "disk_pages/failed": 0,
     }
 
 
@@ -105,11 +105,11 @@ def test_move_that_comes_to_nothing_is_counted(is_load: bool) -> None:
         moves.keep(whole(tier, 7))
     store.end(0, ok=False)
     moves.poll()
-    assert moves.counts() == {
-        "disk_stored_pages": 0,
-        "disk_loaded_pages": 0,
-        "disk_refused_pages": int(is_load),
-        "disk_failed_pages": 1,
+    assert moves.counters() == {
+        "disk_pages/store": 0,
+        "disk_pages/load": 0,
+        "disk_pages/refuse": int(is_load),
+        "disk_pages/failed": 1,
     }
 
 
@@ -138,11 +138,11 @@ def test_load_that_fails_in_the_middle_gives_what_came_before_it() -> None:
     moves.poll()
     [good] = came
     assert [copy.block for copy in good] == blocks(1) and not moves.loads
-    assert moves.counts() == {
-        "disk_stored_pages": 0,
-        "disk_loaded_pages": 2,
-        "disk_refused_pages": 1,
-        "disk_failed_pages": 1,
+    assert moves.counters() == {
+        "disk_pages/store": 0,
+        "disk_pages/load": 2,
+        "disk_pages/refuse": 1,
+        "disk_pages/failed": 1,
     }
     tier.check(good)
     tier.unpin(good[0])
@@ -232,7 +232,7 @@ def test_prefix_survives_a_restart(tmp_path: Path) -> None:
     second = OnDisk(tmp_path, host_pages=100)
     assert second.ask(1, PROMPT) == 20
     load = second.settle()
-    assert (load.disk_loaded_pages, load.host_cached_tokens) == (5, 20)
+    assert (load.counters["disk_pages/load"], load.counters["host_cached_tokens"]) == (5, 20)
     second.engine.close()
 
 

@@ -70,7 +70,7 @@ def test_rest_is_computed_from_where_the_fill_ended(role, num_pages, overlap):
     driver.run()
     first = driver.parts[id][-1].first if role is Role.PREFILL else None
     assert first is not None or driver.finish[id].finish is FinishReason.LENGTH
-    assert driver.engine.load().cached_tokens == seq.num_cached_tokens == 4 * num_pages
+    assert driver.engine.load().counters["cached_tokens"] == seq.num_cached_tokens == 4 * num_pages
     driver.finish_all()
 
 
@@ -118,8 +118,11 @@ def test_preempted_sequence_is_filled_again(overlap):
     driver.end(3)
     driver.run()
     driver.end(3)
-    assert driver.engine.load().preemptions == 1
-    assert (driver.engine.load().prompt_tokens, driver.engine.load().cached_tokens) == (7 + 14, 12), "each counts once"
+    assert driver.engine.load().counters["preemptions"] == 1
+    assert (driver.engine.load().counters["prompt_tokens"], driver.engine.load().counters["cached_tokens"]) == (
+        7 + 14,
+        12,
+    ), "each counts once"
     driver.finish_all()
     assert all(output.finish is FinishReason.LENGTH for output in driver.finish.values())
 

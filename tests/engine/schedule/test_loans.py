@@ -62,7 +62,7 @@ def test_borrowed_pages_are_not_computed(num_pages: int, overlap: bool) -> None:
     driver.tell(KvArrived(ID))
     driver.run()
     assert pages_of(driver)[:num_pages] == reserved.page_ids
-    assert driver.engine.load().cached_tokens == 4 * num_pages
+    assert driver.engine.load().counters["cached_tokens"] == 4 * num_pages
     finish(driver)
 
 
@@ -75,7 +75,7 @@ def test_loan_that_fails_is_computed(when: str) -> None:
         driver.run()
     driver.tell(KvFailed(ID, LOST))
     driver.run()
-    assert driver.parts[ID][-1].first is not None and driver.engine.load().cached_tokens == 0
+    assert driver.parts[ID][-1].first is not None and driver.engine.load().counters["cached_tokens"] == 0
     finish(driver)
 
 
@@ -87,7 +87,7 @@ def test_reads_that_end_late_write_where_nobody_computes() -> None:
     driver.tell(KvLate(ID))
     driver.run()
     assert driver.parts[ID][-1].first is not None and not set(pages) & set(pages_of(driver))
-    assert driver.engine.load().prompt_tokens == len(PROMPT), "though it was admitted twice"
+    assert driver.engine.load().counters["prompt_tokens"] == len(PROMPT), "though it was admitted twice"
     driver.tell(LeaseEnded(ID))
     driver.run()
     assert ID not in driver.here.live and driver.engine.load().pages_published == 3
@@ -140,7 +140,7 @@ def test_what_we_have_ourselves_is_not_borrowed() -> None:
     driver.run()
     assert driver.reserved[ID].num_cached_pages == 2 == len(driver.reserved[ID].page_ids)
     driver.tell(KvArrived(ID))  # the loan was given back
-    assert driver.engine.load().cached_tokens == 8
+    assert driver.engine.load().counters["cached_tokens"] == 8
     finish(driver)
 
 
@@ -156,7 +156,7 @@ def test_only_the_pages_that_we_lack_are_filled() -> None:
     fill_pages(driver, reserved.page_ids, PROMPT[:12], 1)
     driver.tell(KvArrived(ID))
     driver.run()
-    assert driver.engine.load().cached_tokens == 12
+    assert driver.engine.load().counters["cached_tokens"] == 12
     finish(driver)
 
 

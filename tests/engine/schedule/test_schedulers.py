@@ -80,7 +80,7 @@ def test_preemption_takes_the_last_to_arrive_of_the_lowest_priority(overlap):
         driver.submit(request(room, [20 + room] * 7, Route.IMPORT, max_tokens=8, priority=priority))
     import_all(driver, 1, 2, 3)
     seqs = {id.room: seq for id, seq in driver.here.live.items()}
-    while not driver.engine.load().preemptions:
+    while not driver.engine.load().counters["preemptions"]:
         driver.step()
     assert seqs[3].slot == -1 or seqs[3].inflight
     assert seqs[1].slot >= 0 and seqs[2].slot >= 0
@@ -98,9 +98,9 @@ def test_prompt_preempted_on_its_way_counts_no_cached_or_recomputed_token(overla
     while driver.engine.has_work():
         outputs += driver.step().outputs
     load = driver.engine.load()
-    assert load.preemptions == 1 and load.prompt_tokens == 24
-    assert (load.resumed, load.recomputed) == (1, 0)
-    assert load.cached_tokens == 0 and all(output.num_cached_tokens == 0 for output in outputs)
+    assert load.counters["preemptions"] == 1 and load.counters["prompt_tokens"] == 24
+    assert (load.counters["resumed"], load.counters["recomputed"]) == (1, 0)
+    assert load.counters["cached_tokens"] == 0 and all(output.num_cached_tokens == 0 for output in outputs)
     driver.check_whole()
 
 
@@ -439,7 +439,7 @@ def test_lease_that_ends_early_ends_the_request():
         (request(1, [20], Route.EXPORT), "INVALID_ARGUMENT", "route export"),
         (request(1, [20] * 9, prior=8), "INVALID_ARGUMENT", "max_tokens=8"),
         (request(1, [20], logit_bias={200: 1.0}), "INVALID_ARGUMENT", "logit_bias"),
-        (request(1, [20], stop_token_ids=(200,)), "INVALID_ARGUMENT", "stop_token_ids=(200,) must be inside"),
+        (request(1, [20], stop_token_ids=(200,)), "INVALID_ARGUMENT", "stop_token_ids has a token id"),
     ],
 )
 def test_refusals_name_field_and_limit(bad: Request, reason: str, words: str):

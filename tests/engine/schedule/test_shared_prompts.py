@@ -99,7 +99,7 @@ def test_long_prompt_is_preempted_between_its_chunks() -> None:
     driver.submit(request(2, list(range(30, 50)), max_tokens=3))
     driver.run()
     driver.check_whole()
-    assert driver.scheduler.outbox.totals["preemptions"] == 1
+    assert driver.scheduler.outbox.counters["preemptions"] == 1
     ends = [batch.shared.split.end for batch in batches if batch.shared is not None]
     assert ends == [*range(1, 10), *range(5, 14)], "it goes on behind its cached page"
 

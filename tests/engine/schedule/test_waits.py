@@ -68,7 +68,7 @@ def test_preempted_sequence_waits() -> None:
     told = []
     while driver.engine.has_work():
         told += step(driver, LOOK_S / 2)
-    assert driver.engine.load().preemptions > 0
+    assert driver.engine.load().counters["preemptions"] > 0
     late = RequestId(2, 0)
     assert told[0] == Wait(late) and told[-1] == Wait(late, over=True)
 
@@ -149,7 +149,7 @@ def test_newcomer_within_the_promised_room_preempts_nobody() -> None:
         driver.step()
         served += 1
     driver.run(5000)
-    assert served == LEAST - 1 and driver.engine.load().preemptions == 0
+    assert served == LEAST - 1 and driver.engine.load().counters["preemptions"] == 0
 
 
 def test_credits_of_a_decode_worker_end_soon_after_its_slots() -> None:

@@ -108,7 +108,7 @@ def test_every_batch_of_a_busy_engine():
     driver.check_whole()
     assert any(batch.num_decode and batch.chunk_lens for batch in batches), "no mixed step"
     assert any(batch.sampling is None for batch in batches) and any(batch.sampling is not None for batch in batches)
-    assert driver.scheduler.outbox.totals["preemptions"] > 0
+    assert driver.scheduler.outbox.counters["preemptions"] > 0
 
 
 def test_canaries_follow_the_known_tokens():

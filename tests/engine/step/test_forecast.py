@@ -168,7 +168,7 @@ def test_what_is_ready_keeps_its_next_page_from_an_early_reservation() -> None:
     driver.engine.reserve()
     driver.step()
     load = driver.engine.load()
-    assert (load.running, load.importing, load.preemptions) == (1, 0, 0)
+    assert (load.running, load.importing, load.counters["preemptions"]) == (1, 0, 0)
 
 
 def test_prompts_that_are_computed_here_are_not_admitted_between_two_steps() -> None:

@@ -102,7 +102,7 @@ def serve_rank(dims: ParallelDims, drafts: int, graphs: str, limits: dict[str, i
     one.check_idle()
     load = one.load()
     one.close()
-    return msgspec.json.encode(Served(said, steps, load.preemptions, sum(load.accepted))).decode()
+    return msgspec.json.encode(Served(said, steps, load.counters["preemptions"], sum(load.accepted))).decode()
 
 
 @pytest.mark.long

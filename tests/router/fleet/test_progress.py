@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -133,9 +134,9 @@ async def test_a_worker_whose_numbers_move_may_let_streams_wait(
     worker.script.append(waits)
     task = asyncio.create_task(made.generate([1], sampling={"max_tokens": 2 * BEFORE}, timeout=30))
     await made.until(lambda: bool(worker.active))
-    until = time.monotonic() + 1.2
+    until, rises = time.monotonic() + 1.2, itertools.count(1)
     while time.monotonic() < until:
-        worker.change(counts={"steps": worker.counts.get("steps", 0) + 1})
+        worker.change(counts={"counters": {"steps": next(rises)}})
         await asyncio.sleep(0.05)
     go_on.set()
     assert (await task).tokens() == expected([1], 2 * BEFORE)

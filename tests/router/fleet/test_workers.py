@@ -246,7 +246,7 @@ class Numbered(FakeWorker):
     @property
     def counts(self) -> dict[str, int | list[int]]:
         self.number += 1
-        return {"steps": self.number}
+        return {"counters": {"steps": self.number}}
 
     @counts.setter
     def counts(self, _: object) -> None: ...
@@ -258,7 +258,7 @@ async def test_a_burst_is_spread_before_the_next_report(cluster: Callable) -> No
     for worker in workers:
         worker.silent = True
     known = made.router.registry.workers  # a report that is on its way would come in the middle of the burst
-    await made.until(lambda: all(known[w.address].load.replicas[0].steps == w.number for w in workers))
+    await made.until(lambda: all(known[w.address].load.replicas[0].counters["steps"] == w.number for w in workers))
     for decode in made.decodes:
         decode.script.extend([hangs()] * 8)
     tasks = [asyncio.create_task(made.generate([1], timeout=30)) for _ in range(8)]

@@ -104,7 +104,7 @@ async def test_what_was_sent_takes_room_for_a_while(
     (sent,) = worker.replicas(frozenset(), "")
     assert (before.room - sent.room, before.credits - sent.credits, sent.tokens - before.tokens) == (46, 1, 40)
     seen = worker.load
-    made.workers[0].change(counts={"room": 100, "expected_output": 6, "steps": 1})
+    made.workers[0].change(counts={"room": 100, "expected_output": 6, "counters": {"steps": 1}})
     await made.until(lambda: worker.load is not seen)
     (after,) = worker.replicas(frozenset(), "")
     assert (before.room - after.room, after.credits, after.tokens) == (kept, before.credits, before.tokens)

@@ -189,7 +189,7 @@ class DecodeScheduler(Scheduler):
     def _preempt(self, seq: Sequence) -> None:
         self._take_off(seq)
         seq.preempted, seq.num_known = True, seq.num_computed
-        self.outbox.totals["preemptions"] += 1
+        self.outbox.counters["preemptions"] += 1
         self._leave(seq, Phase.WAITING)
 
     def _take_decodes(self, plan: Plan) -> None:
@@ -207,7 +207,7 @@ class DecodeScheduler(Scheduler):
         if taken and seq.preempted:
             seq.preempted = False
             again = seq.num_known - plan.chunks[-1].start
-            self.outbox.totals["recomputed" if again > self.pages.size else "resumed"] += 1
+            self.outbox.counters["recomputed" if again > self.pages.size else "resumed"] += 1
         if taken and plan.chunks[-1].samples:
             del self._prefilling[seq]
             self._decoding[seq] = None

@@ -42,11 +42,13 @@ class DiskMoves:
         """One entry for each pin."""
         return [*self._storing.values(), *(copy for load in self._loads for copy in load.copies)]
 
-    def counts(self) -> dict[str, int]:
-        """The fields of engine.core.Load that are known here."""
-        names = "disk_stored_pages", "disk_loaded_pages", "disk_refused_pages", "disk_failed_pages"
-        counted = self._num_stored, self._num_loaded, self._num_refused, self._num_failed
-        return dict(zip(names, counted, strict=True)) if self.store else {}
+    def counters(self) -> dict[str, float]:
+        """Of Load: pages stored or found there, loaded, found but not stored so by this deployment, and moves that came
+        to nothing.
+        """
+        counted = {"store": self._num_stored, "load": self._num_loaded, "refuse": self._num_refused}
+        counted["failed"] = self._num_failed
+        return {f"disk_pages/{way}": count for way, count in counted.items()} if self.store else {}
 
     def keep(self, copies: Iterable[Copy]) -> None:
         if self.store:

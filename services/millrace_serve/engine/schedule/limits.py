@@ -1,15 +1,19 @@
-"""The limits of requests that depend on an engine and its model. The limits of a message by itself, token ids included,
-are checked before it comes here (worker/frontend/convert.py, requests.py).
+"""The limits of a request: those of a message by itself, of the model and of the engine. This is a worker's only check:
+its frontend forwards what it gets. Routers check the first kind before they send (flow/validate.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+from millrace_common import sampling_limits as limits
+from millrace_common.page_hash import MAX_SALT_BYTES
 from millrace_common.reasons import Reason
 
 from millrace_serve.engine.config import EngineConfig, Role
-from millrace_serve.engine.core import Failure, Request, Route
+from millrace_serve.engine.core import Failure, Grammar, Request, Route, SamplingParams
 
 ROUTES = {
     Role.PREFILL: {Route.EXPORT},
@@ -35,7 +39,7 @@ def refusal(request: Request, config: EngineConfig, facts: ModelFacts, role: Rol
     """Return why `request` can never run here, or None."""
     if request.route not in ROUTES[role]:
         return _invalid(f"route {request.route} is not served by a {role} engine")
-    if problem := _problem(request, facts):
+    if problem := next(_problems(request, facts), None):
         return _invalid(problem)
     exports = request.route is Route.EXPORT  # another worker generates
     total = len(request.token_ids) + 1 if exports else sequence_limit(request)
@@ -53,23 +57,63 @@ def refusal(request: Request, config: EngineConfig, facts: ModelFacts, role: Rol
     return None
 
 
-def _problem(request: Request, facts: ModelFacts) -> str | None:
-    params, prior = request.sampling, request.num_prior_outputs
-    if prior >= params.max_tokens:
-        return f"num_prior_outputs={prior} leaves nothing of max_tokens={params.max_tokens}"
-    vocab = range(facts.vocab_size)
-    after = None if params.grammar is None else params.grammar.after_token_id
-    checks = (
-        ("stop_token_ids", all(token in vocab for token in params.stop_token_ids), "inside the vocabulary"),
-        ("ignore_eos", params.grammar is None or not params.ignore_eos, "false with a grammar"),
-        ("min_tokens", params.grammar is None or not params.min_tokens, "0 with a grammar"),
-        ("grammar", after is None or after in vocab, "one whose after_token_id is inside the vocabulary"),
-        ("logit_bias", all(token in vocab for token in params.logit_bias), "for ids inside the vocabulary"),
-    )
-    for name, ok, rule in checks:
-        if not ok:
-            return f"{name}={getattr(params, name)!r} must be {rule}"
-    return None
+def _problems(request: Request, facts: ModelFacts) -> Iterator[str]:
+    """What is wrong with the request by itself and for this model; each names the field and its limit."""
+    yield from _prompt_problems(request, facts.vocab_size)
+    yield from _sampling_problems(request.sampling, facts.vocab_size)
+    prior, most = request.num_prior_outputs, request.sampling.max_tokens
+    if prior >= most:
+        yield f"num_prior_outputs={prior} leaves nothing of max_tokens={most}"
+    if request.sampling.grammar is not None:
+        yield from _grammar_problems(request.sampling, request.sampling.grammar, facts.vocab_size)
+
+
+def _prompt_problems(request: Request, vocab_size: int) -> Iterator[str]:
+    num_tokens, prior = len(request.token_ids), request.num_prior_outputs
+    if not num_tokens:
+        yield "token_ids must not be empty"
+    elif (largest := np.asarray(request.token_ids).max()) >= vocab_size:
+        yield f"token_ids has {largest}; ids are 0..{vocab_size - 1}"
+    if prior >= num_tokens:
+        yield f"num_prior_outputs is {prior} of {num_tokens} token_ids"
+    if len(request.cache_salt) > MAX_SALT_BYTES:
+        yield f"cache_salt has {len(request.cache_salt)} bytes; the limit is {MAX_SALT_BYTES}"
+    if not limits.PRIORITY.holds(request.priority):
+        yield f"priority is {request.priority}; it must be {limits.PRIORITY}"
+
+
+def _sampling_problems(params: SamplingParams, vocab_size: int) -> Iterator[str]:
+    for name, allowed in limits.NUMBERS.items():
+        value = getattr(params, name)
+        if value is not None and not allowed.holds(value):
+            yield f"{name} is {value:g}; it must be {allowed}"
+    if params.min_tokens > params.max_tokens:
+        yield f"min_tokens is {params.min_tokens}; it must be at most max_tokens={params.max_tokens}"
+    lists = ("stop_token_ids", limits.MAX_STOP_TOKEN_IDS), ("logit_bias", limits.MAX_LOGIT_BIAS)
+    for name, most in lists:
+        if (count := len(getattr(params, name))) > most:
+            yield f"{name} has {count} entries; the limit is {most}"
+        if any(token >= vocab_size for token in getattr(params, name)):
+            yield f"{name} has a token id that is not in 0..{vocab_size - 1}"
+    for token, bias in params.logit_bias.items():
+        if not limits.LOGIT_BIAS.holds(bias):
+            yield f"logit_bias of token {token} is {bias:g}; it must be {limits.LOGIT_BIAS}"
+
+
+def _grammar_problems(params: SamplingParams, grammar: Grammar, vocab_size: int) -> Iterator[str]:
+    """Of all but its text, which is checked where it is compiled (millrace_common/grammar/source.py)."""
+    if params.ignore_eos:
+        yield "ignore_eos must be false with a grammar"
+    if params.min_tokens:
+        yield "min_tokens must be 0 with a grammar"
+    if grammar.after_token_id is not None and grammar.after_token_id >= vocab_size:
+        yield f"grammar.after_token_id is {grammar.after_token_id}; ids are 0..{vocab_size - 1}"
+    for name in ("marks", "forbidden_before"):
+        if (count := len(getattr(grammar, name))) > limits.MAX_MARKS:
+            yield f"grammar.{name} has {count} entries; the limit is {limits.MAX_MARKS}"
+    for mark in grammar.marks:
+        if not 1 <= len(mark) <= limits.MAX_MARK_CHARS:
+            yield f"grammar.marks has {len(mark)} characters; 1 to {limits.MAX_MARK_CHARS} are allowed"
 
 
 def _invalid(message: str) -> Failure:

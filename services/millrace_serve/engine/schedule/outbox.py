@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import collections
-from typing import Any
-
 from millrace_serve.engine.config import MOST_DRAFTS
 from millrace_serve.engine.core import Events, Failure, FinishReason, Request, SequenceOutput, TokenOutput
 from millrace_serve.engine.schedule.sequence import Sequence
 
+COUNTED = (
+    *("steps", "preemptions"),
+    "resumed",  # preempted sequences that went on and computed about a page again at most
+    "recomputed",  # preempted sequences that computed more again
+    "prompt_tokens",  # accepted, cached ones included
+    "cached_tokens",  # prompt tokens served from a prefix cache, on whatever tier
+    "host_cached_tokens",  # of these, from the host tier
+    "output_tokens",
+)
+
 
 class Outbox:
     def __init__(self) -> None:
-        self.totals: dict[str, Any] = collections.defaultdict(int)  # fields of Load that only grow
+        self.counters: dict[str, float] = dict.fromkeys(COUNTED, 0)  # of Load
         self.drafted = [0] * MOST_DRAFTS  # by their place behind the newest token
         self.accepted = [0] * MOST_DRAFTS
         self.events = Events()
@@ -25,7 +32,7 @@ class Outbox:
         """`seq` got its first pages; a sequence that was preempted does not count again."""
         if seq.silent and not seq.preempted:
             seq.queued_s = now - seq.arrived
-            self.totals["prompt_tokens"] += len(seq.tokens)
+            self.counters["prompt_tokens"] += len(seq.tokens)
         self.filled(seq, from_host=False)
 
     def filled(self, seq: Sequence, from_host: bool) -> None:
@@ -34,8 +41,8 @@ class Outbox:
         if seq.silent and gained > 0:
             seq.num_known = seq.num_computed
             seq.num_cached_tokens += gained
-            self.totals["cached_tokens"] += gained
-            self.totals["host_cached_tokens"] += gained * from_host
+            self.counters["cached_tokens"] += gained
+            self.counters["host_cached_tokens"] += gained * from_host
 
     def output(
         self,
@@ -54,7 +61,7 @@ class Outbox:
         else:  # nearly always
             output = SequenceOutput(seq.id, first, tokens)
         self.events.outputs.append(output)
-        self.totals["output_tokens"] += len(tokens)
+        self.counters["output_tokens"] += len(tokens)
         return output
 
     def drafts(self, seq: Sequence, drafted: int, accepted: int) -> None:

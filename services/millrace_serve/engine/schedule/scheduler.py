@@ -217,7 +217,7 @@ class Scheduler(abc.ABC):
         if plan.decode or plan.chunks:
             plan.joined = [seq for seq in self._joined if seq.phase is Phase.RUNNING and not seq.filling]
             self._joined = []
-            self.outbox.totals["steps"] += 1
+            self.outbox.counters["steps"] += 1
         elif not plan.wants_turn:
             return None
         return plan
@@ -317,5 +317,5 @@ class Scheduler(abc.ABC):
             credits=0 if self._blocked else max(requests.room(), 0),
             host_pages_total=self.host.total,
             host_pages_used=self.host.used,
-            **self.outbox.totals,
+            counters=self.outbox.counters.copy(),
         )

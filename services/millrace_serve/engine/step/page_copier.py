@@ -57,15 +57,15 @@ class PageCopier:
         self._in_flight = [(job, mark) for job, mark in self._in_flight if job not in jobs]
         return jobs
 
-    def counts(self) -> dict[str, Any]:
-        """The fields of engine.core.Load that the copier knows."""
+    def counters(self) -> dict[str, float]:
+        """Of Load: bytes copied to the host tier and back, and the time that it took."""
         if not self.num_slots:
             return {}
         return {
-            "host_stored_bytes": self._bytes[True],
-            "host_loaded_bytes": self._bytes[False],
-            "host_store_seconds": self._seconds[True],
-            "host_load_seconds": self._seconds[False],
+            "host_bytes/store": self._bytes[True],
+            "host_bytes/load": self._bytes[False],
+            "host_seconds/store": self._seconds[True],
+            "host_seconds/load": self._seconds[False],
         }
 
     def close(self) -> None:

@@ -40,6 +40,8 @@ class HeldExperts:
     With `expert_tp` the rank has a part of each: rows of w13, columns of w2.
     """
 
+    WEIGHTS = "w13", "w2", "slots"
+
     def __init__(self, layer: ExpertLayer, *, with_shared: bool) -> None:
         ckpt, config, dims, placement, number = layer
         self.num_experts = config.n_routed_experts  # routed experts of the model

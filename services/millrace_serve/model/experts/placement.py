@@ -75,6 +75,8 @@ class SlotMap:
     Without replicas and with experts in the order of the slots, ids are returned as they are.
     """
 
+    WEIGHTS = "places", "_table"  # experts that other weights bring are back on their first ranks
+
     places: Tensor  # int32 [X, E + 1]
 
     def __init__(self, placement: ExpertPlacement, layer: int, rank: int, device: torch.device) -> None:

@@ -22,6 +22,7 @@ Finish = Callable[[], Tensor]
 class RoutedExperts(Protocol):
     """sum over the chosen experts of weight_e * expert_e(h) for this replica's T tokens."""
 
+    WEIGHTS: tuple[str, ...] = ("held",)
     held: HeldExperts
     local: bool  # only tokens of this replica take part, so a call may leave out rows of the step
     fuses_shared: bool  # the result contains the shared expert's output

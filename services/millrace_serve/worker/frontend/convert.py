@@ -1,23 +1,22 @@
-"""Conversion between protobuf messages and the engine's structs.
-
-Limits of a message by itself are checked here (millrace_common/sampling_limits.py); the engine checks limits of the
-model: vocabulary, context, pages (engine/schedule/limits.py).
+"""Conversion between protobuf messages and the engine's structs. Values are checked by the engine
+(engine/schedule/limits.py).
 """
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import msgspec
 from millrace.v1 import common_pb2, kv_pb2, worker_pb2
 from millrace_common import sampling_limits as limits
-from millrace_common.page_hash import MAX_SALT_BYTES
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import TABLE, MillraceError
 
 from millrace_serve.engine.cache.kv_pool import KvLayout
 from millrace_serve.engine.config import MOST_DRAFTS
 from millrace_serve.engine.core import (
+    TOKEN_BYTES,
     Failure,
     FinishReason,
     Grammar,
@@ -29,6 +28,7 @@ from millrace_serve.engine.core import (
     Route,
     SamplingParams,
     SequenceOutput,
+    TokenIds,
     TokenOutput,
     TopLogprob,
     Wait,
@@ -57,18 +57,12 @@ def attempt_id(id: RequestId) -> common_pb2.AttemptId:
 
 
 def request(wire: worker_pb2.EngineRequest, route: Route, borrows: bool = False) -> Request:
-    """Raises MillraceError (INVALID_ARGUMENT) naming field and limit."""
-    id = request_id(wire.id)
-    if not wire.token_ids:
-        raise invalid("token_ids", "must not be empty")
-    if wire.num_prior_outputs >= len(wire.token_ids):
-        raise invalid("num_prior_outputs", f"is {wire.num_prior_outputs} of {len(wire.token_ids)} token_ids")
-    if len(wire.cache_salt) > MAX_SALT_BYTES:
-        raise invalid("cache_salt", f"has {len(wire.cache_salt)} bytes; the limit is {MAX_SALT_BYTES}")
-    _check("priority", "", wire.priority, limits.PRIORITY)
+    """The engine checks the values (engine/schedule/limits.py). Raises MillraceError (INVALID_ARGUMENT): there is no
+    such message.
+    """
     return Request(
-        id=id,
-        token_ids=list(wire.token_ids),
+        id=request_id(wire.id),
+        token_ids=token_ids(wire),
         sampling=sampling_params(wire.sampling),
         route=route,
         num_prior_outputs=wire.num_prior_outputs,
@@ -79,50 +73,29 @@ def request(wire: worker_pb2.EngineRequest, route: Route, borrows: bool = False)
     )
 
 
+def token_ids(wire: worker_pb2.EngineRequest) -> TokenIds:
+    if len(wire.prompt) % TOKEN_BYTES:
+        raise invalid("prompt", f"has {len(wire.prompt)} bytes; a token id has {TOKEN_BYTES}")
+    return array("I", wire.prompt or wire.token_ids)
+
+
 def sampling_params(wire: common_pb2.SamplingParams) -> SamplingParams:
-    """Raises MillraceError (INVALID_ARGUMENT) naming field and limit."""
-    if not wire.HasField("max_tokens"):
-        raise invalid("max_tokens", "must be set")
     values: dict[str, Any] = {name: getattr(wire, name) for name in limits.NUMBERS if wire.HasField(name)}
-    for name, value in values.items():
-        _check(name, "", value, limits.NUMBERS[name])
-    if wire.min_tokens > wire.max_tokens:
-        raise invalid("min_tokens", f"is {wire.min_tokens}; it must be at most max_tokens={wire.max_tokens}")
-    for name, most in (("stop_token_ids", limits.MAX_STOP_TOKEN_IDS), ("logit_bias", limits.MAX_LOGIT_BIAS)):
-        if (count := len(getattr(wire, name))) > most:
-            raise invalid(name, f"has {count} entries; the limit is {most}")
-    for token, bias in wire.logit_bias.items():
-        _check("logit_bias", f"of token {token} ", bias, limits.LOGIT_BIAS)
     return SamplingParams(
         logit_bias=dict(wire.logit_bias),
         stop_token_ids=tuple(wire.stop_token_ids),
         ignore_eos=wire.ignore_eos,
-        grammar=_grammar(wire),
-        **values,
+        grammar=_grammar(wire.grammar) if wire.HasField("grammar") else None,
+        **{"max_tokens": 0, **values},
     )
 
 
-def _check(field: str, what: str, value: float, allowed: limits.Range) -> None:
-    if not allowed.holds(value):
-        raise invalid(field, f"{what}is {value:g}; it must be {allowed}")
-
-
-def _grammar(wire: common_pb2.SamplingParams) -> Grammar | None:
-    """Its text is checked where it is compiled (millrace_common/grammar/source.py)."""
-    if not wire.HasField("grammar"):
-        return None
-    kind = wire.grammar.WhichOneof("kind")
+def _grammar(wire: common_pb2.Grammar) -> Grammar:
+    kind = wire.WhichOneof("kind")
     if kind is None:
         raise invalid("grammar", "has no kind")
-    after = wire.grammar.after_token_id if wire.grammar.HasField("after_token_id") else None
-    for name, entries in (("marks", wire.grammar.marks), ("forbidden_before", wire.grammar.forbidden_before)):
-        if len(entries) > limits.MAX_MARKS:
-            raise invalid(f"grammar.{name}", f"has {len(entries)} entries; the limit is {limits.MAX_MARKS}")
-    for mark in wire.grammar.marks:
-        if not 1 <= len(mark) <= limits.MAX_MARK_CHARS:
-            raise invalid("grammar.marks", f"has {len(mark)} characters; 1 to {limits.MAX_MARK_CHARS} are allowed")
-    forbidden, marks = tuple(wire.grammar.forbidden_before), tuple(wire.grammar.marks)
-    return Grammar(GrammarKind(kind), getattr(wire.grammar, kind), after, forbidden, marks)
+    after = wire.after_token_id if wire.HasField("after_token_id") else None
+    return Grammar(GrammarKind(kind), getattr(wire, kind), after, tuple(wire.forbidden_before), tuple(wire.marks))
 
 
 # ---------------------------------------------------------------------------------------------------- outputs

@@ -35,13 +35,13 @@ from millrace_serve.worker.frontend.lifecycle import Lifecycle, State
 from millrace_serve.worker.frontend.links import Links
 from millrace_serve.worker.frontend.load import LoadBoard
 from millrace_serve.worker.frontend.profiling import Profiling
-from millrace_serve.worker.frontend.ranks import Ranks
+from millrace_serve.worker.frontend.ranks import Handler, Ranks
 from millrace_serve.worker.frontend.requests import Requests
 from millrace_serve.worker.frontend.role import RoleLogic
 from millrace_serve.worker.frontend.spans import WorkerSpans
 from millrace_serve.worker.frontend.wakeup import within
 from millrace_serve.worker.launcher import Launcher
-from millrace_serve.worker.messages import GcPauses, Pulse, RankProgress, Report
+from millrace_serve.worker.messages import GcPauses, Pulse, RankProgress
 
 log = logging.getLogger(__name__)
 
@@ -63,13 +63,21 @@ class Frontend:
         self.identity = identity_of(config.tls, self.metrics)
         self.secret = deployment_secret.read(config.secret)
         self.lifecycle = Lifecycle(self._on_state)
-        self.ranks = Ranks(config, launcher, self._on_report, self._on_lost, self._on_stray)
+        self.gc = ProcessGc("frontend", self.metrics)
+        handlers: dict[type, Handler] = {
+            Events: self._on_events,
+            RankProgress: self._on_progress,
+            GcPauses: lambda rank, report: self.gc.observe("rank", report.pauses),
+            Pulse: self._on_pulse,
+        }
+        self.ranks = Ranks(config, launcher, handlers, self._on_lost, self._on_stray)
         facts = (lambda: STATES[self.lifecycle.state]), epoch, (lambda: self.ranks.busy), (lambda: self.ranks.starved)
         self.board = LoadBoard(config.dp, *facts)
         self.caches = CacheBoard(config.dp, epoch)
         self.spans = WorkerSpans(tracing.make(config.tracing, f"millrace-{config.role}", epoch))
         self.requests = Requests(config.dp, self.lifecycle, self.ranks, self.spans, self.metrics)
         self.role = make_role(self)
+        self.ranks.handlers.update(self.role.handlers)
         self.links = Links(epoch, self.requests, self.role.submit)
         self.version = ""  # of the weights; empty: the checkpoint's hash stands for it
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -78,7 +86,6 @@ class Frontend:
         self._compiled: dict[tuple[int, str], int] = {}  # by rank and library
         self.startup_seconds: dict[str, float] = {}  # by phase
         self.profiling = Profiling(config, epoch, self.ranks)
-        self.gc = ProcessGc("frontend", self.metrics)
         self._lag = asyncio.create_task(loop_lag.measure("frontend", self.metrics))
 
     # ------------------------------------------------------------------------------------------------ life
@@ -211,18 +218,12 @@ class Frontend:
 
     # ------------------------------------------------------------------------------------------------ reports
 
-    def _on_report(self, rank: int, report: Report) -> None:
-        match report:
-            case Events():
-                self._on_events(rank // self.config.tp, report)
-            case RankProgress(state, message):
-                self.lifecycle.advance(State(state), message)
-            case GcPauses(pauses):
-                self.gc.observe("rank", pauses)
-            case Pulse(compiled=compiled):
-                self._count_compilations(rank, compiled)
-            case _:
-                self.role.on_report(rank, report)
+    def _on_progress(self, rank: int, progress: RankProgress) -> None:
+        self.lifecycle.advance(State(progress.state), progress.message)
+
+    def _on_pulse(self, rank: int, pulse: Pulse) -> None:
+        self.ranks.heard(rank, pulse)
+        self._count_compilations(rank, pulse.compiled)
 
     def _count_compilations(self, rank: int, compiled: dict[str, int]) -> None:
         """Those for which a request may have waited; before READY none does."""
@@ -232,7 +233,8 @@ class Frontend:
             if self.lifecycle.state is State.READY:
                 self.metrics.compilations.labels(library=library).inc(new)
 
-    def _on_events(self, replica: int, events: Events) -> None:
+    def _on_events(self, rank: int, events: Events) -> None:
+        replica = rank // self.config.tp
         self.spans.on_outputs(events.outputs)
         self.role.on_events(replica, events)
         self.requests.deliver(events.outputs)

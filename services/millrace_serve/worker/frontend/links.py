@@ -64,8 +64,7 @@ class RouterLink:
         while True:
             if self._outbox or self._waits:
                 waits, self._waits = self._waits, {}
-                outputs = map(convert.wire_output, self._outbox.take())
-                step = worker_pb2.StepOutputs(outputs=outputs, waits=map(convert.wire_wait, waits.values()))
+                step = worker_pb2.StepOutputs(outputs=self._outbox.take(), waits=map(convert.wire_wait, waits.values()))
                 yield worker_pb2.LinkResponse(outputs=step)
             elif not self._ended:
                 await self._changed.wait()

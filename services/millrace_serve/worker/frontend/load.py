@@ -18,8 +18,6 @@ from millrace_serve.worker.frontend.wakeup import Wakeup
 
 DOING = ("running", "waiting", "importing", "exporting")
 PAGES = ("free", "cached", "published", "running")
-COUNTED = ("steps", "preemptions", "resumed", "recomputed")
-COUNTED_TOKENS = ("prompt_tokens", "cached_tokens", "host_cached_tokens", "output_tokens")
 LOAN_MEMORY_S = 30.0  # a slow loan is no reason never to try one again
 
 
@@ -102,31 +100,19 @@ class LoadBoard:
                 metrics.pages.labels(replica=replica, use=use).set(getattr(load, f"pages_{use}"))
             metrics.waiting_tokens.labels(replica=replica).set(load.waiting_tokens)
             metrics.credits.labels(replica=replica).set(load.credits)
-            for name in (*COUNTED, *COUNTED_TOKENS):
-                self._advance(metrics.engine.labels(replica=replica, what=name), getattr(load, name))
+            for name, count in load.counters.items():
+                metric, _, label = name.rpartition("/")
+                self._advance(getattr(metrics, metric or "engine").labels(replica, label), count)
             for counter, counts in ((metrics.drafts, load.drafted), (metrics.drafts_accepted, load.accepted)):
                 for position, count in enumerate(counts, 1):
                     self._advance(counter.labels(replica=replica, position=position), count)
-            self._report_host_tier(metrics, replica, load)
+            if load.host_pages_total:
+                free = load.host_pages_total - load.host_pages_used
+                for use, count in (("used", load.host_pages_used), ("free", free)):
+                    metrics.host_pages.labels(replica=replica, use=use).set(count)
         if imbalance := self.loads[0].expert_imbalance:
             metrics.expert_imbalance.set(sum(imbalance) / len(imbalance))
             self._advance(metrics.expert_moves, self.loads[0].expert_moves)
-
-    def _report_host_tier(self, metrics: Metrics, replica: str, load: Load) -> None:
-        if not load.host_pages_total:
-            return
-        free = load.host_pages_total - load.host_pages_used
-        for use, count in (("used", load.host_pages_used), ("free", free)):
-            metrics.host_pages.labels(replica=replica, use=use).set(count)
-        for counter, stored, loaded in (
-            (metrics.host_bytes, load.host_stored_bytes, load.host_loaded_bytes),
-            (metrics.host_seconds, load.host_store_seconds, load.host_load_seconds),
-            (metrics.disk_pages, load.disk_stored_pages, load.disk_loaded_pages),
-        ):
-            self._advance(counter.labels(replica=replica, way="store"), stored)
-            self._advance(counter.labels(replica=replica, way="load"), loaded)
-        self._advance(metrics.disk_pages.labels(replica=replica, way="refuse"), load.disk_refused_pages)
-        self._advance(metrics.disk_pages.labels(replica=replica, way="failed"), load.disk_failed_pages)
 
     def _advance(self, counter: Any, count: float) -> None:
         counter.inc(count - self._reported.get(counter, 0))

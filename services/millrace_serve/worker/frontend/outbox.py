@@ -6,46 +6,40 @@ from __future__ import annotations
 
 import collections
 
-import msgspec
+from millrace.v1 import worker_pb2
 
 from millrace_serve.engine.core import RequestId, SequenceOutput
+from millrace_serve.worker.frontend import convert
 
 MAX_TOKENS = 4096  # of one entry and of one message: with 20 logprobs each, a tenth of what the transport takes
 
 
 class LinkOutbox:
     def __init__(self) -> None:
-        self._entries: collections.deque[SequenceOutput] = collections.deque()  # its owner may extend their tokens
-        self._latest: dict[RequestId, SequenceOutput] = {}  # the last entry of each sequence
+        self._entries: collections.deque[worker_pb2.SequenceOutput] = collections.deque()
+        self._latest: dict[RequestId, worker_pb2.SequenceOutput] = {}  # the last entry of each sequence
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def put(self, output: SequenceOutput) -> None:
-        waiting = self._latest.get(output.id)
-        if waiting is None or len(waiting.tokens) + len(output.tokens) > MAX_TOKENS:
-            self._entries.append(output)
-            self._latest[output.id] = output
+        wire, waiting = convert.wire_output(output), self._latest.get(output.id)
+        if waiting is None or len(waiting.token_ids) + len(wire.token_ids) > MAX_TOKENS:
+            self._entries.append(wire)
+            self._latest[output.id] = wire
         else:
-            waiting.tokens.extend(output.tokens)
-            if output.finish is not None:  # a new object with the end, because outputs are frozen
-                last = msgspec.structs.replace(
-                    waiting,
-                    finish=output.finish,
-                    error=output.error,
-                    num_drafted=output.num_drafted,
-                    num_accepted=output.num_accepted,
-                )
-                self._entries[self._entries.index(waiting)] = self._latest[output.id] = last
+            wire.first_index = waiting.first_index
+            waiting.MergeFrom(wire)
 
-    def take(self) -> list[SequenceOutput]:
+    def take(self) -> list[worker_pb2.SequenceOutput]:
         """The next message's worth, oldest first."""
-        taken: list[SequenceOutput] = []
+        taken: list[worker_pb2.SequenceOutput] = []
         budget = MAX_TOKENS
-        while self._entries and (not taken or len(self._entries[0].tokens) <= budget):
+        while self._entries and (not taken or len(self._entries[0].token_ids) <= budget):
             entry = self._entries.popleft()
-            budget -= len(entry.tokens)
-            if self._latest.get(entry.id) is entry:
-                del self._latest[entry.id]
+            budget -= len(entry.token_ids)
+            id = convert.request_id(entry.id)
+            if self._latest.get(id) is entry:
+                del self._latest[id]
             taken.append(entry)
         return taken

@@ -1,8 +1,8 @@
 """The frontend's side of its ranks: starts them, exchanges messages with them, notices a lost one.
 
-Life: 1. `start` launches all ranks; 2. each reports RankReady, after which its inboxes can be sent to; 3. reports go to
-`on_report`; 4. `stop`, after which they may be started again. A rank that fails, hangs or ends before that is lost, and
-the worker with it: `on_lost` is called once.
+Life: 1. `start` launches all ranks; 2. each reports RankReady, after which its inboxes can be sent to; 3. each report
+goes to the handler of its type; 4. `stop`, after which they may be started again. A rank that fails, hangs or ends
+before that is lost, and the worker with it: `on_lost` is called once.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import zmq
@@ -51,6 +51,7 @@ from millrace_serve.worker.messages import (
 
 log = logging.getLogger(__name__)
 A = TypeVar("A", bound=Answer)
+Handler: TypeAlias = Callable[[int, Any], None]  # of a rank's report; Any: the type that it is registered for
 
 
 class Ranks:
@@ -58,14 +59,27 @@ class Ranks:
         self,
         config: WorkerConfig,
         launcher: Launcher,
-        on_report: Callable[[int, Report], None],
+        handlers: Mapping[type, Handler],
         on_lost: Callable[[str], None],
         on_stray: Callable[[str], None] = lambda kind: None,
     ) -> None:
-        """on_stray: a message was dropped that cannot be decoded, or that nobody asked for; gets its kind."""
+        """
+        Args:
+            handlers: of reports, by their type; in the place of ours, or for types that are none of our business.
+            on_stray: a message was dropped that cannot be decoded, or that nobody asked for; gets its kind.
+        """
         self._config = config
         self._launcher = launcher
-        self._on_report = on_report
+        self.handlers: dict[type, Handler] = {
+            Dropped: lambda rank, report: on_stray("undecodable"),
+            RankReady: self._connect,
+            RankFailed: self._failed,
+            GcFrozen: self._answered,
+            ProfileDone: self._answered,
+            WeightsSet: self._answered,
+            Pulse: self.heard,
+            **handlers,
+        }
         self._on_lost = on_lost
         self._on_stray = on_stray
         self._context: zmq.Context[Any] | None = None  # while there are ranks
@@ -196,7 +210,7 @@ class Ranks:
             self._on_stray(kind)
             return
         try:
-            self._handle(message.rank, message.report)
+            self.handlers[type(message.report)](message.rank, message.report)
         except Exception as error:
             log.exception("a report of rank %d could not be handled", message.rank)
             self._lose(f"a report of rank {message.rank}: {type(error).__name__}: {error}")
@@ -208,23 +222,16 @@ class Ranks:
         first = not isinstance(report, RankReady) or rank not in self._infos
         return "" if known and asked and first else type(report).__name__
 
-    def _handle(self, rank: int, report: Report) -> None:
-        match report:
-            case Dropped():
-                self._on_stray("undecodable")
-            case RankReady():
-                self._connect(rank, report)
-            case RankFailed(why, refused):
-                self.refused = refused
-                self._lose(f"rank {rank} failed: {why}")
-            case GcFrozen() | ProfileDone() | WeightsSet():
-                self._asked.pop((type(report), rank)).set_result(report)
-            case Pulse():
-                self._looks.pop(rank, None)
-                self._watch.heard(rank, report, self._clock.now())
-                self._on_report(rank, report)
-            case _:
-                self._on_report(rank, report)
+    def _failed(self, rank: int, report: RankFailed) -> None:
+        self.refused = report.refused
+        self._lose(f"rank {rank} failed: {report.message}")
+
+    def _answered(self, rank: int, answer: Answer) -> None:
+        self._asked.pop((type(answer), rank)).set_result(answer)
+
+    def heard(self, rank: int, pulse: Pulse) -> None:
+        self._looks.pop(rank, None)
+        self._watch.heard(rank, pulse, self._clock.now())
 
     async def _watch_ranks(self) -> None:
         """A pulse of each rank has come before it was ready, and the clock stood still since the start."""

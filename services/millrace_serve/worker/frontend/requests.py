@@ -97,9 +97,6 @@ class Requests:
         if wire.replica >= self._replicas:
             raise convert.invalid("replica", f"is {wire.replica}; the worker has {self._replicas}")
         request = convert.request(wire, route, borrows)
-        vocab_size = self._ranks.ready_info.vocab_size
-        if (largest := max(request.token_ids)) >= vocab_size:
-            raise convert.invalid("token_ids", f"has {largest}; ids are 0..{vocab_size - 1}")
         known = self._live.get(request.id)
         if known is not None and known.owner is owner:
             self.count_stale("submit")

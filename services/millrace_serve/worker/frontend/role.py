@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -13,7 +13,7 @@ from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.core import Events, Failure, Route
 from millrace_serve.worker.frontend.links import Links, RouterLink
-from millrace_serve.worker.messages import Report
+from millrace_serve.worker.frontend.ranks import Handler
 
 
 class RoleLogic(abc.ABC):
@@ -21,6 +21,7 @@ class RoleLogic(abc.ABC):
 
     service_names: Sequence[str]
     warmup_route: Route
+    handlers: Mapping[type, Handler]  # of reports of ranks that are not for all roles
 
     @property
     def warmed_sources(self) -> Iterable[str]:
@@ -49,10 +50,6 @@ class RoleLogic(abc.ABC):
 
     async def disconnect(self) -> None:  # noqa: B027
         """The ranks are about to end: what they are connected with."""
-
-    def on_report(self, rank: int, report: Report) -> None:
-        """Handle a report of a rank that is not for all roles."""
-        raise TypeError(f"{type(self).__name__} does not take {type(report).__name__} of rank {rank}")
 
     async def warm_pair(self, source: worker_pb2.KvSourceRef) -> None:
         """Run a request through a prefill worker and this one. Raises MillraceError."""

@@ -31,6 +31,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         frontend = self._frontend
         config, info = frontend.config, frontend.ranks.info
         wire = pb.WorkerInfo(
+            packed_prompts=True,
             worker_id=config.worker_id or frontend.epoch,
             epoch=frontend.epoch,
             role=pb.Role.Value(f"ROLE_{config.role.name}"),
