@@ -20,7 +20,7 @@ from millrace_router.openai import openapi
 from millrace_router.openai.objects import NamedEvent
 from millrace_router.openai.openapi import Post
 from millrace_router.openai.reading import Reading
-from millrace_router.openai.serving import named, read_ask, serve_translated, translated
+from millrace_router.openai.serving import named, read_ask, serve_blocks
 from millrace_router.openai.tokens import prompt_tokens
 
 POSTS = {
@@ -39,11 +39,11 @@ def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Sta
         def form(wanted: MessagesRequest, answer: Answer, reading: Reading) -> MessageForm:
             return MessageForm(answer, reading, wanted.shows_thoughts)
 
-        return await serve_translated(inference, request, MessagesRequest, form)
+        return await serve_blocks(inference, request, MessagesRequest, form)
 
     async def count_tokens(request: Request) -> Response:
-        wanted, ask = await read_ask(inference, request, CountRequest, translated)
-        with named(wanted.origins), named(lambda: ask.origins):
+        _, ask = await read_ask(inference, request, CountRequest)
+        with named(ask.origins):
             return json_answer({"input_tokens": len(await prompt_tokens(inference, ask))})
 
     async def described(request: Request) -> Response:
