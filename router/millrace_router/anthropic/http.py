@@ -1,10 +1,7 @@
-"""The public HTTP port: the Messages API, the OpenAI API, and probes beside them."""
+"""The Messages API over HTTP."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -12,11 +9,8 @@ from starlette.routing import Route
 from millrace_router.anthropic import objects
 from millrace_router.anthropic.answers import MessageForm
 from millrace_router.anthropic.types import CountRequest, MessagesRequest
-from millrace_router.edge import probes
-from millrace_router.edge.http_answers import json_answer, new_app
+from millrace_router.edge.http_answers import json_answer
 from millrace_router.flow.inference import Answer, Inference
-from millrace_router.openai import http as openai_http
-from millrace_router.openai import openapi
 from millrace_router.openai.objects import NamedEvent
 from millrace_router.openai.openapi import Post
 from millrace_router.openai.reading import Reading
@@ -31,10 +25,7 @@ POSTS = {
 }
 
 
-def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Starlette:
-    """`before_scrape`: as for `probes.routes`."""
-    document = openapi.document(POSTS)
-
+def routes(inference: Inference) -> list[Route]:
     async def messages(request: Request) -> Response:
         def form(wanted: MessagesRequest, answer: Answer, reading: Reading) -> MessageForm:
             return MessageForm(answer, reading, wanted.shows_thoughts)
@@ -46,12 +37,7 @@ def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Sta
         with named(ask.origins):
             return json_answer({"input_tokens": len(await prompt_tokens(inference, ask))})
 
-    async def described(request: Request) -> Response:
-        return json_answer(document)
-
-    own = [
+    return [
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
-        Route("/openapi.json", described),
     ]
-    return new_app([*openai_http.routes(inference), *own, *probes.routes(inference.backend, before_scrape)])
