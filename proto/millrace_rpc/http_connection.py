@@ -154,8 +154,8 @@ class Connection(HttpToolsProtocol):
     """Ends when its headers are too long or too slow (the parser alone has no limit), when its client takes nothing of
     an answer, after an answer to a request whose body has not come, and now and then, so that a new replica gets its
     share of the load: the answer to a request on an old connection says `connection: close`, which clients expect at
-    any time. uvicorn has no option for these: `cycle` is its own, so a new version of uvicorn needs test_http_server.py
-    and test_connections.py.
+    any time. uvicorn has no option for these. What is used of its protocol is private, so its release is pinned, and
+    tests/rpc/test_http_server.py names it.
     """
 
     _address: str | None = None  # None: not counted

@@ -143,7 +143,7 @@ class Registry:
 
     def to_keep(self, want: Want) -> str:
         """The worker whose room should be kept for a request that others overtake; empty: none."""
-        return self.placer.to_keep(self.view(want.weights or self.model.layout.model), want)
+        return self.view(want.weights or self.model.layout.model).roomiest(want)
 
     def pace(self) -> Pace:
         """Of the workers that generate the outputs of the served model. A report may be older than what was sent."""
