@@ -318,7 +318,7 @@ class Fleet:
         return decision
 
     def to_keep(self, want: Want) -> str:
-        return self.chooser.to_keep(self._view(list(self.replicas.values())), want)
+        return self._view(list(self.replicas.values())).roomiest(want)
 
     def pace(self) -> Pace:
         return Pace(sum(self.replicas[worker.name].sequences for worker in self.decodes), self.shape.step_s)

@@ -33,4 +33,4 @@ class QuickHistogram(Collector):
     def collect(self) -> Iterable[HistogramMetricFamily]:
         names = map(floatToGoString, self._bounds)
         buckets = list(zip(names, itertools.accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(self._name, self._help, buckets=buckets, sum_value=self._sum)  # type: ignore[arg-type]
+        yield HistogramMetricFamily(self._name, self._help, buckets=buckets, sum_value=self._sum)

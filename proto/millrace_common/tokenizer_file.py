@@ -66,10 +66,10 @@ def from_ranks(ranks: Mapping[bytes, int], added: Mapping[int, AddedToken]) -> T
     vocab = {text[data]: rank for data, rank in ranks.items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
     cut = pre_tokenizers.Split(Regex(MOONSHOT), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()
     first = len(vocab)
     if sorted(vocab.values()) != list(range(first)) or min(added, default=first) < first:
         raise ValueError(f"{first} ranks must be 0 to {first - 1}, and added tokens behind them")

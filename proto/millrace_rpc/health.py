@@ -17,7 +17,7 @@ NOT_SERVING = pb.HealthCheckResponse.NOT_SERVING
 UNKNOWN = pb.HealthCheckResponse.SERVICE_UNKNOWN
 
 
-class Health(health_pb2_grpc.HealthServicer):
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its package has no types
     """Call on the event loop only."""
 
     def __init__(self) -> None:

@@ -154,8 +154,8 @@ class Connection(HttpToolsProtocol):
     """Ends when its headers are too long or too slow (the parser alone has no limit), when its client takes nothing of
     an answer, after an answer to a request whose body has not come, and now and then, so that a new replica gets its
     share of the load: the answer to a request on an old connection says `connection: close`, which clients expect at
-    any time. uvicorn has no option for these: `cycle` is its own, so a new version of uvicorn needs test_http_server.py
-    and test_connections.py.
+    any time. uvicorn has no option for these. What is used of its protocol is private, so its release is pinned, and
+    tests/rpc/test_http_server.py names it.
     """
 
     _address: str | None = None  # None: not counted
@@ -187,9 +187,11 @@ class Connection(HttpToolsProtocol):
         age = limits.max_age_s
         self._old_at = None if age is None else self.loop.time() + age * random.uniform(0.9, 1.1)
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(  # type: ignore[override]  # servers of streams give no other transport
+        self, transport: asyncio.Transport
+    ) -> None:
         self._ending = Ending(transport, lambda: self._to_come)
-        super().connection_made(self._ending)  # type: ignore[arg-type]
+        super().connection_made(self._ending)  # type: ignore[arg-type]  # it stands for the transport
         self._body = Body(self.transport, self.flow, lambda: not self._to_come)
         certificate = self.transport.get_extra_info("peercert") or {}
         self._names = [name for _, name in certificate.get("subjectAltName", ())]
@@ -221,8 +223,9 @@ class Connection(HttpToolsProtocol):
         self._in_head = True
         self._expect_head()
         super().on_message_begin()
-        self.scope[BODY] = self._body  # type: ignore[literal-required]
-        self.scope[NAMES] = self._names  # type: ignore[literal-required]
+        scope: Scope = self.scope  # type: ignore[assignment]  # ASGI allows further keys
+        scope[BODY] = self._body
+        scope[NAMES] = self._names
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":

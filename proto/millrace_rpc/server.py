@@ -101,10 +101,10 @@ async def _start(server: grpc.aio.Server, address: str, identity: Identity | Non
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}: {error}") from error
     await server.start()
-    return port
+    return int(port)
 
 
-class Interceptor(grpc.aio.ServerInterceptor):
+class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Wraps the handlers of our own services; health and reflection stay as they are."""
 
     async def intercept_service(

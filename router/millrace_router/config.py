@@ -136,8 +136,6 @@ class KubernetesConfig(Config):
     port: int | str = "grpc"  # number, or the name of a container's (slice's) port
     # label=value: a pod whose label has another value is a follower and ignored; a pod without the label is a worker
     leader: str = Field("leaderworkerset.sigs.k8s.io/worker-index=0", pattern=r"^[^=\s]+=[^=\s]*$")
-    role_label: str = "app.kubernetes.io/component"  # prefill, decode or unified, until the worker reports its role
-    revision_label: str = "millrace/revision"  # of a pod, or of an EndpointSlice: the revision of its pool
     topology: dict[str, str] = Field(default_factory=lambda: {"zone": ZONE})  # our name: the pod's label; host is known
     kubeconfig: Path | None = None  # file; else the pod's service account
     context: str = ""  # of the kubeconfig

@@ -35,11 +35,11 @@ from millrace_rpc.http_server import HttpServer
 from millrace_rpc.server import Server, run
 from millrace_rpc.tls import identity_of
 
-from millrace_router.anthropic import http as public_http
+from millrace_router.apis import public_http
 from millrace_router.config import RouterConfig
 from millrace_router.edge import admin, admin_http, grpc_service, probes
 from millrace_router.edge.api_keys import Keys
-from millrace_router.edge.guard import AdminGuard, GrpcGuard, HttpGuard, with_cors
+from millrace_router.edge.guard import GrpcGuard, HttpGuard, with_cors
 from millrace_router.edge.http_answers import new_app
 from millrace_router.edge.page import PublicHttp
 from millrace_router.edge.traffic import Recent
@@ -91,7 +91,7 @@ class Router:
         limits = config.connections
         inside = ConnectionLimits(limits.idle)
         pages = admin_http.build(operations, self._public_http, [config.admin_http.rpartition(":")[0].lower()])
-        self._admin_http = HttpServer(AdminGuard(pages, http_access), inside)
+        self._admin_http = HttpServer(admin_http.AdminGuard(pages, http_access), inside)
         # Metrics tell of all tenants.
         beside = self._before_scrape if config.metrics is None and config.api_keys is None else None
         self._parting = asyncio.Event()

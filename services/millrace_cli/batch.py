@@ -143,7 +143,8 @@ def _pause(attempt: int, answer: httpx.Response | None) -> float:
     """Seconds until the next try."""
     told = answer.headers.get("retry-after", "") if answer is not None else ""  # it may be a date
     least = min(float(told), LONGEST_PAUSE_S) if told.isdecimal() else 0.0
-    return max(least, min(PAUSE_S * 2**attempt, LONGEST_PAUSE_S) * random.uniform(0.5, 1.0))
+    pause: float = min(PAUSE_S * 2**attempt, LONGEST_PAUSE_S)
+    return max(least, pause * random.uniform(0.5, 1.0))
 
 
 def _line(line: Line, answer: httpx.Response) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def values(path: Path, model: ModelConfig, layout: Layout, overrides: Sequence[s
         f"# A prefill and a decode worker on {layout.num_gpus} {layout.gpu} each, made by `millrace check`.\n"
         "# To set: images.registry, the claim `models` that holds the checkpoint, and the fabric between the nodes.\n"
     )
-    return head + yaml.safe_dump(document, sort_keys=False)
+    return f"{head}{yaml.safe_dump(document, sort_keys=False)}"
 
 
 def _facts(model: ModelConfig, tokenizer: Tokenizer) -> str:

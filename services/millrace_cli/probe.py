@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -34,14 +35,12 @@ async def is_serving(address: str, identity: Identity | None = None) -> bool:
     return answer is not None and answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def refusal(admin_address: str, identity: Identity | None, token: str) -> grpc.RpcError | None:
-    """Why the admin service does not answer; none: it does."""
+async def listed(admin_address: str, identity: Identity | None, token: str) -> list[admin_pb2.WorkerStatus]:
+    """A router's view of its workers. Raises RpcError when the admin service does not answer."""
     async with channel(admin_address, identity, token) as ch:
-        try:
-            await admin_pb2_grpc.AdminStub(ch).ListWorkers(admin_pb2.ListWorkersRequest(), timeout=TIMEOUT_S)
-        except grpc.RpcError as error:
-            return error
-    return None
+        request = admin_pb2.ListWorkersRequest()
+        answer = await admin_pb2_grpc.AdminStub(ch).ListWorkers(request, timeout=TIMEOUT_S)
+        return list(answer.workers)
 
 
 async def misdirected(address: str, error: BaseException | None, wanted: str) -> str:
@@ -64,17 +63,21 @@ async def speaks_http(address: str) -> bool:
 
 
 async def worker_info(address: str, identity: Identity | None = None, token: str = "") -> worker_pb2.WorkerInfo | None:
-    request, stub = worker_pb2.GetInfoRequest(), worker_pb2_grpc.WorkerServiceStub
-    return await _ask(address, identity, lambda ch: stub(ch).GetInfo(request, timeout=TIMEOUT_S), token)
+    request = worker_pb2.GetInfoRequest()
+    return await _ask(
+        address,
+        identity,
+        lambda ch: worker_pb2_grpc.WorkerServiceStub(ch).GetInfo(request, timeout=TIMEOUT_S),
+        token,
+    )
 
 
 async def workers(
     admin_address: str, identity: Identity | None = None, token: str = ""
 ) -> list[admin_pb2.WorkerStatus] | None:
-    """A router's view of its workers."""
-    request, stub = admin_pb2.ListWorkersRequest(), admin_pb2_grpc.AdminStub
-    answer = await _ask(admin_address, identity, lambda ch: stub(ch).ListWorkers(request, timeout=TIMEOUT_S), token)
-    return None if answer is None else list(answer.workers)
+    with contextlib.suppress(grpc.RpcError):
+        return await listed(admin_address, identity, token)
+    return None
 
 
 def state_name(state: int) -> str:

@@ -86,7 +86,8 @@ class Process:
     def announced(self) -> dict[str, int] | None:
         """Bound ports by name ("grpc", "http", "admin", "metrics"), or None when not bound yet."""
         try:
-            return json.loads(self._announce_path.read_text())
+            ports: dict[str, int] = json.loads(self._announce_path.read_text())
+            return ports
         except (FileNotFoundError, json.JSONDecodeError):
             return None
 

@@ -93,9 +93,10 @@ async def show(
     token: str = "",
 ) -> None:
     while True:
-        workers = await probe.workers(admin_address, identity, token)
-        if workers is None:
-            raise CommandError(await _why(admin_address, identity, token))
+        try:
+            workers = await probe.listed(admin_address, identity, token)
+        except grpc.RpcError as error:
+            raise CommandError(await _why(admin_address, error)) from error
         if watch and sys.stdout.isatty():
             print(CLEAR, end="")
         if form is TableWidth.JSON:
@@ -108,11 +109,10 @@ async def show(
         await asyncio.sleep(PERIOD_S)
 
 
-async def _why(address: str, identity: Identity | None, token: str) -> str:
+async def _why(address: str, error: grpc.RpcError) -> str:
     """The admin service did not answer; something else may."""
-    error = await probe.refusal(address, identity, token)
-    if error is None or error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        return f"{address}: {error.details() if error else 'it answers now'}"
+    if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return f"{address}: {error.details()}"
     return await probe.misdirected(address, error, "a router's admin port, 50052 by default") or (
         f"no router's admin service answers at {address}; give --address{proxies.hint()}"
     )

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import inspect
 import json
+import re
 import socket
 from collections.abc import AsyncIterator
 
 import pytest
+import uvicorn
 from millrace_rpc import http_connection
 from millrace_rpc.http_connection import MAX_HEAD_BYTES, ConnectionLimits, Ending, body_of
 from millrace_rpc.http_server import HttpServer
@@ -17,6 +20,20 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+TESTED = (
+    "0.54."  # a new release of uvicorn passes this file and tests/router/test_connections.py before it is named here
+)
+
+
+def test_uvicorn_is_the_release_whose_protocol_is_extended() -> None:
+    assert uvicorn.__version__.startswith(TESTED), "see TESTED, and the pin in pyproject.toml"
+    extended, base = inspect.getsource(http_connection.Connection), inspect.getsource(HttpToolsProtocol)
+    own = set(re.findall(r"(?:self\.|def |^    )(_\w+)", extended, re.M)) - {"_unset_keepalive_if_required"}
+    borrowed = set(re.findall(r"\bself\.(\w+)", extended)) - own
+    assert "cycle" in borrowed and "flow" in borrowed
+    assert {name for name in borrowed if not re.search(rf"(self\.|def ){name}\b", base)} == set()
 
 
 async def hello(request: Request) -> PlainTextResponse:

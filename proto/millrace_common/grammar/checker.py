@@ -65,8 +65,9 @@ class _Child:
         process = self._started()
         answer = b""
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps([kind, text]).encode() + b"\n")  # type: ignore[union-attr]
-            process.stdin.flush()  # type: ignore[union-attr]
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([kind, text]).encode() + b"\n")
+            process.stdin.flush()
             answer = self._answer(process, given_up)
         if not answer.endswith(b"\n"):
             self.kill()

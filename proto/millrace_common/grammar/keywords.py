@@ -12,9 +12,9 @@ from decimal import Decimal
 from typing import Any
 
 from millrace_common.grammar import formats, pattern
-from millrace_common.grammar.disjoint import TYPES
 from millrace_common.quoted import cut
 
+TYPES = ("null", "boolean", "number", "string", "array", "object")
 NEWEST = 2020
 # Keywords that allow or forbid values, and the draft that they came with. All others are annotations.
 MEANING = {

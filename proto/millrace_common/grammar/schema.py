@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace_common.grammar import keywords
-from millrace_common.grammar.disjoint import TYPES, Disjoint
 from millrace_common.grammar.text import MAX_PATTERNS
 from millrace_common.quoted import cut
 
@@ -50,7 +49,7 @@ class _Normal:
         self._keys: dict[str, str] = {}  # of _defs, by what references say
         self._defs: dict[str, Schema] = {}
         self._pending: list[tuple[str, Any, str]] = []
-        self._one_ofs: list[tuple[dict[str, Any], str]] = []
+        self._one_ofs: list[dict[str, Any]] = []
         self._places: dict[int, str] = {}
         self._multiples = keywords.Multiples()
         self._patterns = 0  # characters
@@ -60,16 +59,8 @@ class _Normal:
         while self._pending:
             key, target, at = self._pending.pop()
             self._defs[key] = self._schema(target, at)
-        disjoint = Disjoint(lambda reference: self._defs[reference.removeprefix("#/$defs/")])
-        for one_of, at in self._one_ofs:
-            options = one_of.pop("oneOf")
-            if not disjoint.all([_within(one_of, option) for option in options]):
-                raise Refused(
-                    below(at, "oneOf"),
-                    "two options may hold at once; only options that exclude each other by type, const, enum or a "
-                    "required property are supported. Use anyOf",
-                )
-            _and(one_of, "anyOf", options)
+        for one_of in self._one_ofs:
+            one_of["oneOf"] = [self._without_references(option) for option in one_of["oneOf"]]
         if made is False:
             raise Refused("#", "false allows no value")
         result: dict[str, Any] = {} if made is True else made
@@ -80,6 +71,23 @@ class _Normal:
         if self._defs:
             result = {**result, "$defs": self._defs}
         return result, self._places
+
+    def _without_references(self, schema: Schema, depth: int = 8) -> Schema:
+        """The schema without references in its alternatives: llguidance proves that options of `oneOf` exclude each
+        other, and follows none for it.
+        """
+        if not isinstance(schema, dict) or not depth:
+            return schema
+        if set(schema) == {"$ref"}:
+            return self._without_references(self._defs[schema["$ref"].removeprefix("#/$defs/")], depth - 1)
+        parts = {key: schema[key] for key in ("allOf", "anyOf", "oneOf") if key in schema}
+        if not parts:
+            return schema
+        made = dict(schema)
+        for key, several in parts.items():
+            made[key] = [self._without_references(part, depth - 1) for part in several]
+        self._places[id(made)] = self._places.get(id(schema), "#")
+        return made
 
     def _says_object(self, schema: Schema, refs: int = 8) -> bool:
         if not isinstance(schema, dict):
@@ -104,7 +112,7 @@ class _Normal:
         self._count_patterns(given, at)
         made: dict[str, Any] = {}
         types = keywords.types(given, at, Refused)
-        if types != set(TYPES) | {"integer"}:
+        if types != set(keywords.TYPES) | {"integer"}:
             made["type"] = sorted(types) if len(types) != 1 else next(iter(types))
         try:
             if "string" in types:
@@ -247,7 +255,7 @@ class _Normal:
                     _and(made, "anyOf", options)
                 else:
                     made["oneOf"] = options
-                    self._one_ofs.append((made, at))
+                    self._one_ofs.append(made)
         for key in ("dependentRequired", "dependentSchemas", "dependencies"):
             for name, then in self._dependencies(given, key, at).items():
                 lacks: Schema = {"properties": {name: False}}
@@ -307,14 +315,6 @@ def _and(schema: dict[str, Any], key: str, value: Any) -> None:
         schema.setdefault("allOf", []).append({key: value})
     else:
         schema[key] = value
-
-
-def _within(schema: dict[str, Any], option: Schema) -> Schema:
-    """The option with the type and the required properties of the schema that has it."""
-    if not isinstance(option, dict):
-        return option
-    needed = [*schema.get("required", ()), *option.get("required", ())]
-    return {"type": schema.get("type", list(TYPES)), **option, "required": needed}
 
 
 def _dialect(schema: Any, at: str) -> int:

@@ -37,6 +37,11 @@ LIMITS = llguidance.LLParserLimits(
     precompute_large_lexemes=False,
     verbose_errors=False,
 )
+ONE_OF = "oneOf constraints are not supported"  # where the library cannot prove that options exclude each other
+OPTIONS_OVERLAP = (
+    "two options may hold at once; only options that exclude each other by type, const, enum or a required property "
+    "are supported. Use anyOf"
+)
 MAX_MESSAGE = 200
 MAX_TOKENS = 1 << 18  # of a vocabulary whose special tokens a grammar names
 
@@ -55,7 +60,10 @@ def source(kind: str, given: str) -> str:
                 schema, places = normal(json.loads(given))
                 made = of_json(schema)
                 if problem := compiles(made):
-                    raise GrammarError(f"at {_culprit(schema, places)}: {problem}")
+                    at = _culprit(schema, places)
+                    raise GrammarError(
+                        f"at {at}/oneOf: {OPTIONS_OVERLAP}" if ONE_OF in problem else f"at {at}: {problem}"
+                    )
                 return made
             case text.REGEX:
                 made = f"start: {terminal(pattern.whole(given))}"
@@ -121,7 +129,7 @@ def _parts(schema: dict[str, Any]) -> list[Any]:
     parts: list[Any] = []
     for key in ("properties", "patternProperties"):
         parts += schema.get(key, {}).values()
-    for key in ("prefixItems", "allOf", "anyOf"):
+    for key in ("prefixItems", "allOf", "anyOf", "oneOf"):
         parts += schema.get(key, [])
     return parts + [schema[key] for key in ("items", "additionalProperties") if key in schema]
 

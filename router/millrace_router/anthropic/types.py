@@ -1,4 +1,4 @@
-"""Requests of the Messages API, and how they become a request of chat."""
+"""Requests of the Messages API, and how they become an `Ask`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,22 @@ from millrace_common.quoted import cut
 from millrace_rpc.errors import Path
 from pydantic import Field
 
+from millrace_router.flow.ask import Ask, Chat
 from millrace_router.flow.validate import invalid
-from millrace_router.openai.chat import AnyTool, Function
+from millrace_router.openai.chat import (
+    MAX_ARGUMENTS,
+    AnyTool,
+    ChosenTools,
+    called,
+    chat_of,
+    message,
+    template_arguments,
+)
 from millrace_router.openai.parsing import HABITS, Items, OfType, or_text
 from millrace_router.openai.tool_parameters import Parameters
 from millrace_router.openai.translated import Lenient, Translated
-from millrace_router.openai.types import JsonSchema, Strict
+from millrace_router.openai.types import JsonSchema, Strict, present
+from millrace_router.text.chat_format import Tool
 
 
 class TextBlock(Lenient):
@@ -89,29 +99,23 @@ class InputMessage(Strict):
     content: Content
     """Images and documents are refused. The texts of a user's message are joined by a line break."""
 
-    def turns(self, i: int) -> Iterator[tuple[dict[str, Any], dict[Path, Path]]]:
-        """As turns of chat, and where the parts of each come from."""
-        at: Path = ("messages", i)
+    def turns(self, i: int) -> Iterator[dict[str, Any]]:
+        """As turns of chat."""
         for j, block in enumerate(self.content):
             if not isinstance(block, BLOCKS[self.role]):
-                path = (*at, "content", j, "type")
+                path = ("messages", i, "content", j, "type")
                 raise invalid(path, f"must not be {cut(block.type)!r} in a message of the {self.role}")
         texts = [block.text for block in self.content if isinstance(block, TextBlock)]
-        for j, block in enumerate(self.content):
+        for block in self.content:
             if isinstance(block, ToolResultBlock):
-                told = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content)}
-                yield told, {(): (*at, "content", j), ("tool_call_id",): (*at, "content", j, "tool_use_id")}
+                yield message("tool", _joined(block.content), tool_call_id=block.tool_use_id)
         if self.role == "assistant":
             thoughts = "".join(block.thinking for block in self.content if isinstance(block, ThinkingBlock))
-            calls = [(j, block) for j, block in enumerate(self.content) if isinstance(block, ToolUseBlock)]
-            said = {"content": "".join(texts), "reasoning_content": thoughts}
-            origins: dict[Path, Path] = {(): at}
-            for k, (j, _) in enumerate(calls):
-                origins["tool_calls", k] = origins["tool_calls", k, "function"] = (*at, "content", j)
-                origins["tool_calls", k, "function", "arguments"] = (*at, "content", j, "input")
-            yield {"role": "assistant", **said, "tool_calls": [_call(block) for _, block in calls]}, origins
+            uses = (block for block in self.content if isinstance(block, ToolUseBlock))
+            calls = [called(use.id, use.name, json.dumps(use.input, ensure_ascii=False)) for use in uses]
+            yield message("assistant", "".join(texts), calls, reasoning_content=thoughts)
         elif texts:
-            yield {"role": self.role, "content": "\n".join(texts)}, {(): at}
+            yield message(self.role, "\n".join(texts))
 
 
 class CustomTool(AnyTool):
@@ -129,13 +133,8 @@ class CustomTool(AnyTool):
     strict: bool | None = None
     """The arguments follow the schema."""
 
-    def as_function(self) -> dict[str, Any]:
-        """As a tool of chat."""
-        if not self.served:
-            return {"type": self.type}
-        about = {"description": self.description, "parameters": self.input_schema, "strict": self.strict}
-        named: dict[str, Any] = {"name": self.name, **about}
-        return {"type": "function", "function": Function.model_construct(**named)}  # chat's names are shorter
+    def as_tool(self, i: int) -> Tool:
+        return Tool(self.name, self.description, self.input_schema, bool(self.strict), ("tools", i))
 
 
 class ToolChoice(Strict):
@@ -144,6 +143,12 @@ class ToolChoice(Strict):
     """With type `tool`."""
     disable_parallel_tool_use: bool = False
     """The output ends with the first call."""
+
+    def chosen(self) -> ChosenTools:
+        if (self.name is not None) is not (self.type == "tool"):
+            needed = "is required" if self.name is None else "has no meaning"
+            raise invalid(("tool_choice", "name"), f"{needed} with type {self.type}")
+        return ChosenTools({"any": "required"}.get(self.type, self.type), self.name, ("tool_choice", "name"))
 
 
 class ThinkingConfig(Strict):
@@ -175,6 +180,14 @@ IGNORED = HABITS | {
 }  # fmt: skip
 
 
+ORIGINS: dict[Path, Path] = {
+    ("prompt",): ("messages",),
+    ("grammar",): ("output_config", "format"),
+    ("stop",): ("stop_sequences",),
+    ("session_id",): ("metadata", "user_id"),
+}
+
+
 class CountRequest(Translated):
     """What makes the prompt. The rest of a message's request may be there, too."""
 
@@ -194,54 +207,29 @@ class CountRequest(Translated):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig = OutputConfig()
 
-    @property
-    def ignored(self) -> dict[str, str]:
-        blocks = ((i, j, it) for i, message in enumerate(self.messages) for j, it in enumerate(message.content))
-        return {f"messages[{i}].content[{j}]": it.type for i, j, it in blocks if isinstance(it, HostedBlock)}
-
-    def conversation(self) -> dict[str, Any]:
+    def as_chat(self) -> Chat:
         if self.messages and self.messages[-1].role == "assistant":
             role = ("messages", len(self.messages) - 1, "role")
             raise invalid(role, "must not be assistant in the last message: the model does not continue texts")
-        form = self.output_config.format
-        return {
-            "messages": [turn for turn, _ in self._turns()],
-            "tools": [tool.as_function() for tool in self.tools],
-            "tool_choice": self._choice(),
-            "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
-            "response_format": {"type": "json_schema" if form is not None else "text", "json_schema": form},
-            **self.shared(self.thinking.type != "disabled" if self.thinking is not None else None),
-        }
+        blocks = ((i, j, it) for i, one in enumerate(self.messages) for j, it in enumerate(one.content))
+        ignored = {f"messages[{i}].content[{j}]": it.type for i, j, it in blocks if isinstance(it, HostedBlock)}
+        parallel = not self.tool_choice.disable_parallel_tool_use
+        return chat_of(self._turns(), self.tools, self.tool_choice.chosen(), parallel, self._arguments(), ignored)
 
-    def _turns(self) -> Iterator[tuple[dict[str, Any], dict[Path, Path]]]:
+    def ask(self, request_id: str) -> Ask:
+        return self.as_ask(request_id, ORIGINS, self.output_config.format)
+
+    def _turns(self) -> Iterator[dict[str, Any]]:
         if self.system:
-            yield {"role": "system", "content": _joined(self.system)}, {(): ("system",)}
-        for i, message in enumerate(self.messages):
-            yield from message.turns(i)
+            yield message("system", _joined(self.system))
+        for i, one in enumerate(self.messages):
+            yield from one.turns(i)
 
-    def origins(self) -> dict[Path, Path]:
-        made: dict[Path, Path] = {
-            ("stop",): ("stop_sequences",),
-            ("user",): ("metadata", "user_id"),
-            ("response_format",): ("output_config", "format"),
-            ("response_format", "json_schema"): ("output_config", "format"),
-            ("tool_choice", "function"): ("tool_choice",),
-        }
-        for i in range(len(self.tools)):
-            made["tools", i, "function"] = ("tools", i)
-            made["tools", i, "function", "parameters"] = ("tools", i, "input_schema")
-        for i, (_, parts) in enumerate(self._turns()):
-            made |= {("messages", i, *part): origin for part, origin in parts.items()}
-        return made
-
-    def _choice(self) -> str | dict[str, Any]:
-        choice = self.tool_choice
-        if (choice.name is not None) is not (choice.type == "tool"):
-            needed = "is required" if choice.name is None else "has no meaning"
-            raise invalid(("tool_choice", "name"), f"{needed} with type {choice.type}")
-        if choice.name is not None:
-            return {"type": "function", "function": {"name": choice.name}}
-        return {"any": "required"}.get(choice.type, choice.type)
+    def _arguments(self) -> dict[str, Any]:
+        thinking = None if self.thinking is None else self.thinking.type != "disabled"
+        if len({**self.chat_template_kwargs, **present({"thinking": thinking})}) > MAX_ARGUMENTS:
+            raise invalid("chat_template_kwargs", f"must have at most {MAX_ARGUMENTS} entries with ", ("thinking",))
+        return template_arguments(self.chat_template_kwargs, thinking, self.output_config.format)
 
 
 class Metadata(Strict):
@@ -262,15 +250,10 @@ class MessagesRequest(CountRequest):
     def shows_thoughts(self) -> bool:
         return self.thinking is None or self.thinking.display != "omitted"
 
-    def conversation(self) -> dict[str, Any]:
-        user = self.metadata and self.metadata.user_id
-        return super().conversation() | {"max_tokens": self.max_tokens, "stop": self.stop_sequences, "user": user}
+    def ask(self, request_id: str) -> Ask:
+        user, schema = (self.metadata or Metadata()).user_id, self.output_config.format
+        return self.as_ask(request_id, ORIGINS, schema, self.max_tokens, self.stop_sequences, user)
 
 
 def _joined(texts: list[TextBlock]) -> str:
     return "\n".join(block.text for block in texts)
-
-
-def _call(block: ToolUseBlock) -> dict[str, Any]:
-    arguments = json.dumps(block.input, ensure_ascii=False)
-    return {"id": block.id, "function": {"name": block.name, "arguments": arguments}}

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 Object = dict[str, Any]
 ROLES = ("prefill", "decode", "unified")
+ROLE_LABEL = "app.kubernetes.io/component"  # one of ROLES, until the worker reports its own
+REVISION_LABEL = "millrace/revision"  # of a pod, or of an EndpointSlice: the revision of its pool
 OVER = ("Failed", "Succeeded")  # phases of a pod that will never run again
 
 
@@ -33,7 +35,7 @@ def of_pod(pod: Object, config: KubernetesConfig) -> list[Target]:
         return []
     topology = {ours: labels[theirs] for ours, theirs in config.topology.items() if theirs in labels}
     topology = {"host": spec.get("nodeName", ""), **topology}
-    role, revision = _pool(labels, config)
+    role, revision = _pool(labels)
     return [Target(meta["uid"], join(ip, port), meta["name"], role, revision, _pod_withheld(pod), topology)]
 
 
@@ -48,7 +50,7 @@ def of_slice(slice: Object, config: KubernetesConfig) -> list[Target]:
     if port is None:
         log.warning("EndpointSlice %s has no port named %r", slice["metadata"]["name"], config.port)
         return []
-    role, revision = _pool(slice["metadata"].get("labels") or {}, config)  # labels of the Service
+    role, revision = _pool(slice["metadata"].get("labels") or {})  # labels of the Service
     targets = []
     for endpoint in slice.get("endpoints") or ():
         pod = endpoint.get("targetRef") or {}
@@ -60,10 +62,10 @@ def of_slice(slice: Object, config: KubernetesConfig) -> list[Target]:
     return targets
 
 
-def _pool(labels: dict[str, str], config: KubernetesConfig) -> tuple[str, str]:
+def _pool(labels: dict[str, str]) -> tuple[str, str]:
     """Role and revision."""
-    role = labels.get(config.role_label, "")
-    return role if role in ROLES else "", labels.get(config.revision_label, "")
+    role = labels.get(ROLE_LABEL, "")
+    return role if role in ROLES else "", labels.get(REVISION_LABEL, "")
 
 
 CONVERT: dict[str, Callable[[Object, KubernetesConfig], list[Target]]] = {"pods": of_pod, "endpointslices": of_slice}

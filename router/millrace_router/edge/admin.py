@@ -65,7 +65,8 @@ class Admin(admin_pb2_grpc.AdminServicer):
         drain = worker_pb2.DrainRequest(timeout_s=request.timeout_s if request.HasField("timeout_s") else None)
         control = worker.control
         self._registry.drain(worker)
-        return (await _each([worker], lambda _: control.Drain(drain)))[0]
+        drained: list[worker_pb2.DrainResponse] = await _each([worker], lambda _: control.Drain(drain))
+        return drained[0]
 
     async def WarmUp(self, request: pb.WarmUpRequest, context: object = None) -> pb.WarmUpResponse:
         return pb.WarmUpResponse(pairs=await self._registry.hooks.rerun(self._registry.workers.values()))

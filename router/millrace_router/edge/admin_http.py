@@ -15,15 +15,19 @@ from google.protobuf.message import Message
 from millrace.v1 import admin_pb2 as pb
 from millrace_common.quoted import cut
 from millrace_common.reasons import Reason
+from millrace_rpc.access import HEADER, Access
 from millrace_rpc.errors import MillraceError
+from millrace_rpc.http_connection import NAMES
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from millrace_router.edge import browser_guard, page
-from millrace_router.edge.admin import Admin
-from millrace_router.edge.http_answers import json_answer, new_app, read_body
+from millrace_router.edge.admin import SERVICE, Admin
+from millrace_router.edge.guard import OPEN_PATHS
+from millrace_router.edge.http_answers import json_answer, new_app, on_error, read_body
 from millrace_router.edge.probes import health
 
 MAX_BODY = 64 << 10
@@ -64,3 +68,21 @@ def _endpoint(method: Method, kind: type[Message], names: Collection[str]) -> Ca
         return json_answer(answer)
 
     return endpoint
+
+
+class AdminGuard:
+    """ASGI middleware of the operators' port: its caller is known as that of the same service over gRPC."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            try:
+                names, sent = scope.get(NAMES, ()), Request(scope).headers.get(HEADER, "")
+                self._access.check(f"/{SERVICE}", names, sent)
+            except MillraceError as error:
+                await (await on_error(Request(scope), error))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

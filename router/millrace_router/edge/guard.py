@@ -15,15 +15,12 @@ import grpc
 from millrace_common.log import request_id
 from millrace_common.reasons import Reason
 from millrace_common.tracing import checked
-from millrace_rpc.access import HEADER, Access
 from millrace_rpc.errors import MillraceError
-from millrace_rpc.http_connection import NAMES
 from millrace_rpc.server import MAX_METADATA_BYTES, Interceptor
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from millrace_router.edge.admin import SERVICE
 from millrace_router.edge.api_keys import Keys
 from millrace_router.edge.http_answers import on_error, tidy
 from millrace_router.flow.tenant import DEFAULT, Caller, caller
@@ -73,24 +70,6 @@ class HttpGuard:
             await answer(scope, receive, send)
             return
         await self._app({**scope, "headers": headers}, receive, send)
-
-
-class AdminGuard:
-    """ASGI middleware of the operators' port: its caller is known as that of the same service over gRPC."""
-
-    def __init__(self, app: ASGIApp, access: Access) -> None:
-        self._app = app
-        self._access = access
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            try:
-                names, sent = scope.get(NAMES, ()), Request(scope).headers.get(HEADER, "")
-                self._access.check(f"/{SERVICE}", names, sent)
-            except MillraceError as error:
-                await (await on_error(Request(scope), error))(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

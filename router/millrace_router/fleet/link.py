@@ -134,7 +134,7 @@ class Link:
 
     async def _read(self) -> worker_pb2.LinkResponse:
         assert self._call is not None
-        response = await reply(self._call.read())
+        response: worker_pb2.LinkResponse = await reply(self._call.read())
         if response is grpc.aio.EOF:
             raise MillraceError(Reason.WORKER_LOST, f"{self.address} closed the link")
         return response

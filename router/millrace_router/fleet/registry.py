@@ -37,7 +37,7 @@ from millrace_router.fleet.worker import Worker
 from millrace_router.policy.cache_key import CacheKey
 from millrace_router.policy.choose import Decision
 from millrace_router.policy.placer import Placer
-from millrace_router.policy.snapshot import Pace, View, Want
+from millrace_router.policy.snapshot import Pace, Replica, View, Want
 from millrace_router.resilience.health import WorkerHealth
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class Registry:
 
     def view(self, weights: str) -> View:
         """The view of the model with these weights."""
-        roles: dict[int, list] = {PREFILL: [], DECODE: [], UNIFIED: []}
+        roles: dict[int, list[Replica]] = {PREFILL: [], DECODE: [], UNIFIED: []}
         left_out = self.health.left_out()
         for worker, sources in self._able:
             if worker.weights == weights:
@@ -143,7 +143,7 @@ class Registry:
 
     def to_keep(self, want: Want) -> str:
         """The worker whose room should be kept for a request that others overtake; empty: none."""
-        return self.placer.to_keep(self.view(want.weights or self.model.layout.model), want)
+        return self.view(want.weights or self.model.layout.model).roomiest(want)
 
     def pace(self) -> Pace:
         """Of the workers that generate the outputs of the served model. A report may be older than what was sent."""

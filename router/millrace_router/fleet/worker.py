@@ -240,7 +240,9 @@ class Worker:
         self.info = info
 
     async def _ask(self) -> worker_pb2.WorkerInfo:
-        info = await self.control.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._timeouts.connect)
+        info: worker_pb2.WorkerInfo = await self.control.GetInfo(
+            worker_pb2.GetInfoRequest(), timeout=self._timeouts.connect
+        )
         if info.protocol != WORKER_API:
             text = f"the worker serves version {info.protocol} of the worker API, this router needs {WORKER_API}"
             raise MillraceError(Reason.LAYOUT_MISMATCH, text)

@@ -6,14 +6,16 @@
    that may have one call only; both abort the workers at once.
 4. The first failure ends the stream with its error, after what had arrived before it. 5. Leaving `deltas` in any way
    cancels the rest. 6. While the reader of `deltas` waits, a `sink` gets the deltas between the first and the last.
+   `Reader` has the states.
 
-A reader that does not come back delays no other stream: its tokens are kept for `unread` engine steps, see `wake`.
+A reader that does not come back delays no other stream: its tokens are kept for `unread` engine steps.
 """
 
 from __future__ import annotations
 
 import asyncio
 import codecs
+import enum
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -175,54 +177,61 @@ class Sink(Protocol):
     def push(self, delta: Delta) -> None: ...
 
 
+class Reader(enum.Enum):
+    """What the reader of a stream does, and so what becomes of news."""
+
+    AWAY = enum.auto()  # it has deltas, and comes back: news stay, and are counted
+    FIRST = enum.auto()  # waits, and has read nothing yet: it is woken at once
+    WAITS = enum.auto()  # the stream joins a round
+    JOINED = enum.auto()  # the round brings its turn: the sink takes the news, or the reader is woken
+
+
 class Stream:
-    """`on_end` is called once, with the error that ended the stream or None. What is new is read in `rounds`, but for
-    the first news; what has come by then makes one delta.
-    """
+    """`on_end` is called once, with the error that ended the stream or None."""
 
     def __init__(self, on_end: Callable[[MillraceError | None], None], unread: int, rounds: Rounds) -> None:
         self.continuations: list[Continuation] = []
+        self.sink: Sink | None = None
         self._on_end: Callable[[MillraceError | None], None] | None = on_end
         self._rounds = rounds
-        self.sink: Sink | None = None
-        self._open: list[Continuation] = []  # that the reader reads
-        self._turn: asyncio.Future[None] | None = None  # the reader's next one; None while it is away with a delta
-        self._joined = False  # a round, which will bring the turn
-        self._silent = True  # nothing has been read yet
+        self._open: list[Continuation] = []  # that are not read to their end
+        self._reader = Reader.AWAY
+        self._begun = False  # the reader has read something
+        self._turn = asyncio.get_running_loop().create_future()  # what the reader waits for
         self._unread = 0  # calls of `wake` since the reader was here
         self._limit = unread
 
     def wake(self) -> None:
-        if self._turn is None:
-            self._unread += 1
-            if self._unread == self._limit:
-                message = f"the client has not read the outputs of {self._limit} engine steps"
-                self.cancel(MillraceError(Reason.SLOW_CLIENT, message))
-        elif self._silent:
-            self._take_turn()
-        elif not self._joined:
-            self._joined = True
-            self._rounds.join(self._take_turn)
-        else:
-            self._rounds.wait()
+        match self._reader:
+            case Reader.WAITS:
+                self._reader = Reader.JOINED
+                self._rounds.join(self._take_turn)
+            case Reader.JOINED:
+                self._rounds.wait()
+            case Reader.FIRST:
+                self._take_turn()
+            case Reader.AWAY:
+                self._unread += 1
+                if self._unread == self._limit:
+                    message = f"the client has not read the outputs of {self._limit} engine steps"
+                    self.cancel(MillraceError(Reason.SLOW_CLIENT, message))
 
     def _take_turn(self) -> bool:
         """Whether the sink has taken everything; else the reader, if it has not gone, is woken."""
-        turn, self._joined = self._turn, False
-        if turn is None or turn.done():
+        if self._turn.done():
             return True
+        joined, self._reader = self._reader is Reader.JOINED, Reader.WAITS
         try:
-            if self.sink is not None and not self._silent and self._push(self.sink):
-                self._unread = 0
+            if joined and self.sink is not None and self._push(self.sink):
                 return True
-            turn.set_result(None)
+            self._turn.set_result(None)
         except Exception as error:
-            turn.set_exception(error)
-        self._turn = None
+            self._turn.set_exception(error)
+        self._reader = Reader.AWAY
         return False
 
     def _push(self, sink: Sink) -> bool:
-        """False: something is left for the reader, which waits."""
+        """False: something is left for the reader, at least the end of a continuation."""
         for continuation in self._open:
             if not sink.ready or continuation.generation.flow.ended:
                 return False
@@ -235,10 +244,11 @@ class Stream:
 
     async def _wait(self) -> None:
         """Wait for news, and the turn to read it."""
-        self._turn = turn = asyncio.get_running_loop().create_future()
+        self._turn = asyncio.get_running_loop().create_future()
+        self._reader = Reader.WAITS if self._begun else Reader.FIRST
         if any(continuation.news for continuation in self._open):  # since it was read
             self.wake()
-        await turn
+        await self._turn
 
     def cancel(self, error: MillraceError) -> None:
         """End what still runs; a reader gets `error`."""
@@ -260,9 +270,8 @@ class Stream:
             while self._open:
                 self._unread = 0
                 for continuation in self._open:
-                    delta = continuation.read()
-                    if delta is not None:
-                        self._silent = False
+                    if (delta := continuation.read()) is not None:
+                        self._begun = True
                         yield delta
                         if self._on_end is None:  # closed meanwhile
                             raise gone()

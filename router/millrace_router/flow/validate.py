@@ -135,7 +135,7 @@ def _check_tools(tools: Sequence[Tool]) -> None:
     names = set()
     for tool in tools:
         if tool.name in names:
-            raise invalid(("tools", tool.position, "function", "name"), f"{cut(tool.name)!r} is there already")
+            raise invalid((*tool.path, "name"), f"{cut(tool.name)!r} is there already")
         names.add(tool.name)
 
 

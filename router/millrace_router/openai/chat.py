@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from millrace_common.quoted import cut
 from millrace_rpc.errors import Path
@@ -15,7 +16,7 @@ from millrace_router.flow.ask import Ask, Chat
 from millrace_router.flow.validate import invalid
 from millrace_router.openai.parsing import HABITS, Items, OneOf, String, at_most, mistake
 from millrace_router.openai.tool_parameters import Parameters
-from millrace_router.openai.types import Common, Strict
+from millrace_router.openai.types import Common, JsonSchema, Strict, present
 from millrace_router.text.call_arguments import NONE
 from millrace_router.text.call_grammar import Calls
 from millrace_router.text.chat_format import ChatFormat, Tool
@@ -59,6 +60,19 @@ class CalledTool(Strict):
     function: CalledFunction
 
 
+def message(role: str, text: str, calls: Sequence[dict[str, Any]] = (), **more: str | None) -> dict[str, Any]:
+    """A turn in the form for chat templates. Of calls without a text the content is None."""
+    made: dict[str, Any] = {"role": role, "content": text}
+    if calls:
+        made |= {"tool_calls": list(calls), "content": text or None}
+    return made | {name: value for name, value in more.items() if value}
+
+
+def called(id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call in a turn of the assistant. `arguments`: JSON text."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 class Turn(Strict):
     """Templates of models that think between calls (Kimi K2 Thinking, V3.2) read `reasoning_content`, Kimi K2's read
     `name`: the sender's, or the function's of a result.
@@ -87,18 +101,14 @@ class Turn(Strict):
     """Earlier thoughts, for templates that show them (Kimi K2 Thinking, V3.2)."""
 
     def as_message(self, i: int) -> dict[str, Any]:
-        """The form for chat templates."""
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
-        calls = [call.model_dump() for call in self.tool_calls or ()]
+        calls = [called(it.id, it.function.name, it.function.arguments) for it in self.tool_calls or ()]
         if self.content is None and self.role != "assistant":
             raise invalid(("messages", i, "content"), "is required")
         if calls and self.role != "assistant":
             raise invalid(("messages", i, "tool_calls"), f"are for the role assistant, not {cut(self.role)!r}")
-        message: dict[str, Any] = {"role": self.role, "content": text}
-        if calls:
-            message |= {"tool_calls": calls, "content": text or None}
         more = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
-        return message | {name: value for name, value in more.items() if value}
+        return message(self.role, text, calls, **more)
 
 
 class Function(Strict):
@@ -113,6 +123,10 @@ class Function(Strict):
     strict: bool | None = None
     """The arguments follow the schema."""
 
+    def tool(self, path: Path) -> Tool:
+        parameters = {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+        return Tool(self.name, self.description, parameters, bool(self.strict), path)
+
 
 class AnyTool(Strict):
     """A tool of a type that is not in `SERVED` is left out. Of it only the type is read."""
@@ -125,6 +139,10 @@ class AnyTool(Strict):
     @property
     def served(self) -> bool:
         return self.type in self.SERVED
+
+    @abstractmethod
+    def as_tool(self, i: int) -> Tool:
+        """`i`: its place among the tools of the request."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -141,10 +159,8 @@ class FunctionTool(AnyTool):
 
     function: Function
 
-    def as_tool(self, position: int) -> Tool:
-        about = self.function
-        parameters = {"type": "object", "properties": {}} if about.parameters is None else about.parameters
-        return Tool(about.name, about.description, parameters, bool(about.strict), position)
+    def as_tool(self, i: int) -> Tool:
+        return self.function.tool(("tools", i, "function"))
 
 
 class FunctionName(Strict):
@@ -171,6 +187,55 @@ Scalar = Annotated[Any, BeforeValidator(_scalar, json_schema_input_type=str | bo
 Arguments = Annotated[dict[str, Scalar], Field(max_length=MAX_ARGUMENTS), at_most(MAX_ARGUMENTS)]
 
 
+class ChosenTools(NamedTuple):
+    """The tools that a request may, or has to call. `path`: of the name of the only one."""
+
+    how: str  # none, auto, required, and other words for auto
+    name: str | None = None
+    path: Path = ()
+
+    @classmethod
+    def of(cls, choice: str | NamedTool | FunctionName, path: Path) -> ChosenTools:
+        if isinstance(choice, str):
+            return cls(choice)
+        return cls("required", choice.function.name if isinstance(choice, NamedTool) else choice.name, path)
+
+    def required(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+        if self.name is not None:
+            named = tuple(tool for tool in tools if tool.name == self.name)
+            if not named:
+                raise invalid(self.path, f"{cut(self.name)!r} is not among the ", ("tools",))
+            return named[:1]
+        if self.how == "required" and not tools:
+            raise invalid("tool_choice", "is required, but there are no ", ("tools",))
+        return tools if self.how == "required" else ()
+
+
+def chat_of(
+    messages: Iterable[Mapping[str, Any]],
+    tools: Sequence[AnyTool],
+    choice: ChosenTools,
+    parallel: bool,
+    arguments: Mapping[str, Any],
+    ignored: Mapping[str, str] | None = None,
+) -> Chat:
+    """The conversation of a request of any API. `ignored`: what is left out of it besides tools, as in `Chat`."""
+    offered = tuple(tool.as_tool(i) for i, tool in enumerate(tools) if tool.served and choice.how != "none")
+    unknown = {f"tools[{i}]": tool.type for i, tool in enumerate(tools) if not tool.served}
+    required = choice.required(offered)
+    return Chat(tuple(messages), offered, required, parallel, arguments, {**(ignored or {}), **unknown})
+
+
+def template_arguments(given: Mapping[str, Any], thinking: bool | None, schema: JsonSchema | None) -> dict[str, Any]:
+    """`given` by the request, which go before what its other fields say."""
+    shown = None if schema is None else schema.shown()
+    return {**present({"thinking": thinking, "response_format": shown}), **given}
+
+
+def thinks(effort: Effort | None) -> bool | None:
+    return None if effort is None else effort not in ("none", "minimal")
+
+
 class Conversation(Strict):
     """The input of the chat template. `chat_template_kwargs`, an extension, are its own arguments."""
 
@@ -186,23 +251,9 @@ class Conversation(Strict):
     """Beyond OpenAI: arguments of the template, such as `thinking` of V3.1 and V3.2. Scalars."""
 
     def as_chat(self) -> Chat:
-        served = [] if self.tool_choice == "none" else [(i, tool) for i, tool in enumerate(self.tools) if tool.served]
-        tools = tuple(tool.as_tool(i) for i, tool in served)
-        ignored = {f"tools[{i}]": tool.type for i, tool in enumerate(self.tools) if not tool.served}
-        messages = tuple(turn.as_message(i) for i, turn in enumerate(self.messages))
-        required = self._required(tools)
-        return Chat(messages, tools, required, self.parallel_tool_calls, self.chat_template_kwargs, ignored)
-
-    def _required(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            named = tuple(tool for tool in tools if tool.name == name)
-            if not named:
-                raise invalid(("tool_choice", "function", "name"), f"{cut(name)!r} is not among the ", ("tools",))
-            return named[:1]
-        if self.tool_choice == "required" and not tools:
-            raise invalid("tool_choice", "is required, but there are no ", ("tools",))
-        return tools if self.tool_choice == "required" else ()
+        choice = ChosenTools.of(self.tool_choice, ("tool_choice", "function", "name"))
+        messages = (turn.as_message(i) for i, turn in enumerate(self.messages))
+        return chat_of(messages, self.tools, choice, self.parallel_tool_calls, self.chat_template_kwargs)
 
 
 class ChatRequest(Conversation, Common):
@@ -221,21 +272,15 @@ class ChatRequest(Conversation, Common):
     """With `logprobs`."""
 
     def as_chat(self) -> Chat:
-        chat, shown, effort = super().as_chat(), self.response_format.shown(), self.reasoning_effort
-        thinking = None if effort is None else effort not in ("none", "minimal")
-        more = {"thinking": thinking, "response_format": shown}
-        given = {name: value for name, value in more.items() if value is not None}
-        return chat._replace(arguments={**given, **chat.arguments}) if given else chat
+        chat, schema = super().as_chat(), self.response_format.schema_of
+        return chat._replace(arguments=template_arguments(chat.arguments, thinks(self.reasoning_effort), schema))
 
-    def ask(self, request_id: str, ignored: Mapping[str, str] | None = None) -> Ask:
-        """`ignored`: what was left out of the request that became this one."""
+    def ask(self, request_id: str) -> Ask:
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "needs ", ("logprobs",), " to be true")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        chat = self.as_chat()
-        if ignored:
-            chat = chat._replace(ignored={**ignored, **chat.ignored})
-        ask = self.as_ask(chat, request_id, max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        ask = self.as_ask(self.as_chat(), request_id, max_tokens, logprobs)
         origins: dict[Path, Path] = {("prompt",): ("messages",), ("logprobs",): ("top_logprobs",)}
         if self.max_completion_tokens is not None:
             origins["max_tokens",] = ("max_completion_tokens",)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 
-from millrace_common.log import request_id
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -18,7 +17,7 @@ from millrace_router.openai.chat import ChatRequest
 from millrace_router.openai.objects import ModelObject
 from millrace_router.openai.responses import ResponseForm
 from millrace_router.openai.responses_request import ResponsesRequest
-from millrace_router.openai.serving import read, read_ask, serve, serve_translated
+from millrace_router.openai.serving import read, read_ask, serve, serve_blocks
 from millrace_router.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from millrace_router.openai.types import CompletionRequest
 
@@ -27,7 +26,7 @@ def routes(inference: Inference) -> list[Route]:
     started = int(time.time())
 
     async def responses(request: Request) -> Response:
-        return await serve_translated(inference, request, ResponsesRequest, ResponseForm)
+        return await serve_blocks(inference, request, ResponsesRequest, ResponseForm)
 
     def described(name: str) -> ModelObject:
         longest = inference.model.max_context
@@ -42,7 +41,7 @@ def routes(inference: Inference) -> list[Route]:
         return json_answer(described(name))
 
     async def to_tokens(request: Request) -> Response:
-        _, ask = await read_ask(inference, request, TokenizeRequest, TokenizeRequest.as_ask)
+        _, ask = await read_ask(inference, request, TokenizeRequest)
         return json_answer(await tokenize(inference, ask))
 
     async def to_text(request: Request) -> Response:
@@ -63,7 +62,7 @@ def routes(inference: Inference) -> list[Route]:
 async def _generate(
     inference: Inference, kind: type[ChatRequest] | type[CompletionRequest], request: Request
 ) -> Response:
-    wanted, ask = await read_ask(inference, request, kind, lambda wanted: wanted.ask(request_id.get()))
+    wanted, ask = await read_ask(inference, request, kind)
     chat, logprobs = isinstance(wanted, ChatRequest), "logprobs" in ask.numbers
 
     def shape(answer: Answer) -> AnswerShape:

@@ -98,7 +98,7 @@ def _schemas(posts: Collection[Post]) -> dict[str, Any]:
     answers = {kind for post in posts for kind in (post.answer, post.chunk, post.error) if kind is not None}
     answers |= {answer for _, answer in GETS.values()}
     _, objects_ = msgspec.json.schema_components(answers, ref_template=REF + "{name}")
-    return models["$defs"] | objects_
+    return {**models["$defs"], **objects_}
 
 
 def _ref(kind: type) -> dict[str, str]:

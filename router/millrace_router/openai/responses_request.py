@@ -1,19 +1,34 @@
-"""The request of /v1/responses, and how it becomes a request of chat. Nothing is kept between requests."""
+"""The request of /v1/responses, and how it becomes an `Ask`. Nothing is kept between requests."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from millrace_rpc.errors import Path
 from pydantic import BeforeValidator, Field, Tag
 
-from millrace_router.openai.chat import AnyTool, CallArguments, Choice, Effort, Function, FunctionName
+from millrace_router.flow.ask import Ask, Chat
+from millrace_router.openai.chat import (
+    AnyTool,
+    CallArguments,
+    Choice,
+    ChosenTools,
+    Effort,
+    Function,
+    FunctionName,
+    called,
+    chat_of,
+    message,
+    template_arguments,
+    thinks,
+)
 from millrace_router.openai.parsing import HABITS, Items, OfType, OneOf, or_text
 from millrace_router.openai.translated import Lenient, Translated
-from millrace_router.openai.types import JsonSchema, Strict
+from millrace_router.openai.types import ANY_OBJECT, JsonSchema, Strict
+from millrace_router.text.chat_format import Tool
 
 KEPT = "this server keeps nothing: send the whole conversation as input"
 
@@ -43,7 +58,7 @@ class CallItem(Lenient):
     arguments: CallArguments
 
     def as_call(self) -> dict[str, Any]:
-        return {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}
+        return called(self.call_id, self.name, self.arguments)
 
 
 class CustomCallItem(Lenient):
@@ -56,7 +71,7 @@ class CustomCallItem(Lenient):
     """The model sees a call with the argument `input`."""
 
     def as_call(self) -> dict[str, Any]:
-        return {"id": self.call_id, "function": {"name": self.name, "arguments": json.dumps({"input": self.input})}}
+        return called(self.call_id, self.name, json.dumps({"input": self.input}))
 
 
 class ShellCallItem(Lenient):
@@ -68,8 +83,7 @@ class ShellCallItem(Lenient):
     action: dict[str, Any]
 
     def as_call(self) -> dict[str, Any]:
-        function = {"name": "local_shell", "arguments": json.dumps(self.action)}
-        return {"id": self.call_id or self.id, "function": function}
+        return called(self.call_id or self.id, "local_shell", json.dumps(self.action))
 
 
 class CallOutputItem(Lenient):
@@ -130,6 +144,9 @@ class ItemTool(AnyTool, Function):
 
     IGNORED: ClassVar = Function.IGNORED | {"allowed_callers", "defer_loading", "output_schema"}
 
+    def as_tool(self, i: int) -> Tool:
+        return self.tool(("tools", i))
+
     def about(self) -> dict[str, Any]:
         return self.model_dump(include=set(Function.model_fields)) if self.served else {}
 
@@ -140,6 +157,10 @@ class FunctionChoice(FunctionName):
 
 class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"] = "text"
+
+    @property
+    def schema_of(self) -> JsonSchema | None:
+        return {"json_object": ANY_OBJECT, "json_schema": self}.get(self.type)
 
 
 class TextConfig(Strict):
@@ -219,61 +240,35 @@ class ResponsesRequest(Translated):
     user: str = ""
     """The session, unless the header x-session-id names one. At most 512 characters."""
 
-    @property
-    def ignored(self) -> dict[str, str]:
-        return {f"input[{i}]": item.type for i, item in enumerate(self.input) if isinstance(item, HostedItem)}
+    def as_chat(self) -> Chat:
+        arguments = template_arguments(
+            self.chat_template_kwargs, thinks(self.reasoning.effort), self.text.format.schema_of
+        )
+        choice = ChosenTools.of(self.tool_choice, ("tool_choice", "name"))
+        ignored = {f"input[{i}]": item.type for i, item in enumerate(self.input) if isinstance(item, HostedItem)}
+        return chat_of(self._messages(), self.tools, choice, self.parallel_tool_calls, arguments, ignored)
 
-    def conversation(self) -> dict[str, Any]:
-        choice, form = self.tool_choice, self.text.format
-        schema = form if form.type == "json_schema" else None
-        return {
-            "messages": [turn for turn, _ in self._turns()],
-            "tools": [{"type": tool.type, "function": tool.about()} for tool in self.tools],
-            "tool_choice": {"type": "function", "function": choice} if isinstance(choice, FunctionName) else choice,
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "max_tokens": self.max_output_tokens,
-            "response_format": {"type": form.type, "json_schema": schema},
-            "reasoning_effort": self.reasoning.effort,
-            "user": self.user,
-            **self.shared(None),
-        }
-
-    def _turns(self) -> Iterator[tuple[dict[str, Any], dict[Path, Path]]]:
-        """As turns of chat, and where the parts of each come from."""
-        if self.instructions:
-            yield {"role": "system", "content": self.instructions}, {(): ("instructions",)}
-        kept = ((i, item) for i, item in enumerate(self.input) if not isinstance(item, HostedItem))
-        for by_assistant, group in itertools.groupby(kept, lambda at: _by_assistant(at[1])):
-            some = list(group)
-            if by_assistant:
-                yield _assistant([item for _, item in some]), _parts(some)
-            else:
-                for i, item in some:
-                    yield _turn(item), {(): ("input", i)}
-
-    def origins(self) -> dict[Path, Path]:
-        made: dict[Path, Path] = {
-            ("max_tokens",): ("max_output_tokens",),
+    def ask(self, request_id: str) -> Ask:
+        origins: dict[Path, Path] = {
+            ("prompt",): ("input",),
             ("messages",): ("input",),
-            ("response_format",): ("text", "format"),
-            ("response_format", "json_schema"): ("text", "format"),
-            ("tool_choice", "function"): ("tool_choice",),
-            ("reasoning_effort",): ("reasoning", "effort"),
+            ("grammar",): ("text", "format"),
+            ("max_tokens",): ("max_output_tokens",),
+            ("session_id",): ("user",),
         }
-        for i in range(len(self.tools)):
-            made["tools", i, "function"] = ("tools", i)
-        for i, (_, parts) in enumerate(self._turns()):
-            made |= {("messages", i, *part): origin for part, origin in parts.items()}
-        return made
+        schema = self.text.format.schema_of
+        return self.as_ask(request_id, origins, schema, self.max_output_tokens, session_id=self.user)
 
-
-def _parts(items: Sequence[tuple[int, Item]]) -> dict[Path, Path]:
-    """Where the parts of an assistant's turn come from."""
-    origins: dict[Path, Path] = {(): ("input", items[0][0])}
-    for k, i in enumerate(i for i, item in items if isinstance(item, Call)):
-        origins["tool_calls", k] = origins["tool_calls", k, "function"] = ("input", i)
-        origins["tool_calls", k, "id"] = ("input", i, "call_id")
-    return origins
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        """Consecutive items of the assistant are one turn."""
+        if self.instructions:
+            yield message("system", self.instructions)
+        kept = (item for item in self.input if not isinstance(item, HostedItem))
+        for by_assistant, items in itertools.groupby(kept, _by_assistant):
+            if by_assistant:
+                yield _assistant(list(items))
+            else:
+                yield from map(_turn, items)
 
 
 def _by_assistant(item: Item) -> bool:
@@ -281,21 +276,19 @@ def _by_assistant(item: Item) -> bool:
 
 
 def _assistant(items: list[Item]) -> dict[str, Any]:
-    """Consecutive items of the assistant are one turn."""
     texts = [_joined(item.content) for item in items if isinstance(item, MessageItem)]
     thoughts = [part.text for item in items if isinstance(item, ReasoningItem) for part in item.content or ()]
     calls = [item.as_call() for item in items if isinstance(item, Call)]
-    said = {"content": "".join(texts), "reasoning_content": "".join(thoughts), "tool_calls": calls}
-    return {"role": "assistant", **said}
+    return message("assistant", "".join(texts), calls, reasoning_content="".join(thoughts))
 
 
 def _turn(item: Item) -> dict[str, Any]:
     if isinstance(item, CallOutputItem):
-        return {"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)}
+        return message("tool", _joined(item.output), tool_call_id=item.call_id)
     if isinstance(item, ShellOutputItem):
-        return {"role": "tool", "tool_call_id": item.id, "content": item.output}
+        return message("tool", item.output, tool_call_id=item.id)
     assert isinstance(item, MessageItem)
-    return {"role": item.role, "content": _joined(item.content)}
+    return message(item.role, _joined(item.content))
 
 
 def _joined(parts: list[ItemText]) -> str:

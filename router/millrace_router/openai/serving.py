@@ -28,12 +28,12 @@ from millrace_router.flow.tenant import caller
 from millrace_router.openai.chat import in_format
 from millrace_router.openai.reading import Reading
 from millrace_router.openai.translated import Translated
-from millrace_router.openai.types import Strict, parse
+from millrace_router.openai.types import Asking, Strict, parse
 
 R = TypeVar("R", bound=Strict)
 X = TypeVar("X", bound=Translated)
 Made = TypeVar("Made")
-Names = Callable[[], contextlib.AbstractContextManager[None]]
+A = TypeVar("A", bound=Asking)
 
 
 class AnswerFormat(Protocol):
@@ -86,57 +86,34 @@ async def read(
         return *await inference.bodies.beside(bounded_work), True
 
 
-async def read_ask(inference: Inference, request: Request, kind: type[R], ask_of: Callable[[R], Ask]) -> tuple[R, Ask]:
-    """The same for a request that becomes an `Ask`. `ask_of` may be called in a thread."""
-    form = inference.tokenizer.format
-    wanted, ask, large = await read(inference, request, kind, lambda wanted: in_format(ask_of(wanted), form))
+async def read_ask(inference: Inference, request: Request, kind: type[A]) -> tuple[A, Ask]:
+    """The same for a request that becomes an `Ask`, perhaps in a thread."""
+    form, name = inference.tokenizer.format, request_id.get()
+    wanted, ask, large = await read(inference, request, kind, lambda wanted: in_format(wanted.ask(name), form))
     return wanted, replace(ask, large=True) if large else ask
 
 
 @contextlib.contextmanager
-def named(origins: Callable[[], Mapping[Path, Path]]) -> Iterator[None]:
+def named(origins: Mapping[Path, Path]) -> Iterator[None]:
     """Let errors about a field name the field that it comes from, as `FieldError.renamed` does."""
     try:
         yield
     except FieldError as error:
-        raise error.renamed(origins()) from error
-
-
-def translated(wanted: Translated) -> Ask:
-    chat = wanted.as_chat()
-    with named(wanted.origins):
-        return chat.ask(request_id.get(), wanted.ignored)
+        raise error.renamed(origins) from error
 
 
 async def serve(
-    inference: Inference,
-    request: Request,
-    ask: Ask,
-    form_of: Callable[[Answer], AnswerFormat],
-    stream: bool,
-    named_fields: Names = contextlib.nullcontext,
+    inference: Inference, request: Request, ask: Ask, form_of: Callable[[Answer], AnswerFormat], stream: bool
 ) -> Response:
-    """`named_fields`: in which errors name the fields of the API that became chat."""
     if session_id := request.headers.get("x-session-id", ""):
         origins = {**ask.origins, ("session_id",): ("x-session-id",)}
         ask = replace(ask, session_id=session_id, origins=origins)
-
-    @contextlib.contextmanager
-    def names() -> Iterator[None]:
-        with named_fields(), named(lambda: ask.origins):
-            yield
-
-    with names():
-        return await _answer(inference, request, ask, form_of, stream, names)
+    with named(ask.origins):
+        return await _answer(inference, request, ask, form_of, stream)
 
 
 async def _answer(
-    inference: Inference,
-    request: Request,
-    ask: Ask,
-    form_of: Callable[[Answer], AnswerFormat],
-    stream: bool,
-    names: Names,
+    inference: Inference, request: Request, ask: Ask, form_of: Callable[[Answer], AnswerFormat], stream: bool
 ) -> Response:
     answer = await inference.generate(ask, "http")
     with contextlib.ExitStack() as ends:
@@ -150,18 +127,18 @@ async def _answer(
             answer.stream.sink = _Direct(body, form, beat)
             body.on_stall = functools.partial(lose, answer.stream, inference.backend.config.timeouts.client)
             ends.callback(setattr, body, "on_stall", None)
-        return _Sse(form, answer.stream, headers, beat, ends.pop_all(), names)
+        return _Sse(form, answer.stream, headers, beat, ends.pop_all(), ask.origins)
 
 
-async def serve_translated(
+async def serve_blocks(
     inference: Inference, request: Request, kind: type[X], form_of: Callable[[X, Answer, Reading], AnswerFormat]
 ) -> Response:
-    wanted, ask = await read_ask(inference, request, kind, translated)
+    wanted, ask = await read_ask(inference, request, kind)
 
     def form(answer: Answer) -> AnswerFormat:
         return form_of(wanted, answer, Reading(answer, inference.tokenizer))
 
-    return await serve(inference, request, ask, form, wanted.stream, functools.partial(named, wanted.origins))
+    return await serve(inference, request, ask, form, wanted.stream)
 
 
 async def _watch(request: Request, stream: Stream) -> None:
@@ -203,9 +180,9 @@ class _Sse(Response):
         headers: dict[str, str],
         beat: Heartbeat,
         ends: contextlib.ExitStack,
-        named: Names,
+        origins: Mapping[Path, Path],
     ) -> None:
-        self._form, self._stream, self._beat, self._ends, self._named = form, stream, beat, ends, named
+        self._form, self._stream, self._beat, self._ends, self._origins = form, stream, beat, ends, origins
         self._begun = False
         self._beating: asyncio.Task[None] | None = None
         self.init_headers(headers | {"cache-control": "no-cache"})
@@ -219,7 +196,7 @@ class _Sse(Response):
         with self._ends:
             self._beat.start(beat)
             try:
-                with self._named():
+                with named(self._origins):
                     async for delta in self._stream.deltas():
                         await self._say(send, self._form.push(delta))
             except MillraceError as error:

@@ -11,10 +11,10 @@ from millrace_router.flow.tenant import caller
 from millrace_router.openai import objects
 from millrace_router.openai.chat import Arguments, Conversation, FunctionTool, Turn
 from millrace_router.openai.parsing import Items
-from millrace_router.openai.types import Strict
+from millrace_router.openai.types import Asking, Strict
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Asking):
     """Either `prompt` or `messages`, with the further inputs of the chat template."""
 
     model: str = ""
@@ -25,8 +25,8 @@ class TokenizeRequest(Strict):
     tools: Items[FunctionTool] | None = None
     chat_template_kwargs: Arguments | None = None
 
-    def as_ask(self) -> Ask:
-        return Ask(model=self.model, prompt=self._prompt())
+    def ask(self, request_id: str) -> Ask:
+        return Ask(model=self.model, prompt=self._prompt(), request_id=request_id)
 
     def _prompt(self) -> Prompt:
         if (self.prompt is None) is (self.messages is None):

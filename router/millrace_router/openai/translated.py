@@ -1,17 +1,17 @@
-"""Requests of the other APIs, which become a request of chat: template, tools, grammar and limits are the same."""
+"""Requests of the other APIs: a conversation in the form of chat, and few of its further fields."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Sequence
 
 from millrace_rpc.errors import Path
 from pydantic import ConfigDict, Field
 
-from millrace_router.flow.validate import invalid
-from millrace_router.openai.chat import MAX_ARGUMENTS, Arguments, ChatRequest
+from millrace_router.flow.ask import Ask, Chat
+from millrace_router.openai.chat import Arguments
 from millrace_router.openai.parsing import Known
-from millrace_router.openai.types import ApiRequest
+from millrace_router.openai.types import REQUEST_ID, ApiRequest, JsonSchema, present
 
 
 class Lenient(Known):
@@ -39,26 +39,30 @@ class Translated(ApiRequest):
     chat_template_kwargs: Arguments = Field({})
     """Beyond the vendor: arguments of the template, such as `thinking` of V3.1 and V3.2. Scalars."""
 
-    @property
-    def ignored(self) -> dict[str, str]:
-        """Parts that chat has no place for, and their types; tools not among them."""
-        return {}
-
     @abstractmethod
-    def conversation(self) -> dict[str, Any]:
-        """As fields of chat."""
+    def as_chat(self) -> Chat: ...
 
-    @abstractmethod
-    def origins(self) -> dict[Path, Path]:
-        """The fields from which those of `conversation` come, where their names differ, as for `FieldError.renamed`."""
-
-    def as_chat(self) -> ChatRequest:
-        return ChatRequest.model_validate(self.conversation())
-
-    def shared(self, thinking: bool | None) -> dict[str, Any]:
-        """The fields here as chat's. `thinking`: what was asked for, None for the template's default."""
-        kwargs = ({} if thinking is None else {"thinking": thinking}) | self.chat_template_kwargs
-        if len(kwargs) > MAX_ARGUMENTS:
-            raise invalid("chat_template_kwargs", f"must have at most {MAX_ARGUMENTS} entries with ", ("thinking",))
-        names = ("model", "temperature", "top_p", "top_k", "seed", "priority", "timeout_s")
-        return {name: getattr(self, name) for name in names} | {"chat_template_kwargs": kwargs}
+    def as_ask(
+        self,
+        request_id: str,
+        origins: dict[Path, Path],
+        schema: JsonSchema | None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        session_id: str | None = None,
+    ) -> Ask:
+        """`origins`: the fields of this API from which those of an `Ask` come, where their names differ."""
+        numbers = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "seed")}
+        return Ask(
+            model=self.model,
+            prompt=self.as_chat(),
+            numbers=present(numbers | {"max_tokens": max_tokens}),
+            grammar=None if schema is None else schema.grammar(),
+            stop=stop,
+            message=True,
+            priority=self.priority,
+            request_id=request_id,
+            session_id=session_id or "",
+            timeout_s=self.timeout_s,
+            origins={**origins, ("request_id",): REQUEST_ID},
+        )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
@@ -41,8 +43,15 @@ class Strict(Known):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class ApiRequest(Strict):
-    """A whole request."""
+class Asking(Strict):
+    """A request that becomes an `Ask`."""
+
+    @abstractmethod
+    def ask(self, request_id: str) -> Ask: ...
+
+
+class ApiRequest(Asking):
+    """A whole request to generate."""
 
     IGNORED: ClassVar = HABITS | frozenset(
         {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
@@ -81,6 +90,16 @@ class JsonSchema(Strict):
     strict: bool | None = None
     """Changes nothing: the output always satisfies the schema."""
 
+    def grammar(self) -> common_pb2.Grammar:
+        return common_pb2.Grammar(json_schema=json.dumps({"type": "object"} if self.schema_ is None else self.schema_))
+
+    def shown(self) -> dict[str, Any] | bool:
+        """For templates that speak of the answer's form: the schema, or the words for any JSON object."""
+        return {"type": "json_object"} if self.schema_ is None else self.schema_
+
+
+ANY_OBJECT = JsonSchema()
+
 
 class ResponseFormat(Strict, frozen=True):
     """`regex` is an extension: the pattern that the whole output matches."""
@@ -92,24 +111,19 @@ class ResponseFormat(Strict, frozen=True):
     regex: str | None = None
     """With type `regex`: the pattern of the whole output, at most 4 KB."""
 
+    @property
+    def schema_of(self) -> JsonSchema | None:
+        """What the output has to satisfy; None: no schema."""
+        return ANY_OBJECT if self.type == "json_object" else self.json_schema if self.type == "json_schema" else None
+
     def grammar(self) -> common_pb2.Grammar | None:
         for field in ("json_schema", "regex"):
             if (getattr(self, field) is not None) is not (self.type == field):
                 needed = "is required" if self.type == field else "has no meaning"
                 raise invalid(("response_format", field), f"{needed} with type {self.type}")
-        if self.type == "text":
-            return None
         if self.type == "regex":
             return common_pb2.Grammar(regex=self.regex or "")
-        schema = self.json_schema.schema_ if self.json_schema is not None else None
-        return common_pb2.Grammar(json_schema=json.dumps({"type": "object"} if schema is None else schema))
-
-    def shown(self) -> dict[str, Any] | bool | None:
-        """What templates that speak of the answer's form show: the schema, or the words for any JSON object."""
-        if self.type not in ("json_object", "json_schema"):
-            return None
-        schema = self.json_schema.schema_ if self.json_schema is not None else None
-        return {"type": "json_object"} if schema is None else schema
+        return None if self.schema_of is None else self.schema_of.grammar()
 
 
 class Common(ApiRequest):
@@ -172,7 +186,7 @@ class Common(ApiRequest):
         return Ask(
             model=self.model,
             prompt=prompt,
-            numbers={name: value for name, value in numbers.items() if value is not None},
+            numbers=present(numbers),
             logit_bias={_token_id(key): value for key, value in self.logit_bias.items()},
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
@@ -235,6 +249,11 @@ class CompletionRequest(Common):
 
 
 R = TypeVar("R", bound=Strict)
+
+
+def present(values: Mapping[str, T | None]) -> dict[str, T]:
+    """Without those that are absent."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def parse(model: type[R], body: bytes) -> R:

@@ -60,11 +60,6 @@ class Chooser:
         placement = self.place(situation)
         return None if placement is None else Decision(self, situation, placement)
 
-    def to_keep(self, view: View, want: Want) -> str:
-        """The address of the worker that will soonest have room for an output of `want`; empty: none will."""
-        replicas = (r for r in (*view.decode, *view.unified) if want.tokens + want.outputs <= r.context)
-        return max(((r.room, r.address) for r in replicas if not r.left_out), default=(0, ""))[1]
-
     def place(self, situation: Situation, note: Note | None = None) -> Placement | None:
         """`note` gets every selection on the way, in order, the failed ones included."""
         want, first = situation.want, situation.view.first

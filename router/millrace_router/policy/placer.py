@@ -102,9 +102,6 @@ class Placer:
         self._metrics.expected_cached_tokens.inc(decision.cached_tokens)
         return decision
 
-    def to_keep(self, view: View, want: Want) -> str:
-        return self._chooser.to_keep(view, want)
-
     def decisions_of(self, request_id: str) -> list[Decision]:
         """The decisions of all continuations and attempts of a request, oldest first."""
         return [decision for decision in self.decisions if decision.situation.want.request_id == request_id]

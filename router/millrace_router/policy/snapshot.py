@@ -62,6 +62,11 @@ class View:
     unified: tuple[Replica, ...] = ()
     first: str | None = None  # the revision that is asked before all others; None: they are alike
 
+    def roomiest(self, want: Want) -> str:
+        """The address of the worker that will soonest have room for an output of `want`; empty: none will."""
+        replicas = (r for r in (*self.decode, *self.unified) if want.tokens + want.outputs <= r.context)
+        return max(((r.room, r.address) for r in replicas if not r.left_out), default=(0, ""))[1]
+
 
 @dataclass(frozen=True, slots=True)
 class Want:

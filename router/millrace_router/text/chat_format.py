@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jinja2.meta
+from millrace_rpc.errors import Path
 
 from millrace_router.text import dsml
 from millrace_router.text.call_stream import CallParser, ListMarks, Offer
@@ -74,13 +75,13 @@ EXTENSIONS = ["jinja2.ext.loopcontrols"]
 
 
 class Tool(NamedTuple):
-    """A function that the model may call. `parameters` is a JSON schema. `position`: among the request's tools."""
+    """A function that the model may call. `parameters` is a JSON schema. `path`: where the request describes it."""
 
     name: str
     description: str | None  # None: not given, and not shown
     parameters: Mapping[str, Any]
     strict: bool = False
-    position: int = 0
+    path: Path = ()
 
     def as_json(self) -> dict[str, Any]:
         about = {} if self.description is None else {"description": self.description}

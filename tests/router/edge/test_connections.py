@@ -12,7 +12,7 @@ import httpx
 import pytest
 from millrace.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from millrace_common.reasons import Reason
-from millrace_router.anthropic import http as public_http
+from millrace_router.apis import public_http
 from millrace_rpc import http_connection
 from millrace_rpc.errors import from_rpc_error
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, output

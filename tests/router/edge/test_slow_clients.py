@@ -15,7 +15,7 @@ import grpc
 import pytest
 from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from millrace_common.reasons import Reason
-from millrace_router.anthropic import http as public_http
+from millrace_router.apis import public_http
 from millrace_router.edge import grpc_service
 from millrace_router.edge.guard import GrpcGuard, HttpGuard
 from millrace_router.flow.tenant import DEFAULT

@@ -350,10 +350,10 @@ def test_a_prefill_worker_takes_what_fits_until_its_queue_is_long() -> None:
 def test_room_is_kept_for_an_earlier_request() -> None:
     small = decode(room=900, context=1000)
     roomy, tight = (replica(f"d{i}", sources=D1.sources, room=room) for i, room in ((2, 500), (3, 400)))
-    view, chooser = View((P1,), (small, roomy, tight)), Chooser(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing())
-    assert chooser.to_keep(view, Want(800, outputs=300)) == "d2", "the largest room of those that are large enough"
-    assert chooser.to_keep(view, Want(10, outputs=9)) == "d1"
-    assert chooser.to_keep(View((P1,), (small,)), Want(800, outputs=300)) == ""
+    view = View((P1,), (small, roomy, tight))
+    assert view.roomiest(Want(800, outputs=300)) == "d2", "the largest room of those that are large enough"
+    assert view.roomiest(Want(10, outputs=9)) == "d1"
+    assert View((P1,), (small,)).roomiest(Want(800, outputs=300)) == ""
     assert choose(View((P1,), (roomy,)), Want(10, kept="d2")) is None
     assert choose(View((P1,), (roomy, tight)), Want(10, kept="d2")).decode == tight
 

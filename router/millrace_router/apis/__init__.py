@@ -1,0 +1,1 @@
+"""The public APIs: OpenAI's and Anthropic's over HTTP, and ours over gRPC."""

@@ -1,0 +1,28 @@
+"""The public HTTP port: the APIs of both vendors, their description, and probes beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from millrace_router.anthropic import http as anthropic
+from millrace_router.edge import probes
+from millrace_router.edge.http_answers import json_answer, new_app
+from millrace_router.flow.inference import Inference
+from millrace_router.openai import http as openai
+from millrace_router.openai import openapi
+
+
+def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Starlette:
+    """`before_scrape`: as for `probes.routes`."""
+    document = openapi.document(anthropic.POSTS)
+
+    async def described(request: Request) -> Response:
+        return json_answer(document)
+
+    apis = [*openai.routes(inference), *anthropic.routes(inference), Route("/openapi.json", described)]
+    return new_app([*apis, *probes.routes(inference.backend, before_scrape)])
