@@ -27,8 +27,8 @@ from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.model.deepseek_v3 import DeepseekV3
-from millrace_serve.model.experts.balance import imbalance, rebalance
-from millrace_serve.model.experts.placement import ExpertPlacement
+from millrace_serve.model.eplb.balance import imbalance, rebalance
+from millrace_serve.model.eplb.placement import ExpertPlacement
 from millrace_serve.model.moe import Gate, Moe
 from millrace_serve.model.parallel import ParallelDims
 

@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from millrace_bench.stepping_ranks import exchanges
-from millrace_serve.engine.step.join import Exchange, join
-from millrace_serve.engine.step.lockstep import Lockstep
-from millrace_serve.engine.step.replicas import ReplicaState, Said
-from millrace_serve.engine.step.shared_memory import RankLost
+from millrace_serve.engine.lockstep.join import Exchange, join
+from millrace_serve.engine.lockstep.lockstep import Lockstep
+from millrace_serve.engine.lockstep.replicas import ReplicaState, Said
+from millrace_serve.engine.lockstep.shared_memory import RankLost
 
 EXCHANGES = 3  # of one join
 
@@ -39,7 +39,7 @@ class Ranks:
     """The ranks of a worker in processes, which step all the time."""
 
     def __init__(self, tp: int, hosts: str) -> None:
-        mp.set_forkserver_preload(["millrace_serve.engine.step.join"])  # imported once for all ranks
+        mp.set_forkserver_preload(["millrace_serve.engine.lockstep.join"])  # imported once for all ranks
         context = mp.get_context("forkserver")
         pairs = [context.Pipe() for _ in hosts]
         self.pipes = [ours for ours, _ in pairs]

@@ -19,10 +19,10 @@ from millrace_kernels.peer.exchange import Exchange, ExpertPlaces, Received
 from millrace_kernels.testing.tolerances import FP8_EXPERTS_TOLERANCE, assert_close, dequantised
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.eplb.placement import ExpertPlacement
 from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.held import ExpertLayer
 from millrace_serve.model.experts.peer import PeerExperts
-from millrace_serve.model.experts.placement import ExpertPlacement
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims, init_parallel
 from millrace_serve.model.quantised import FP8, PLAIN

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.pace import LEAST_S, TICK_S
-from millrace_serve.worker.frontend.rank_watch import LEAST_COUNTED, RankWatch
-from millrace_serve.worker.messages import PULSE_S, Pulse
+from millrace_serve.engine.health.pulse import PULSE_S, Pulse
+from millrace_serve.engine.health.rank_watch import LEAST_COUNTED, RankWatch
 from millrace_testing.examples import examples
 
 CEILING_S = 600.0

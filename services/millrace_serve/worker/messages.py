@@ -62,7 +62,7 @@ class RankProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True):
-    """The rank's process runs. The other fields are those of engine/step/progress.py.
+    """The rank's process runs. The other fields are those of engine/health/progress.py.
 
     Attributes:
         starved: part of the last PULSE_S in which a thread was ready without a CPU, or that the pulse came late

@@ -12,9 +12,9 @@ from engine.harness import SETTINGS, TINY, FakeReplicas, request
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import Request
 from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.step.batch import HostBatch
-from millrace_serve.engine.step.lockstep import Lockstep
 
 
 def recorded(one: Engine) -> list[HostBatch]:

@@ -15,19 +15,19 @@ from millrace_common.pace import FEW, LEAST_S
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Submit
+from millrace_serve.engine.health.progress import Progress
+from millrace_serve.engine.lockstep import lockstep, packing
+from millrace_serve.engine.lockstep.lockstep import Agreement, Lockstep
+from millrace_serve.engine.lockstep.replicas import HEADER, VECTOR, Replicas
+from millrace_serve.engine.lockstep.shared_memory import RankLost
 from millrace_serve.engine.schedule.plan import Plan, SharedTurn, StepOutput
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimRunner
 from millrace_serve.engine.start.torch_factory import load_rank
-from millrace_serve.engine.step import lockstep, packing
 from millrace_serve.engine.step.batch import HostBatch, StepBatch
-from millrace_serve.engine.step.lockstep import Agreement, Lockstep
-from millrace_serve.engine.step.progress import Progress
-from millrace_serve.engine.step.replicas import HEADER, VECTOR, Replicas
-from millrace_serve.engine.step.shared_memory import RankLost
+from millrace_serve.model.context_parallel.split import Split
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.split import Split
 from millrace_testing import paths
 from model.ranks import run_jobs
 

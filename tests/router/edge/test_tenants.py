@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from millrace.v1 import inference_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_router.config import RouterConfig
-from millrace_router.edge import api_keys
-from millrace_router.edge.api_keys import Keys
-from millrace_router.flow.tenant import Bucket, Running, Tenant
+from millrace_router.http import api_keys
+from millrace_router.http.api_keys import Keys
+from millrace_router.queue.tenant import Bucket, Running, Tenant
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from router.fake_worker import UNIFIED, Behaviour, FakeWorker, fails, hangs, normal
 from router.harness import FIRST_KEY, SECOND_KEY, Clock, Cluster, bearer, write_keys

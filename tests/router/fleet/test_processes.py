@@ -16,9 +16,9 @@ from millrace_common.page_hash import BLOCK_BYTES
 from millrace_common.reasons import Reason
 from millrace_common.versions import WORKER_API
 from millrace_router.config import Resilience
+from millrace_router.health.workers import WorkerHealth
 from millrace_router.policy.kv_index import SHARDS, KvIndex
 from millrace_router.policy.prefix_index import PrefixIndex
-from millrace_router.resilience.health import WorkerHealth
 from millrace_testing.dns import name_server
 from millrace_testing.later import later
 from prometheus_client import CollectorRegistry

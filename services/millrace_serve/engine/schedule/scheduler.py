@@ -28,7 +28,7 @@ from millrace_serve.engine.core import (
     SchedulerInput,
     Submit,
 )
-from millrace_serve.engine.schedule.host_copies import HostCopies
+from millrace_serve.engine.offload.host_copies import HostCopies
 from millrace_serve.engine.schedule.loans import Loans
 from millrace_serve.engine.schedule.outbox import Outbox
 from millrace_serve.engine.schedule.pages import Pages

@@ -1,0 +1,68 @@
+"""A thread that tells the frontend that this process runs, and how far its main thread has come. When that takes too
+long, the log gets the stacks of all threads: soon afterwards the frontend ends the process. Time in which the main
+thread got no CPU, or this thread came late, is no part of that.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from millrace_common.starvation import Starvation
+
+from millrace_serve.engine.health.progress import Progress
+from millrace_serve.engine.health.pulse import PULSE_S, Pulse
+
+STACKS_AFTER = 0.75  # of the time that the main thread may take
+
+log = logging.getLogger(__name__)
+
+
+class PulseThread:
+    """`with PulseThread(progress, send):`; `send` is called by one thread at a time, also by those that announce."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        send: Callable[[Pulse], None],
+        write_stacks: Callable[[], None] = faulthandler.dump_traceback,
+    ) -> None:
+        """Made by the main thread."""
+        self._progress, self._send, self._write_stacks = progress, send, write_stacks
+        self._main, self._starved = Starvation(os.getpid(), [threading.get_native_id()]), 0.0
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+
+    def __enter__(self) -> None:
+        self._progress.tell = self._tell
+        self._tell()
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.tell = lambda: None
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        now, marks, silence, written, before = self._progress, -1, 0.0, False, time.monotonic()
+        while not self._ended.wait(PULSE_S):
+            passed, before = time.monotonic() - before, time.monotonic()
+            self._starved = max(self._main.look(), 1 - PULSE_S / passed)
+            self._tell()
+            silence += passed * (1 - self._starved)
+            if now.waiting or now.doing or now.marks != marks:
+                marks, silence, written = now.marks, 0.0, False
+            elif not written and silence > STACKS_AFTER * now.limit_s:
+                log.warning("no step has ended for %.1f s; the stacks of all threads follow", silence)
+                self._write_stacks()
+                written = True
+
+    def _tell(self) -> None:
+        now = self._progress
+        with self._lock:
+            facts = now.marks, now.waiting, now.launched, now.limit_s, now.doing, dict(now.compiled())
+            self._send(Pulse(*facts, self._starved))

@@ -1,0 +1,127 @@
+"""Connections between ranks of different hosts.
+
+Every rank listens while the ranks join; of two that need each other the higher one connects. Both know the token of
+this start of the worker, and whoever does not say it first is refused.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import socket
+import struct
+import time
+from collections.abc import Collection
+
+from millrace_common.log import PER_REQUEST
+
+from millrace_serve.engine.lockstep.shared_memory import RankLost
+
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES = 16
+HELLO = struct.Struct(f"={TOKEN_BYTES}sI")  # token, rank
+HELLO_S = 5.0  # a connection says hello at once
+JOIN_S = 60.0  # all ranks are here when they begin to connect
+# A host without power, or out of reach, is lost after 25 s, whether something was sent or not.
+KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 10,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 25_000,
+}
+
+
+class RankConnection:
+    """The connection to another rank."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank, self._socket = rank, connection
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in {socket.TCP_NODELAY: 1, **KEEPALIVE}.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def send(self, data: bytes | bytearray) -> None:
+        """Raises RankLost."""
+        try:
+            self._socket.sendall(data)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def receive(self, nbytes: int) -> bytearray:
+        """Waits as long as the other rank lives. Raises RankLost, also when the message is cut short."""
+        data = bytearray(nbytes)
+        got = 0
+        while got < nbytes:
+            try:
+                count = self._socket.recv_into(memoryview(data)[got:], 0, socket.MSG_WAITALL)
+            except OSError as error:
+                raise self._lost(error) from error
+            if not count:
+                raise RankLost(f"rank {self.rank} has ended, or lost its connection")
+            got += count
+        return data
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _lost(self, error: OSError) -> RankLost:
+        return RankLost(f"rank {self.rank} has ended, or lost its connection: {error}")
+
+
+class RankListener:
+    def __init__(self, address: str) -> None:
+        """Any free port of `address`."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.create_server((address, 0), family=family, backlog=1024)
+        self.port: int = self._socket.getsockname()[1]
+
+    def accept(self, token: bytes, ranks: Collection[int]) -> list[RankConnection]:
+        """Links to these ranks, in any order. Raises RankLost when one does not connect."""
+        links: dict[int, RankConnection] = {}
+        end = time.monotonic() + JOIN_S
+        while missing := sorted(set(ranks) - links.keys()):
+            self._socket.settimeout(max(end - time.monotonic(), 0.001))
+            try:
+                connection, peer = self._socket.accept()
+            except TimeoutError as error:
+                raise RankLost(f"rank {missing[0]} did not connect within {JOIN_S:g} s") from error
+            rank = _hello(connection, token)
+            if rank in missing:
+                links[rank] = RankConnection(rank, connection)
+            else:
+                message = "refused a connection from %s: it is none of this worker's ranks"
+                log.warning(message, peer, extra=PER_REQUEST)
+                connection.close()
+        return list(links.values())
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def connect(address: str, port: int, token: bytes, me: int, rank: int) -> RankConnection:
+    """The link of rank `me` to the listener of `rank`. Raises RankLost."""
+    try:
+        connection = socket.create_connection((address, port), timeout=JOIN_S)
+    except OSError as error:
+        raise RankLost(f"rank {rank} at {address} cannot be reached: {error}") from error
+    link = RankConnection(rank, connection)
+    link.send(HELLO.pack(token, me))
+    return link
+
+
+def _hello(connection: socket.socket, token: bytes) -> int:
+    """The rank that it is from; -1: of a stranger."""
+    connection.settimeout(HELLO_S)
+    try:
+        said = connection.recv(HELLO.size, socket.MSG_WAITALL)
+    except OSError:
+        return -1
+    if len(said) < HELLO.size:
+        return -1
+    told, rank = HELLO.unpack(said)
+    return int(rank) if hmac.compare_digest(told, token) else -1

@@ -1,0 +1,151 @@
+"""Common steps of the ranks of a worker.
+
+Data-parallel replicas meet in every step (the experts' exchange is collective), so once per step they agree on a small
+vector. A replica without work runs an idle step as long as another one works, and all end with the step in which the
+first one asks to end, so that none waits for one that has left. While no replica works they do not meet; the first one
+that has work wakes the others. Inside a tensor-parallel group only the leader schedules, and the others run the batches
+that it sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import add
+
+from millrace_serve.engine.health.progress import Progress
+from millrace_serve.engine.lockstep import packing
+from millrace_serve.engine.lockstep.followers import Inlet, LinkInlet, Outlet
+from millrace_serve.engine.lockstep.replicas import Replicas, ReplicaState, Said
+from millrace_serve.engine.schedule.plan import Plan, SharedTurn
+from millrace_serve.engine.step.batch import HostBatch
+from millrace_serve.engine.step.runner import Runner, StepHandle
+from millrace_serve.model.context_parallel.split import Split
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """The work of all replicas in this step, in rank order."""
+
+    num_decode: tuple[int, ...]  # sequences
+    num_sampled: tuple[int, ...]  # sequences that sample
+    chunk_tokens: tuple[int, ...]
+    last: bool  # of all steps
+    split: Split | None = None  # of the step's shared chunk
+    turn: SharedTurn | None = None  # in the next step
+
+    @property
+    def anybody_works(self) -> bool:
+        return any(self.num_decode) or any(self.chunk_tokens) or self.split is not None
+
+    @property
+    def most_sampled(self) -> int:
+        return max(self.num_sampled)
+
+    def tell(self, batch: HostBatch) -> None:
+        """Write into a replica's batch what it needs to know of the others."""
+        batch.all_decode = not any(self.chunk_tokens) and self.split is None
+        if len(self.num_decode) > 1:
+            works = zip(self.num_decode, self.chunk_tokens, self._shared_rows(), strict=True)
+            batch.dp_num_tokens = tuple([count * batch.num_queries + own + part for count, own, part in works])
+            batch.dp_num_sampled = self.num_sampled
+
+    def _shared_rows(self) -> list[int]:
+        replicas = range(len(self.num_decode))
+        return [0 if self.split is None else self.split.num_rows(replica) for replica in replicas]
+
+
+class Lockstep:
+    """engine/lockstep/join.py makes it of the ranks of a worker. Its methods raise RankLost, which names a rank."""
+
+    def __init__(
+        self,
+        replicas: Replicas | None = None,
+        outlet: Outlet | None = None,
+        inlet: Inlet | LinkInlet | None = None,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`replicas`: None when dp == 1, and on a follower; `outlet`: of a leader of followers; `inlet`: of these."""
+        self._replicas, self._outlet, self._inlet, self._close = replicas, outlet, inlet, close
+        self._asleep = True  # in the last step no replica had anything to say
+        self.progress = Progress()
+
+    @property
+    def fds(self) -> Sequence[int]:
+        """To sleep on beside the inbox: one is readable when `due` may have become true."""
+        return self._replicas.fds if self._replicas is not None else ()
+
+    def due(self) -> bool:
+        """Whether the other replicas wait, or will wait, for this one in the next step."""
+        return self._replicas is not None and (not self._asleep or self._replicas.called())
+
+    def agree(self, plan: Plan | None, last: bool) -> Agreement:
+        """Once per step on every leader; None: no work here. `last`: this replica wants to end."""
+        mine = ReplicaState(last=int(last)) if plan is None else _state(plan, last)
+        if self._replicas is None or not (any(mine) or self.due()):
+            return _agreement([mine], 0)
+        with self.progress.waits():
+            states = self._replicas.all_gather(mine, ring=self._asleep)
+        self._asleep = not any(map(any, zip(*states, strict=True)))
+        return _agreement(states, self._replicas.index)
+
+    def share(self, batch: HostBatch) -> None:
+        """Give the followers their next batch."""
+        if self._outlet is not None:
+            data = packing.encode(batch)
+            with self.progress.waits():
+                self._outlet.send(data)
+
+    def follow(self, runner: Runner) -> None:
+        """The whole life of a follower: run what the leader shares until it closes. One step may be ahead."""
+        previous = None
+        while data := self._receive():
+            batch = packing.decode(data)
+            self.progress.launches(batch)
+            handle = runner.launch(batch)
+            self._finish(previous)
+            previous = handle
+        self._finish(previous)
+        self._close()
+
+    def _receive(self) -> bytes | bytearray:
+        assert self._inlet is not None, "a leader follows nobody"
+        with self.progress.waits():
+            return self._inlet.receive()
+
+    def _finish(self, step: StepHandle | None) -> None:
+        if step is not None:
+            late = step.done()
+            step.result()
+            self.progress.finished(late)
+
+    def close(self) -> None:
+        """Of a leader, after its last step; its followers end, too."""
+        if self._outlet is not None:
+            self._outlet.send(b"")
+        self._close()
+
+
+def _state(plan: Plan, last: bool) -> ReplicaState:
+    sampling = sum(chunk.samples for chunk in plan.chunks)
+    tokens = sum(chunk.end - chunk.start for chunk in plan.chunks if not chunk.shared)
+    shared = (plan.shared.start, plan.shared.end) if plan.shared else (0, 0)
+    return ReplicaState(len(plan.decode), sampling, tokens, int(last), int(plan.wants_turn), *shared)
+
+
+def _agreement(states: Sequence[Said], me: int) -> Agreement:
+    """Of the replica with index `me`."""
+    decode, chunks, tokens, ends, wants, starts, stops = zip(*states, strict=True)
+    split = None
+    if any(stops):
+        owner = next(index for index, stop in enumerate(stops) if stop)
+        split = Split(owner, me, len(states), starts[owner], stops[owner])
+    turn = _turn(wants, split, me) if any(wants) else None
+    return Agreement(decode, tuple(map(add, decode, chunks)), tokens, any(ends), split, turn)
+
+
+def _turn(wants: Sequence[int], split: Split | None, me: int) -> SharedTurn:
+    """Of those that want it, the first one behind the owner of this step's shared chunk."""
+    count, first = len(wants), 0 if split is None else split.owner + 1
+    replica = next(index % count for index in range(first, first + count) if wants[index % count])
+    return SharedTurn(replica == me, count)

@@ -1,0 +1,78 @@
+"""The third tier of the prefix cache (engine/offload/page_store.py): a thread that moves pages between the host tier's
+memory and a PageFolder.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from millrace_serve.engine.offload.page_folder import PageFolder
+from millrace_serve.engine.offload.page_store import Move
+from millrace_serve.transfer.base import TransferError
+
+log = logging.getLogger(__name__)
+
+MAX_STORES = 8  # waiting
+WARN_EVERY_S = 60.0
+
+
+class DiskTier:
+    def __init__(self, folder: PageFolder) -> None:
+        self._folder = folder
+        self._moves: queue.PriorityQueue[tuple[int, int, Move | None]] = queue.PriorityQueue()
+        self._done: queue.SimpleQueue[Move] = queue.SimpleQueue()
+        self._order = itertools.count()
+        self._warned_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="disk-tier", daemon=True)
+        self._thread.start()
+
+    def has(self, block: bytes) -> bool:
+        return self._folder.has(block)
+
+    def load(self, block: bytes, slot: int) -> None:
+        self._moves.put((0, next(self._order), Move(block, slot, is_load=True)))
+
+    def store(self, block: bytes, slot: int) -> bool:
+        if self._moves.qsize() >= MAX_STORES:
+            return False
+        self._moves.put((1, next(self._order), Move(block, slot, is_load=False)))
+        return True
+
+    def take(self) -> list[Move]:
+        return [self._done.get() for _ in range(self._done.qsize())]
+
+    def remove(self, blocks: Iterable[bytes]) -> None:
+        for block in blocks:
+            self._folder.remove(block)
+
+    def close(self) -> None:
+        self._moves.put((-1, 0, None))
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (move := self._moves.get()[2]) is not None:
+            before = self._folder.refused
+            ok = self._carry_out(move)
+            self._done.put(msgspec.structs.replace(move, ok=ok, refused=self._folder.refused > before))
+        self._folder.close()
+
+    def _carry_out(self, move: Move) -> bool:
+        try:
+            if move.is_load:
+                return self._folder.load(move.block, move.slot)
+            if not self._folder.has(move.block):  # else another worker was first
+                self._folder.store(move.block, move.slot)
+            return True
+        except Exception as error:  # without this thread prompts would wait for ever
+            if time.monotonic() - self._warned_at >= WARN_EVERY_S:
+                self._warned_at = time.monotonic()
+                foreseen = isinstance(error, TransferError)
+                log.warning("KV pages are not stored or not loaded: %s", error, exc_info=not foreseen)
+            return False

@@ -1,0 +1,134 @@
+"""What is copied between the device's pages and the host tier, and when. engine/offload/page_copier.py moves the bytes.
+
+    store   a page that enters the prefix cache is copied to the host, so that its eviction loses nothing. Nobody waits
+            for that, and the page is not held: it is read only as long as it is in the prefix cache, so a copy is good
+            if the page is still there when the copy ends. A page that is evicted before its turn is not stored.
+    save    pages of a preempted sequence are copied before they are given back
+    fill    copies come back into leading pages of a new prompt, those of the third tier (disk_moves.py) by the host's
+
+One store at a time; the others are begun at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from millrace_serve.engine.cache.kv_cache import KvCache
+from millrace_serve.engine.cache.radix import Node
+from millrace_serve.engine.offload.disk_moves import DiskMoves
+from millrace_serve.engine.offload.host_tier import Copy
+
+
+@dataclass(slots=True, eq=False)
+class CopyJob:
+    """pages[i] to or from the host's slot of copies[i]."""
+
+    to_host: bool
+    pages: list[int]
+    copies: list[Copy]
+    done: Callable[[], None]  # what follows when the bytes are there
+
+
+class HostCopies:
+    def __init__(self, cache: KvCache) -> None:
+        self._cache, self._tier = cache, cache.host
+        self.disk = DiskMoves(cache.host)
+        self._new: list[CopyJob] = []
+        self._under_way: dict[CopyJob, None] = {}
+        self._storing = False
+
+    @property
+    def total(self) -> int:
+        """Pages for which there is room. 0: there is no host tier, and none of this does anything."""
+        return self._tier.total
+
+    @property
+    def used(self) -> int:
+        return self._tier.used
+
+    def take_jobs(self, most_pages: int) -> list[CopyJob]:
+        """Those to start now; `finished` ends each. `most_pages`: of a store."""
+        if not self._storing:
+            self._store(most_pages)
+        jobs, self._new = self._new, []
+        return jobs
+
+    def finished(self, job: CopyJob) -> None:
+        del self._under_way[job]
+        job.done()
+
+    def fill(self, pages: list[int], blocks: list[bytes], least: int, then: Callable[[int], None]) -> bool:
+        """Copy the longest leading run of `blocks` that is here, and behind it in the third tier, into `pages`; `then`
+        gets the length of what came. False: there are fewer than `least`, and nothing is copied.
+        """
+        copies = self._tier.find(blocks)
+        rest = blocks[len(copies) :]
+        rest = rest[: self.disk.count(rest)]
+        if len(copies) + len(rest) < least:
+            return False
+        for copy in copies:
+            self._tier.pin(copy)
+
+        def done() -> None:
+            for copy in reversed(copies):
+                self._tier.unpin(copy)
+            then(len(copies))
+
+        job = CopyJob(False, pages, copies, done)
+
+        def loaded(more: list[Copy]) -> None:
+            copies.extend(more)
+            job.pages = pages[: len(copies)]
+            self._new.append(job)
+
+        self._under_way[job] = None
+        self.disk.load(rest, loaded)
+        return True
+
+    def save(self, pages: list[int], blocks: Iterable[bytes], then: Callable[[], None]) -> bool:
+        """Copy those of `pages` that are not here yet, as far as there is room. False: there is nothing to copy."""
+        copies: dict[int, Copy] = {}
+        for page, block in zip(pages, blocks, strict=True):
+            if block not in self._tier and (copy := self._tier.begin(block)):
+                copies[page] = copy
+
+        def done() -> None:
+            for copy in reversed(copies.values()):
+                self._tier.end(copy, good=True)
+            self.disk.keep(copies.values())
+            then()
+
+        if copies:
+            self._begin(CopyJob(True, list(copies), list(copies.values()), done))
+        return bool(copies)
+
+    def check(self) -> None:
+        """Raise InvariantError if a slot is lost."""
+        self._tier.check([copy for job in self._under_way for copy in job.copies] + self.disk.pinned)
+
+    def _store(self, most_pages: int) -> None:
+        written, cache = self._cache.written, self._cache
+        copies: dict[Node, Copy] = {}
+        while written and len(copies) < most_pages:
+            node = written[0]
+            if cache.holds(node) and node.block not in self._tier:
+                copy = self._tier.begin(node.block)
+                if copy is None:
+                    break
+                copies[node] = copy
+            written.popleft()
+
+        def done() -> None:
+            self._storing = False
+            for node, copy in reversed(copies.items()):
+                self._tier.end(copy, good=cache.holds(node))
+            self.disk.keep(copies.values())
+
+        if copies:
+            self._storing = True
+            self._begin(CopyJob(True, [node.page for node in copies], list(copies.values()), done))
+
+    def _begin(self, job: CopyJob) -> None:
+        self._new.append(job)
+        self._under_way[job] = None
