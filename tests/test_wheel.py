@@ -15,7 +15,7 @@ import pytest
 from millrace_testing.paths import ROOT
 
 NIXL = ("nixl==1.5.1", "nixl-cu13==1.5.1")  # without what they declare: the simulator needs no torch
-PAGE = "millrace_router/edge/page/"
+PAGE = "millrace_router/admin/page/"
 
 
 @pytest.fixture(scope="module")

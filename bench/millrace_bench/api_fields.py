@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from millrace_common.sampling_limits import NUMBERS, PRIORITY
-from millrace_router.anthropic.http import POSTS
-from millrace_router.openai import openapi
-from millrace_router.openai.parsing import IGNORED, REFUSED
+from millrace_router.apis import openapi
+from millrace_router.apis.anthropic.http import POSTS
+from millrace_router.apis.parsing import IGNORED, REFUSED
 
 from millrace_bench.figures_source import Blocks, table
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from millrace_router.config import RouterConfig
-from millrace_router.edge.api_keys import KeyFile
+from millrace_router.http.api_keys import KeyFile
 from millrace_serve.worker.config import WorkerConfig
 from pydantic import BaseModel
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field, replace
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_router.config import Policy, RouterConfig, Routing, Timeouts
-from millrace_router.flow.admission import Admission
-from millrace_router.flow.fair_queue import Ticket
 from millrace_router.flow.flow import AbortLeg, Action, Blame, Flow, Leg, Retry, Stage
 from millrace_router.flow.metrics import build
+from millrace_router.health.workers import WorkerHealth
 from millrace_router.policy.choose import Chooser, Decision, Situation
 from millrace_router.policy.snapshot import Key, Pace, Replica, View, Want
-from millrace_router.resilience.health import WorkerHealth
+from millrace_router.queue.admission import Admission
+from millrace_router.queue.fair_queue import Ticket
 from millrace_rpc.errors import MillraceError
 from millrace_serve.engine.schedule.expected import LEAST, Outputs, need, room
 from millrace_serve.engine.schedule.prefill import QUEUE_S

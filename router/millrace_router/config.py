@@ -194,7 +194,7 @@ class RouterConfig(Config):
     health: str | None = Field(None, pattern=_ADDRESS)  # plain grpc.health.v1, beside that of the gRPC API
     tls: Tls | None = None  # of every port, and towards the workers; none: plain
     public_tls: Tls | None = None  # of the gRPC and HTTP APIs, where clients trust another authority than the workers
-    api_keys: Path | None = None  # file of edge/api_keys.py; none: callers need no key
+    api_keys: Path | None = None  # file of http/api_keys.py; none: callers need no key
     secret: Path | None = None  # file of the deployment's secret, the same on every router and worker
     api_keys_keep: bool = False  # while the file cannot be used, keep the keys of before; else refuse every request
     api_keys_plaintext: bool = False  # let keys come without TLS from other hosts: something else encrypts them

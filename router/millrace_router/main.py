@@ -35,19 +35,22 @@ from millrace_rpc.http_server import HttpServer
 from millrace_rpc.server import Server, run
 from millrace_rpc.tls import identity_of
 
+from millrace_router.admin import http as admin_http
+from millrace_router.admin import service as admin
+from millrace_router.admin.page import PublicHttp
+from millrace_router.admin.traffic import Recent
 from millrace_router.apis import public_http
+from millrace_router.apis.grpc import service as grpc_service
 from millrace_router.config import RouterConfig
-from millrace_router.edge import admin, admin_http, grpc_service, probes
-from millrace_router.edge.api_keys import Keys
-from millrace_router.edge.guard import GrpcGuard, HttpGuard, with_cors
-from millrace_router.edge.http_answers import new_app
-from millrace_router.edge.page import PublicHttp
-from millrace_router.edge.traffic import Recent
 from millrace_router.fleet.registry import Registry
-from millrace_router.flow.admission import Admission
 from millrace_router.flow.generation import Backend
 from millrace_router.flow.inference import Inference
 from millrace_router.flow.metrics import build, forget_tenants, forget_workers
+from millrace_router.http import probes
+from millrace_router.http.answers import new_app
+from millrace_router.http.api_keys import Keys
+from millrace_router.http.guard import GrpcGuard, HttpGuard, with_cors
+from millrace_router.queue.admission import Admission
 from millrace_router.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

@@ -194,7 +194,7 @@ def _keys() -> None:
 @keys.command("new")
 def new_key(tenant: Annotated[str, typer.Option(metavar="NAME", help="Whose key it is.")] = "default") -> None:
     """Make a random key; print it, and the entry of the router's key file, which has only its hash."""
-    from millrace_router.edge import api_keys
+    from millrace_router.http import api_keys
 
     if not re.fullmatch(api_keys.NAME, tenant):
         raise CommandError(f"--tenant: {tenant!r} does not match {api_keys.NAME}", code=2)

@@ -17,7 +17,7 @@ import yaml
 from millrace_cli import generate
 from millrace_cli.__main__ import main
 from millrace_cli.app import BENCHES
-from millrace_router.edge.api_keys import Keys
+from millrace_router.http.api_keys import Keys
 
 COMMANDS = (
     "serve-local",

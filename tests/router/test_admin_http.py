@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from millrace.v1 import admin_pb2
-from millrace_router.edge import browser_guard
+from millrace_router.admin import browser_guard
 from millrace_router.fleet.hooks import Shared
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker
 from router.harness import Cluster

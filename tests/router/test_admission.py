@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_common.reasons import Reason
-from millrace_router.flow.admission import Admission, ServiceRate
-from millrace_router.flow.fair_queue import HOLD_S, PATIENCE, Place, Ticket
 from millrace_router.policy.choose import Decision
 from millrace_router.policy.snapshot import Pace, Want
+from millrace_router.queue.admission import Admission, ServiceRate
+from millrace_router.queue.fair_queue import HOLD_S, PATIENCE, Place, Ticket
 from millrace_rpc.errors import MillraceError
 
 PLACE: Decision = object()  # type: ignore[assignment]

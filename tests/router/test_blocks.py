@@ -6,7 +6,7 @@ import itertools
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from millrace_router.openai.blocks import ContentBlocks, Kind, Step
+from millrace_router.apis.blocks import ContentBlocks, Kind, Step
 from millrace_router.text import markers
 from millrace_router.text.call_stream import CallDelta
 from millrace_router.text.chat_format import ChatFormat, Style

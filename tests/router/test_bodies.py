@@ -18,13 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.reasons import Reason
+from millrace_router.apis import serving
 from millrace_router.config import BodyLimits as Pace
 from millrace_router.config import RouterConfig
-from millrace_router.edge import json_shape
-from millrace_router.edge.http_answers import body_deadline
-from millrace_router.edge.json_shape import JsonShape, shape
 from millrace_router.flow.bodies import Bodies
-from millrace_router.openai import serving
+from millrace_router.http import json_shape
+from millrace_router.http.answers import body_deadline
+from millrace_router.http.json_shape import JsonShape, shape
 from millrace_rpc.errors import MillraceError
 from pydantic import ValidationError
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker

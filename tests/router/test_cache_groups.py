@@ -13,7 +13,7 @@ from millrace.v1 import admin_pb2, inference_pb2
 from millrace_common.deployment_secret import LEAST_BYTES, read
 from millrace_common.page_hash import MAX_SALT_BYTES
 from millrace_router.config import RouterConfig
-from millrace_router.edge.api_keys import Keys
+from millrace_router.http.api_keys import Keys
 from millrace_router.main import Router
 from millrace_router.policy.cache_key import CacheKey
 from router.fake_worker import DECODE, PREFILL, FakeWorker, dies, expected

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from millrace.v1 import common_pb2
-from millrace_router.openai.chat import Conversation
+from millrace_router.apis.openai.chat import Conversation
 from millrace_router.text.chat_format import Style
 from millrace_router.text.markers import DEEPSEEK, DSML, KIMI, THINK, THINK_END
 from millrace_router.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from millrace_router.openai.chat import Conversation
+from millrace_router.apis.openai.chat import Conversation
 from millrace_router.text import dsml
 from millrace_router.text.call_arguments import may_become_object
 from millrace_router.text.chat_format import Style

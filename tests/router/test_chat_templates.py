@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from millrace_router.anthropic.types import MessagesRequest
-from millrace_router.openai.chat import ChatRequest, Conversation
-from millrace_router.openai.responses_request import ResponsesRequest
+from millrace_router.apis.anthropic.types import MessagesRequest
+from millrace_router.apis.openai.chat import ChatRequest, Conversation
+from millrace_router.apis.openai.responses_request import ResponsesRequest
 from millrace_router.text.markers import DEEPSEEK, DSML, KIMI, THINK, THINK_END
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_rpc.errors import MillraceError

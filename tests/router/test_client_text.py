@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from millrace.v1 import inference_pb2 as pb
-from millrace_router.openai.chat import ChatRequest
+from millrace_router.apis.openai.chat import ChatRequest
 from millrace_router.text.client_text import GUARD
 from millrace_router.text.markers import DEEPSEEK, DSML, KIMI, THINK, THINK_END
 from millrace_router.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.reasons import Reason
-from millrace_router.edge.encodings import decoded
+from millrace_router.http.encodings import decoded
 from millrace_rpc.errors import MillraceError
 from router.harness import Cluster
 

@@ -9,9 +9,9 @@ import grpc
 import pytest
 from millrace.v1 import common_pb2, inference_pb2
 from millrace_common.reasons import Reason
-from millrace_router.openai.chat import ChatRequest
-from millrace_router.openai.tokens import DetokenizeRequest, TokenizeRequest
-from millrace_router.openai.types import CompletionRequest, Strict, parse
+from millrace_router.apis.openai.chat import ChatRequest
+from millrace_router.apis.openai.tokens import DetokenizeRequest, TokenizeRequest
+from millrace_router.apis.openai.types import CompletionRequest, Strict, parse
 from millrace_rpc.errors import TABLE, MillraceError, from_rpc_error
 from router.fake_worker import CONTEXT, DECODE, PREFILL, VOCAB, FakeWorker
 from router.harness import Cluster

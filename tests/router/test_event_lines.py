@@ -6,10 +6,10 @@ import json
 import sys
 
 import pytest
-from millrace_router.edge.http_answers import event
+from millrace_router.apis.openai.answers import AnswerShape
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import Delta
-from millrace_router.openai.answers import AnswerShape
+from millrace_router.http.answers import event
 from millrace_router.text.message import Said
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_testing import paths

@@ -7,8 +7,8 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_router.flow.fair_queue import HOLD_S, PATIENCE, FairQueue, Place, Ticket
 from millrace_router.policy.snapshot import Want
+from millrace_router.queue.fair_queue import HOLD_S, PATIENCE, FairQueue, Place, Ticket
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
 

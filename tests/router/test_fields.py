@@ -12,9 +12,9 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from millrace_router.anthropic.http import POSTS
-from millrace_router.openai import openapi
-from millrace_router.openai.parsing import IGNORED, REFUSED
+from millrace_router.apis import openapi
+from millrace_router.apis.anthropic.http import POSTS
+from millrace_router.apis.parsing import IGNORED, REFUSED
 from millrace_rpc.errors import Path, spelled
 from router.harness import Cluster
 

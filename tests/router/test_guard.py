@@ -16,7 +16,7 @@ import pytest
 from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_common.tls_config import Tls
-from millrace_router.edge.guard import MAX_HEADER_BYTES, HttpGuard
+from millrace_router.http.guard import MAX_HEADER_BYTES, HttpGuard
 from millrace_rpc.client import channel
 from millrace_rpc.errors import from_rpc_error
 from millrace_rpc.http_connection import MAX_HEAD_BYTES

@@ -10,7 +10,7 @@ import pytest
 from millrace_common.reasons import Reason
 from millrace_router.flow.ask import Ask
 from millrace_router.flow.inference import Answer
-from millrace_router.flow.tenant import Bucket, Caller, Tenant, caller
+from millrace_router.queue.tenant import Bucket, Caller, Tenant, caller
 from millrace_rpc.errors import MillraceError
 from router.fake_worker import DECODE, PREFILL, FakeWorker, expected, fails
 from router.harness import Cluster

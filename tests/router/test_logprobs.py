@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace.v1 import common_pb2
+from millrace_router.apis.openai.answers import AnswerShape
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import AnswerText, Delta
-from millrace_router.openai.answers import AnswerShape
 from millrace_router.text.markers import THINK_END
 from millrace_router.text.message import MessageParser
 from millrace_router.text.tokenizer import Tokenizer

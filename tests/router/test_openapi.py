@@ -12,8 +12,8 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from millrace_router.anthropic.http import POSTS
-from millrace_router.openai import openapi
+from millrace_router.apis import openapi
+from millrace_router.apis.anthropic.http import POSTS
 from millrace_rpc.errors import TABLE
 from router.harness import Cluster
 from schemathesis import GenerationMode

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_router.edge import page, traffic
-from millrace_router.edge.traffic import Recent
+from millrace_router.admin import page, traffic
+from millrace_router.admin.traffic import Recent
 from router.fake_worker import UNIFIED, FakeWorker, fails, hangs
 from router.harness import Cluster
 

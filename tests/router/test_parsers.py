@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from millrace_router.apis.reading import Reading
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import Delta
-from millrace_router.openai.reading import Reading
 from millrace_router.text import dsml
 from millrace_router.text.call_stream import Offer
 from millrace_router.text.chat_format import ChatFormat, Style

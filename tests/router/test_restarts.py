@@ -9,9 +9,9 @@ from millrace_common.metrics import ROUTER, Metrics
 from millrace_common.page_hash import BLOCK_BYTES
 from millrace_common.reasons import Reason
 from millrace_router.config import Resilience
+from millrace_router.health.workers import WorkerHealth
 from millrace_router.policy.kv_index import SHARDS, KvIndex
 from millrace_router.policy.prefix_index import PrefixIndex
-from millrace_router.resilience.health import WorkerHealth
 from prometheus_client import CollectorRegistry
 from router.fake_worker import DECODE, PREFILL, FakeWorker
 from router.harness import Cluster

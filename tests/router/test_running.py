@@ -14,8 +14,8 @@ import httpx
 import pytest
 from millrace.v1 import inference_pb2, worker_pb2
 from millrace_common.reasons import Reason
-from millrace_router.edge.api_keys import Keys
-from millrace_router.flow.tenant import Running, Tenant
+from millrace_router.http.api_keys import Keys
+from millrace_router.queue.tenant import Running, Tenant
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from router.fake_worker import UNIFIED, Behaviour, FakeWorker, fails, hangs, normal
 from router.harness import Cluster

@@ -16,9 +16,9 @@ import pytest
 from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_router.apis import public_http
-from millrace_router.edge import grpc_service
-from millrace_router.edge.guard import GrpcGuard, HttpGuard
-from millrace_router.flow.tenant import DEFAULT
+from millrace_router.apis.grpc import service as grpc_service
+from millrace_router.http.guard import GrpcGuard, HttpGuard
+from millrace_router.queue.tenant import DEFAULT
 from millrace_rpc.errors import from_rpc_error
 from millrace_rpc.http_connection import Connection, ConnectionLimits
 from millrace_rpc.http_server import HttpServer

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.reasons import Reason
 from millrace_router.config import RouterConfig
-from millrace_router.edge import api_keys
-from millrace_router.edge.api_keys import Keys
-from millrace_router.flow.tenant import Bucket, Tenant
+from millrace_router.http import api_keys
+from millrace_router.http.api_keys import Keys
 from millrace_router.main import main as router_main
+from millrace_router.queue.tenant import Bucket, Tenant
 from millrace_rpc.errors import MillraceError
 
 SECRET = "sk-very-secret-0123456789abcdefgh"

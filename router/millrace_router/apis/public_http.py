@@ -9,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from millrace_router.anthropic import http as anthropic
-from millrace_router.edge import probes
-from millrace_router.edge.http_answers import json_answer, new_app
+from millrace_router.apis import openapi
+from millrace_router.apis.anthropic import http as anthropic
+from millrace_router.apis.openai import http as openai
 from millrace_router.flow.inference import Inference
-from millrace_router.openai import http as openai
-from millrace_router.openai import openapi
+from millrace_router.http import probes
+from millrace_router.http.answers import json_answer, new_app
 
 
 def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Starlette:

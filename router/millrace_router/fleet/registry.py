@@ -34,11 +34,11 @@ from millrace_router.fleet.cache_feed import CacheFeeds
 from millrace_router.fleet.hooks import Hooks
 from millrace_router.fleet.link import DECODE, PREFILL, UNIFIED
 from millrace_router.fleet.worker import Worker
+from millrace_router.health.workers import WorkerHealth
 from millrace_router.policy.cache_key import CacheKey
 from millrace_router.policy.choose import Decision
 from millrace_router.policy.placer import Placer
 from millrace_router.policy.snapshot import Pace, Replica, View, Want
-from millrace_router.resilience.health import WorkerHealth
 
 log = logging.getLogger(__name__)
 

@@ -23,13 +23,13 @@ from millrace_router.config import RouterConfig
 from millrace_router.fleet.link import Link, Source
 from millrace_router.fleet.registry import Registry
 from millrace_router.fleet.worker import Worker
-from millrace_router.flow.admission import Admission
-from millrace_router.flow.fair_queue import Place, Ticket
 from millrace_router.flow.flow import AbortLeg, Action, Blame, Flow, Leg, Mismatch, Retry, Stage, Stale
 from millrace_router.flow.spans import ContinuationSpans
-from millrace_router.flow.tenant import Tenant
 from millrace_router.policy.choose import Decision
 from millrace_router.policy.snapshot import LoanOffer, Replica, Want
+from millrace_router.queue.admission import Admission
+from millrace_router.queue.fair_queue import Place, Ticket
+from millrace_router.queue.tenant import Tenant
 
 log = logging.getLogger(__name__)
 

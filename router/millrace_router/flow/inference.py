@@ -22,14 +22,14 @@ from millrace_rpc.errors import MillraceError
 from millrace_router.flow import validate
 from millrace_router.flow.ask import Ask, Chat, Prompt
 from millrace_router.flow.bodies import Bodies
-from millrace_router.flow.fair_queue import Place
 from millrace_router.flow.generation import Backend, Begun, Generation, Job
 from millrace_router.flow.grammars import RequestGrammars
 from millrace_router.flow.metrics import observe_generation
 from millrace_router.flow.rounds import Rounds
 from millrace_router.flow.spans import ContinuationSpans
 from millrace_router.flow.stream import AnswerText, Continuation, Stream, gone
-from millrace_router.flow.tenant import Tenant, caller
+from millrace_router.queue.fair_queue import Place
+from millrace_router.queue.tenant import Tenant, caller
 from millrace_router.text.message import MessageParser
 from millrace_router.text.tokenizer import Tokenizer
 

@@ -1,0 +1,1 @@
+"""The operators' ports: gRPC, HTTP, and a page for a browser."""

@@ -1,0 +1,89 @@
+"""Answers of the Messages API: whole messages, and the events of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from millrace.v1 import common_pb2
+from millrace_rpc.errors import MillraceError
+
+from millrace_router.apis.blocks import Block, BlockForm, Kind, Step
+from millrace_router.http.answers import anthropic_error, event
+
+DELTAS = {  # type of a block's deltas, and the field with the new piece
+    Kind.THOUGHTS: ("thinking_delta", "thinking"),
+    Kind.TEXT: ("text_delta", "text"),
+    Kind.CALL: ("input_json_delta", "partial_json"),
+}
+
+
+class MessageForm(BlockForm):
+    keep_alive = event({"type": "ping"}, "ping")
+
+    def begin(self) -> Iterator[bytes]:
+        yield _event("message_start", message=self._message([], {"stop_reason": None, "stop_sequence": None}))
+        yield self.keep_alive
+
+    def change(self, step: Step, block: Block, piece: str) -> Iterator[bytes]:
+        match step:
+            case Step.BEGIN:
+                yield _event("content_block_start", index=block.index, content_block=_block(block, ""))
+            case Step.MORE:
+                kind, field = DELTAS[block.kind]
+                yield _event("content_block_delta", index=block.index, delta={"type": kind, field: piece})
+            case Step.END:
+                yield _event("content_block_stop", index=block.index)
+
+    def ended(self) -> dict[str, Any]:
+        return self._message([_block(block, block.text) for block in self.blocks.all], self._stop())
+
+    def end(self) -> bytes:
+        return _event("message_delta", delta=self._stop(), usage=self._usage()) + _event("message_stop")
+
+    def fail(self, error: MillraceError) -> bytes:
+        return event(anthropic_error(error), "error")
+
+    def _message(self, content: list[dict[str, Any]], stop: dict[str, str | None]) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self.answer.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.answer.model,
+            "content": content,
+            "usage": self._usage(),
+            **stop,
+            **self.extensions,
+        }
+
+    def _stop(self) -> dict[str, str | None]:
+        if self.reading.latest.finish_reason == common_pb2.FINISH_REASON_LENGTH:
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if self.reading.latest.stopped_by:
+            return {"stop_reason": "stop_sequence", "stop_sequence": self.reading.latest.stopped_by}
+        return {"stop_reason": "tool_use" if self.reading.called else "end_turn", "stop_sequence": None}
+
+    def _usage(self) -> dict[str, Any]:
+        """`input_tokens` are those that had to be computed."""
+        cached = min(self.reading.cached_tokens, self.answer.prompt_tokens)
+        return {
+            "input_tokens": self.answer.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self.reading.latest.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": self.reading.reasoning_tokens},
+        }
+
+
+def _block(block: Block, text: str) -> dict[str, Any]:
+    match block.kind:
+        case Kind.THOUGHTS:
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        case Kind.TEXT:
+            return {"type": "text", "text": text, "citations": None}
+        case Kind.CALL:
+            return {"type": "tool_use", "id": block.id, "name": block.name, "input": block.arguments if text else {}}
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)

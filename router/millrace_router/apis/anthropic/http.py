@@ -1,0 +1,43 @@
+"""The Messages API over HTTP."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from millrace_router.apis.anthropic import objects
+from millrace_router.apis.anthropic.answers import MessageForm
+from millrace_router.apis.anthropic.types import CountRequest, MessagesRequest
+from millrace_router.apis.openai.objects import NamedEvent
+from millrace_router.apis.openai.tokens import prompt_tokens
+from millrace_router.apis.openapi import Post
+from millrace_router.apis.reading import Reading
+from millrace_router.apis.serving import named, read_ask, serve_blocks
+from millrace_router.flow.inference import Answer, Inference
+from millrace_router.http.answers import json_answer
+
+POSTS = {
+    "/v1/messages": Post("Answer a conversation", MessagesRequest, objects.Message, NamedEvent, objects.MessageError),
+    "/v1/messages/count_tokens": Post(
+        "Length of a prompt", CountRequest, objects.MessageTokens, error=objects.MessageError
+    ),
+}
+
+
+def routes(inference: Inference) -> list[Route]:
+    async def messages(request: Request) -> Response:
+        def form(wanted: MessagesRequest, answer: Answer, reading: Reading) -> MessageForm:
+            return MessageForm(answer, reading, wanted.shows_thoughts)
+
+        return await serve_blocks(inference, request, MessagesRequest, form)
+
+    async def count_tokens(request: Request) -> Response:
+        _, ask = await read_ask(inference, request, CountRequest)
+        with named(ask.origins):
+            return json_answer({"input_tokens": len(await prompt_tokens(inference, ask))})
+
+    return [
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    ]

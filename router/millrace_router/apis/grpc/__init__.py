@@ -1,0 +1,1 @@
+"""millrace.v1.Inference over gRPC."""

@@ -1,0 +1,295 @@
+"""The request of /v1/responses, and how it becomes an `Ask`. Nothing is kept between requests."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from millrace_rpc.errors import Path
+from pydantic import BeforeValidator, Field, Tag
+
+from millrace_router.apis.openai.chat import (
+    AnyTool,
+    CallArguments,
+    Choice,
+    ChosenTools,
+    Effort,
+    Function,
+    FunctionName,
+    called,
+    chat_of,
+    message,
+    template_arguments,
+    thinks,
+)
+from millrace_router.apis.openai.types import ANY_OBJECT, JsonSchema, Strict
+from millrace_router.apis.parsing import HABITS, Items, OfType, OneOf, or_text
+from millrace_router.apis.translated import Lenient, Translated
+from millrace_router.flow.ask import Ask, Chat
+from millrace_router.text.chat_format import Tool
+
+KEPT = "this server keeps nothing: send the whole conversation as input"
+
+
+class ItemText(Lenient):
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+def _as_part(text: str) -> dict[str, str]:
+    return {"type": "input_text", "text": text}
+
+
+Parts = Annotated[Items[ItemText], or_text(_as_part, list[ItemText])]
+
+
+class MessageItem(Lenient):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+
+
+class CallItem(Lenient):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: CallArguments
+
+    def as_call(self) -> dict[str, Any]:
+        return called(self.call_id, self.name, self.arguments)
+
+
+class CustomCallItem(Lenient):
+    """A call with a text instead of arguments, of another server's model."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    """The model sees a call with the argument `input`."""
+
+    def as_call(self) -> dict[str, Any]:
+        return called(self.call_id, self.name, json.dumps({"input": self.input}))
+
+
+class ShellCallItem(Lenient):
+    """`id` is that of the call for clients that know no `call_id`."""
+
+    type: Literal["local_shell_call"]
+    call_id: str = ""
+    id: str = ""
+    action: dict[str, Any]
+
+    def as_call(self) -> dict[str, Any]:
+        return called(self.call_id or self.id, "local_shell", json.dumps(self.action))
+
+
+class CallOutputItem(Lenient):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: Parts
+
+
+class ShellOutputItem(Lenient):
+    type: Literal["local_shell_call_output"]
+    id: str
+    output: str
+
+
+class HostedItem(Lenient):
+    """What a tool of the vendor's servers did in an earlier turn. It is left out."""
+
+    type: Literal[
+        "code_interpreter_call",
+        "file_search_call",
+        "image_generation_call",
+        "mcp_call",
+        "mcp_list_tools",
+        "tool_search_call",
+        "tool_search_output",
+        "web_search_call",
+    ]
+
+
+class Thoughts(Lenient):
+    type: Literal["reasoning_text", "text"]
+    text: str
+
+
+class ReasoningItem(Lenient):
+    type: Literal["reasoning"]
+    content: Items[Thoughts] | None = None
+
+
+def _as_item(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _typed(items: list[Any]) -> list[Any]:
+    """Items without a type are messages."""
+    untyped = (isinstance(item, dict) and item.get("type") is None for item in items)
+    return [item | {"type": "message"} if lacks else item for item, lacks in zip(items, untyped, strict=True)]
+
+
+Call = CallItem | CustomCallItem | ShellCallItem
+Output = CallOutputItem | ShellOutputItem
+Item = OfType[MessageItem | Call | Output | ReasoningItem | HostedItem]
+Input = Annotated[Items[Item], BeforeValidator(_typed), or_text(_as_item, list[Item])]
+
+
+class ItemTool(AnyTool, Function):
+    """All tools are seen at once, and nothing but the model calls."""
+
+    IGNORED: ClassVar = Function.IGNORED | {"allowed_callers", "defer_loading", "output_schema"}
+
+    def as_tool(self, i: int) -> Tool:
+        return self.tool(("tools", i))
+
+    def about(self) -> dict[str, Any]:
+        return self.model_dump(include=set(Function.model_fields)) if self.served else {}
+
+
+class FunctionChoice(FunctionName):
+    type: Literal["function"]
+
+
+class TextFormat(JsonSchema):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+    @property
+    def schema_of(self) -> JsonSchema | None:
+        return {"json_object": ANY_OBJECT, "json_schema": self}.get(self.type)
+
+
+class TextConfig(Strict):
+    """`verbosity` is ignored: the model knows none."""
+
+    format: TextFormat = TextFormat()
+    verbosity: str | None = None
+    """Changes nothing."""
+
+
+class ReasoningConfig(Strict):
+    """`effort`: thoughts or none, for templates that have the choice. They come whole: the rest is ignored."""
+
+    effort: Effort | None = None
+    """As `reasoning_effort` in chat."""
+    summary: str | None = None
+    """Changes nothing: thoughts come whole."""
+    generate_summary: str | None = None
+    """Changes nothing."""
+    context: str | None = None
+    """Changes nothing: the template decides which thoughts it shows."""
+    mode: str | None = None
+    """Changes nothing."""
+
+
+# Thoughts come in plain text, and nothing comes of the vendor's own tools.
+Include = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+
+
+class ObfuscationOption(Strict):
+    include_obfuscation: Literal[False] = False
+    """Nothing is obfuscated."""
+
+
+class ResponsesRequest(Translated):
+    IGNORED: ClassVar = HABITS | frozenset(
+        {"client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options"}
+        | {"prompt_cache_retention", "safety_identifier", "service_tier", "store"}
+    )
+    UNSUPPORTED: ClassVar = {
+        "background": "keep the connection open",
+        "context_management": KEPT,
+        "conversation": KEPT,
+        "moderation": "nothing is moderated",
+        "previous_response_id": KEPT,
+        "prompt": KEPT,
+        "top_logprobs": "ask /v1/chat/completions for logprobs",
+    }
+    input: Input
+    """A text, or the whole conversation; text only. An item without a type is a message. Consecutive items of the
+    assistant are one turn.
+    """
+    instructions: str | None = None
+    """The system message."""
+    tools: Items[ItemTool] = Field([])
+    """At most 128."""
+    tool_choice: OneOf[Choice | Annotated[FunctionChoice, Tag("an object")]] = "auto"
+    """`required` and a name make the output a call."""
+    parallel_tool_calls: bool = True
+    """False: the output ends with the first call."""
+    max_output_tokens: int | None = None
+    """Absent: the rest of the context."""
+    reasoning: ReasoningConfig = ReasoningConfig()
+    text: TextConfig = TextConfig()
+    truncation: Literal["disabled"] = "disabled"
+    include: Items[Include] = Field([])
+    """Thoughts come in plain text, and nothing comes of the vendor's own tools."""
+    stream_options: ObfuscationOption = ObfuscationOption()
+    user: str = ""
+    """The session, unless the header x-session-id names one. At most 512 characters."""
+
+    def as_chat(self) -> Chat:
+        arguments = template_arguments(
+            self.chat_template_kwargs, thinks(self.reasoning.effort), self.text.format.schema_of
+        )
+        choice = ChosenTools.of(self.tool_choice, ("tool_choice", "name"))
+        ignored = {f"input[{i}]": item.type for i, item in enumerate(self.input) if isinstance(item, HostedItem)}
+        return chat_of(self._messages(), self.tools, choice, self.parallel_tool_calls, arguments, ignored)
+
+    def ask(self, request_id: str) -> Ask:
+        origins: dict[Path, Path] = {
+            ("prompt",): ("input",),
+            ("messages",): ("input",),
+            ("grammar",): ("text", "format"),
+            ("max_tokens",): ("max_output_tokens",),
+            ("session_id",): ("user",),
+        }
+        schema = self.text.format.schema_of
+        return self.as_ask(request_id, origins, schema, self.max_output_tokens, session_id=self.user)
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        """Consecutive items of the assistant are one turn."""
+        if self.instructions:
+            yield message("system", self.instructions)
+        kept = (item for item in self.input if not isinstance(item, HostedItem))
+        for by_assistant, items in itertools.groupby(kept, _by_assistant):
+            if by_assistant:
+                yield _assistant(list(items))
+            else:
+                yield from map(_turn, items)
+
+
+def _by_assistant(item: Item) -> bool:
+    return item.role == "assistant" if isinstance(item, MessageItem) else not isinstance(item, Output)
+
+
+def _assistant(items: list[Item]) -> dict[str, Any]:
+    texts = [_joined(item.content) for item in items if isinstance(item, MessageItem)]
+    thoughts = [part.text for item in items if isinstance(item, ReasoningItem) for part in item.content or ()]
+    calls = [item.as_call() for item in items if isinstance(item, Call)]
+    return message("assistant", "".join(texts), calls, reasoning_content="".join(thoughts))
+
+
+def _turn(item: Item) -> dict[str, Any]:
+    if isinstance(item, CallOutputItem):
+        return message("tool", _joined(item.output), tool_call_id=item.call_id)
+    if isinstance(item, ShellOutputItem):
+        return message("tool", item.output, tool_call_id=item.id)
+    assert isinstance(item, MessageItem)
+    return message(item.role, _joined(item.content))
+
+
+def _joined(parts: list[ItemText]) -> str:
+    return "".join(part.text for part in parts)

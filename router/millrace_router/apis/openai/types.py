@@ -1,0 +1,275 @@
+"""Requests of the OpenAI API, and how they become an `Ask`. Types only: every limit is in flow/validate.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+
+from millrace.v1 import common_pb2
+from millrace_common.grammar import text as grammar_text
+from millrace_common.sampling_limits import MAX_LOGIT_BIAS, NUMBERS
+from millrace_rpc.errors import Path
+from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, WrapValidator
+
+from millrace_router.apis.parsing import (
+    HABITS,
+    Boolean,
+    Items,
+    Known,
+    Object,
+    OneOf,
+    String,
+    at_most,
+    chosen,
+    explained,
+    json_object,
+    kind,
+)
+from millrace_router.flow.ask import Ask, Chat, Prompt
+from millrace_router.flow.validate import invalid
+
+T = TypeVar("T")
+REQUEST_ID: Path = ("x-request-id",)  # the header
+DEEP = ("messages", "output_config", "response_format", "text", "tools")  # fields that hold JSON values of any form
+
+
+class Strict(Known):
+    """A field that is neither a type's own nor ignored is refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Asking(Strict):
+    """A request that becomes an `Ask`."""
+
+    @abstractmethod
+    def ask(self, request_id: str) -> Ask: ...
+
+
+class ApiRequest(Asking):
+    """A whole request to generate."""
+
+    IGNORED: ClassVar = HABITS | frozenset(
+        {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
+        | {"service_tier", "store", "verbosity"}
+    )
+    UNSUPPORTED: ClassVar = {
+        "audio": "only text is generated",
+        "echo": "the prompt is not part of the answer",
+        "function_call": "use tool_choice",
+        "functions": "use tools",
+        "moderation": "nothing is moderated",
+        "prediction": "nothing is made faster by it",
+        "suffix": "the model continues a text, it does not fill one in",
+        "web_search_options": "the model has no network",
+    }
+
+
+class StreamOptions(Strict, frozen=True):  # pydantic copies a default that may change with every request
+    include_usage: bool = False
+    """A last chunk has the usage."""
+    continuous_usage_stats: bool = False
+    """Beyond OpenAI, with `include_usage`: every chunk has the usage so far."""
+    include_obfuscation: Literal[False] = False
+    """Nothing is obfuscated."""
+
+
+class JsonSchema(Strict):
+    """`schema` absent: any JSON object. `strict` changes nothing: the output always satisfies the schema."""
+
+    name: str = ""
+    """Changes nothing."""
+    description: str | None = None
+    """Changes nothing."""
+    schema_: OneOf[Object | Boolean] | None = Field(None, alias="schema")
+    """Absent: any JSON object. At most 64 KB and 64 levels."""
+    strict: bool | None = None
+    """Changes nothing: the output always satisfies the schema."""
+
+    def grammar(self) -> common_pb2.Grammar:
+        return common_pb2.Grammar(json_schema=json.dumps({"type": "object"} if self.schema_ is None else self.schema_))
+
+    def shown(self) -> dict[str, Any] | bool:
+        """For templates that speak of the answer's form: the schema, or the words for any JSON object."""
+        return {"type": "json_object"} if self.schema_ is None else self.schema_
+
+
+ANY_OBJECT = JsonSchema()
+
+
+class ResponseFormat(Strict, frozen=True):
+    """`regex` is an extension: the pattern that the whole output matches."""
+
+    type: Literal["text", "json_object", "json_schema", "regex"] = "text"
+    """The output follows the grammar. `regex` is beyond OpenAI."""
+    json_schema: JsonSchema | None = None
+    """With type `json_schema`. V3.2 sees the schema in its prompt."""
+    regex: str | None = None
+    """With type `regex`: the pattern of the whole output, at most 4 KB."""
+
+    @property
+    def schema_of(self) -> JsonSchema | None:
+        """What the output has to satisfy; None: no schema."""
+        return ANY_OBJECT if self.type == "json_object" else self.json_schema if self.type == "json_schema" else None
+
+    def grammar(self) -> common_pb2.Grammar | None:
+        for field in ("json_schema", "regex"):
+            if (getattr(self, field) is not None) is not (self.type == field):
+                needed = "is required" if self.type == field else "has no meaning"
+                raise invalid(("response_format", field), f"{needed} with type {self.type}")
+        if self.type == "regex":
+            return common_pb2.Grammar(regex=self.regex or "")
+        return None if self.schema_of is None else self.schema_of.grammar()
+
+
+class Common(ApiRequest):
+    """The fields of both endpoints. The fields after `response_format` are extensions."""
+
+    model: str = ""
+    """Empty or absent: the served one. Another name: 404."""
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int = 1
+    """1 to 16 (`limits.n`). Continuation i uses seed + i."""
+    stop: OneOf[String | Items[str]] | None = None
+    """At most 16 (`limits.stop`) of 1 to 256 characters. The content is cut before the first complete one. Thoughts,
+    tool calls and the marks around them have none, and none goes across them; in completions all of the text is
+    content. Tokens count, and have logprobs, up to the one with which the cut is certain.
+    """
+    seed: int | None = None
+    """Drawn when absent."""
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], at_most(MAX_LOGIT_BIAS)] = Field({})
+    """By token id, each from -100 to 100. At most 1,024 entries."""
+    max_tokens: int | None = None
+    """Absent: the rest of the context. With the prompt within the context."""
+    stream: bool = False
+    """The answer comes as server-sent events. An error after the first one is an event."""
+    user: str = ""
+    """The session, unless the header x-session-id names one. At most 512 characters."""
+    stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat = ResponseFormat()
+    """Not with `ignore_eos` or `min_tokens`."""
+    guided_regex: str | None = None
+    """Beyond OpenAI: short for the `regex` format."""
+    top_k: int | None = None
+    """Beyond OpenAI."""
+    min_p: float | None = None
+    """Beyond OpenAI."""
+    repetition_penalty: float | None = None
+    """Beyond OpenAI."""
+    min_tokens: int | None = None
+    """Beyond OpenAI. At most `max_tokens`."""
+    ignore_eos: bool = False
+    """Beyond OpenAI: the end token does not end the output."""
+    stop_token_ids: Items[int] = Field([])
+    """Beyond OpenAI. At most 64 token ids that end the output."""
+    keep_special_tokens: bool = False
+    """Beyond OpenAI: special tokens stay in the text."""
+    priority: int = 0
+    """Beyond OpenAI: the place in the queue, higher first."""
+    timeout_s: float | None = None
+    """Beyond OpenAI: the deadline in seconds, which gRPC clients set on the call. See [numbers](#numbers)."""
+
+    def as_ask(self, prompt: Prompt, request_id: str, max_tokens: int | None, logprobs: int | None) -> Ask:
+        given = {"max_tokens": max_tokens, "logprobs": logprobs}
+        numbers = {name: getattr(self, name) for name in NUMBERS if name not in given} | given
+        grammar, origin = self._grammar()
+        origins: dict[Path, Path] = {("grammar",): (origin,), ("session_id",): ("user",), ("request_id",): REQUEST_ID}
+        if isinstance(self.stop, str):
+            origins["stop", 0] = ("stop",)
+        return Ask(
+            model=self.model,
+            prompt=prompt,
+            numbers=present(numbers),
+            logit_bias={_token_id(key): value for key, value in self.logit_bias.items()},
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            grammar=grammar,
+            stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
+            n=self.n,
+            priority=self.priority,
+            request_id=request_id,
+            session_id=self.user,
+            message=isinstance(prompt, Chat),
+            keep_special_tokens=self.keep_special_tokens,
+            timeout_s=self.timeout_s,
+            origins=origins,
+        )
+
+    def _grammar(self) -> tuple[common_pb2.Grammar | None, str]:
+        grammar = self.response_format.grammar()
+        if self.guided_regex is None:
+            return grammar, "response_format"
+        if grammar is not None:
+            raise invalid("guided_regex", "cannot be combined with ", ("response_format",))
+        return common_pb2.Grammar(regex=self.guided_regex), "guided_regex"
+
+
+def _kind_of_prompt(value: Any) -> str:
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, list):
+        return "an array of arrays"
+    return "an array of strings" if isinstance(first, str) else kind(value)
+
+
+Texts = Annotated[list[str], Field(fail_fast=True), Tag("an array of strings")]
+Prompts = Annotated[list[Items[int]], Field(fail_fast=True), Tag("an array of arrays")]
+
+
+class CompletionRequest(Common):
+    prompt: Annotated[String | Items[int] | Texts | Prompts, Discriminator(_kind_of_prompt), WrapValidator(chosen)]
+    """A text, token ids, or an array with one of either."""
+    logprobs: int | None = None
+    r"""Of the distribution before all changes to it. A part of a character is `bytes:\xe2\x80`; `text_offset` is
+    where its character begins, in the text before a cut. The sampled token is among the alternatives. An alternative
+    whose text another one has is `token_id:5`.
+    """
+    best_of: int = Field(1, ge=1, le=1)
+    """Ask for `n` and choose."""
+
+    def ask(self, request_id: str) -> Ask:
+        prompt, origin = self._one_prompt()
+        ask = self.as_ask(prompt, request_id, self.max_tokens, self.logprobs)
+        return replace(ask, origins={**ask.origins, ("prompt",): origin})
+
+    def _one_prompt(self) -> tuple[str | list[int], Path]:
+        """The prompt, and where it is."""
+        if isinstance(self.prompt, str):
+            return self.prompt, ("prompt",)
+        several = [item for item in self.prompt if not isinstance(item, int)]
+        if len(several) > 1:
+            raise invalid("prompt", f"must be one prompt, not a list of {len(several)}")
+        return (several[0], ("prompt", 0)) if several else (cast("list[int]", self.prompt), ("prompt",))
+
+
+R = TypeVar("R", bound=Strict)
+
+
+def present(values: Mapping[str, T | None]) -> dict[str, T]:
+    """Without those that are absent."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def parse(model: type[R], body: bytes) -> R:
+    """Raises INVALID_ARGUMENT for anything but a well-formed request of this type."""
+    values = json_object(body)
+    for name in DEEP:
+        if grammar_text.deeper_than(values.get(name), 2 * grammar_text.MAX_DEPTH):
+            raise invalid(name, f"is nested more than {2 * grammar_text.MAX_DEPTH} deep")
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise explained(error) from error
+
+
+def _token_id(key: str) -> int:
+    with contextlib.suppress(ValueError):
+        if str(token := int(key)) == key:  # one spelling only: of two, one would be dropped
+            return token
+    raise invalid(("logit_bias", key), "is not a token id")

@@ -1,1 +1,0 @@
-"""The public side: gRPC and HTTP for clients and operators, API keys."""

@@ -1,0 +1,96 @@
+"""The record of each worker, and the workers that the policies leave out.
+
+Every leg of every attempt reports its first output here, and the failure that the flow blames on its worker. FAULTS are
+the failures that count: neither a mistake in the request nor a worker that is full or leaving is one. Of a failure that
+either of two workers may have caused none is to blame.
+
+If every routable worker of a role would be left out, none of them is, because then the cause is elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from millrace_common.metrics import Metrics
+from millrace_common.reasons import Reason
+
+from millrace_router.config import Resilience
+from millrace_router.health.ejection import Record
+from millrace_router.health.retry_budget import Budget
+
+log = logging.getLogger(__name__)
+
+NONE: Mapping[str, str] = {}
+FAULTS = frozenset(
+    {
+        Reason.INTERNAL,
+        Reason.WORKER_LOST,
+        Reason.STALLED,
+        Reason.TRANSFER_FAILED,
+        Reason.KV_NOT_FOUND,
+        Reason.KV_EXPIRED,
+        Reason.KV_MISMATCH,
+        Reason.NOT_FINITE,
+    }
+)
+EJECTED = "ejected: failures in a row"
+
+
+class WorkerHealth:
+    def __init__(self, rules: Resilience, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self.budget = Budget(rules.retries)
+        self._rules = rules.outliers
+        self._metrics = metrics
+        self._clock = clock
+        self._roles: dict[str, dict[str, Record]] = defaultdict(dict)  # by role and epoch; also roles without workers
+        self._records: dict[str, Record] = {}  # the same, by epoch
+        self._routable: tuple[frozenset[str], ...] = ()  # epochs of each role
+        self._ejected: dict[str, Record] = {}  # by epoch, nearly always empty
+
+    def keep(self, roles: Mapping[str, str], routable: Iterable[frozenset[str]]) -> None:
+        """Update the existing processes: epoch to role, and the routable epochs of each role."""
+        self._records = {epoch: self._records.get(epoch) or Record() for epoch in roles}
+        self._ejected = {epoch: record for epoch, record in self._ejected.items() if epoch in roles}
+        for records in self._roles.values():
+            records.clear()
+        for epoch, role in roles.items():
+            self._roles[role][epoch] = self._records[epoch]
+        self._routable = tuple(routable)
+
+    def left_out(self) -> Mapping[str, str]:
+        """Epochs of the workers to be left out now, and why."""
+        if not self._ejected:
+            return NONE
+        now = self._clock()
+        self._ejected = {epoch: record for epoch, record in self._ejected.items() if now < record.ejected_until}
+        spared = {epoch for role in self._routable if role <= self._ejected.keys() for epoch in role}
+        return {epoch: EJECTED for epoch in self._ejected if epoch not in spared}
+
+    def spoke(self, epoch: str) -> None:
+        """Record the first output for a request."""
+        if (record := self._records.get(epoch)) is not None:
+            record.spoke()
+
+    def failed(self, epochs: Collection[str], reason: Reason) -> None:
+        """Record a failed attempt, by the fault of one worker or of either of two."""
+        blamed = [epoch for epoch in epochs if epoch in self._records]
+        if reason not in FAULTS or len(blamed) != 1:
+            return
+        [epoch] = blamed
+        record, now = self._records[epoch], self._clock()
+        if record.failed(self._rules, now):
+            self._ejected[epoch] = record
+            [role] = (role for role, records in self._roles.items() if epoch in records)
+            log.warning("%s worker %s is %s, for %.0f s", role, epoch, EJECTED, record.ejected_until - now)
+            self._metrics.ejections.labels(role=role, why="consecutive").inc()
+
+    def report(self) -> None:
+        """Bring the gauges up to date, also those of roles whose last worker is gone."""
+        now = self._clock()
+        for role, records in self._roles.items():
+            ejected = sum(now < record.ejected_until for record in records.values())
+            self._metrics.ejected.labels(role=role).set(ejected)
+        self._metrics.retries_left.set(self.budget.left(now))

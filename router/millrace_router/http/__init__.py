@@ -1,0 +1,1 @@
+"""HTTP of every port: guards, API keys, bodies, answers, probes."""

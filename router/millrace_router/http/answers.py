@@ -1,0 +1,183 @@
+"""HTTP: bounded bodies, answers and events in JSON, and errors in the shape of the API, from the one table."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import quote, unquote
+
+import msgspec
+from millrace_common.log import request_id
+from millrace_common.quoted import cut
+from millrace_common.reasons import Reason
+from millrace_rpc.errors import MillraceError
+from millrace_rpc.http_connection import body_of
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from millrace_router.config import BodyLimits
+from millrace_router.flow.stream import gone
+from millrace_router.flow.validate import check_size
+from millrace_router.http import encodings
+from millrace_router.queue.tenant import caller
+
+MESSAGES = "/v1/messages"  # the paths of the Anthropic API begin so
+COMMENT = b": keep-alive\n\n"  # of server-sent events, which clients skip
+GRACE_S = 10.0  # before a body has to come at its least rate
+PACE = BodyLimits()
+LINE_BREAKS = re.compile("\x85|\u2028|\u2029".encode())  # of Unicode: JSON may have them as they are
+SIZE = "millrace.body_size"  # a scope's, once the body was read
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def new_app(routes: Sequence[BaseRoute]) -> Starlette:
+    """An app in which every exception gets an answer in this shape; uvicorn also logs the unexpected ones."""
+    kinds = (MillraceError, HTTPException, ClientDisconnect, Exception)
+    app = Starlette(routes=routes, middleware=[Middleware(Tidy)], exception_handlers=dict.fromkeys(kinds, on_error))
+    app.router.redirect_slashes = False
+    return app
+
+
+class Tidy:
+    """ASGI middleware: a path may have further slashes, within it and at its end. One that is data is written %2F."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(tidy(scope), receive, send)
+
+
+def tidy(scope: Scope) -> Scope:
+    path = scope["path"]
+    if "//" not in path and (not path.endswith("/") or path == "/"):
+        return scope
+    raw = scope.get("raw_path") or quote(path).encode()
+    return {**scope, "path": "/" + "/".join(map(unquote, filter(None, raw.decode("latin-1").split("/"))))}
+
+
+def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, "application/json")
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """A server-sent event with a JSON value, and a name if it has one."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + one_line(value) + b"\n\n"
+
+
+def one_line(value: Any) -> bytes:
+    """As JSON, with the line breaks of Unicode escaped.
+
+    Server-sent events end no line at them. Clients do that read lines of text (httpx's `iter_lines`, `str.splitlines`).
+    """
+    data = msgspec.json.encode(value)
+    return data if data.isascii() else LINE_BREAKS.sub(_escaped, data)
+
+
+def _escaped(found: re.Match[bytes]) -> bytes:
+    return f"\\u{ord(found[0].decode()):04x}".encode()
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):  # an unknown path or method
+        if request.method == "OPTIONS" and error.status_code == 405:
+            return Response(None, 204, error.headers)
+        unknown = MillraceError(Reason.NOT_FOUND, f"{request.method} {cut(request.url.path)}: {error.detail}")
+        return json_answer(_body(request, unknown), error.status_code, {**(error.headers or {}), **_names()})
+    if isinstance(error, ClientDisconnect):  # the answer is not read, and the router has no fault
+        error = gone()
+    elif not isinstance(error, MillraceError):
+        error = MillraceError.unexpected(error)
+    if request.method == "POST":
+        caller.get().tenant.refused(error, request.scope.get(SIZE, 0), time.monotonic())
+    headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else {}
+    if error.reason is Reason.UNSUPPORTED_ENCODING:
+        headers["accept-encoding"] = ", ".join(encodings.CODINGS)
+    return json_answer(_body(request, error), error.row.http, headers | _names())
+
+
+def _names() -> dict[str, str]:
+    name = request_id.get()
+    return request_names(name) if name else {}
+
+
+def request_names(name: str) -> dict[str, str]:
+    """The headers by which the clients of OpenAI and of Anthropic tell which request it was."""
+    return {"x-request-id": name, "request-id": name}
+
+
+def anthropic_error(error: MillraceError) -> dict[str, Any]:
+    facts: dict[str, Any] = {"type": ANTHROPIC_TYPES.get(error.row.http, "invalid_request_error")}
+    facts["message"] = error.message
+    if error.param == "thread":  # Anthropic's tool runner asks for one first, and goes on without when it reads this
+        facts["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": facts, "request_id": request_id.get() or None}
+
+
+def _body(request: Request, error: MillraceError) -> dict[str, Any]:
+    return anthropic_error(error) if request.url.path.startswith(MESSAGES) else error.http_body()
+
+
+async def read_body(
+    request: Request, most: int, pace: BodyLimits = PACE, take: Callable[[int], None] = lambda count: None
+) -> bytes:
+    """Return the body, decoded. `take` gets the bytes as they come, and may raise. The rest of a body that is refused
+    is not read: its answer is the last one of the connection.
+    """
+    body, loop = bytearray(), asyncio.get_running_loop()
+
+    async def receive(progress: Callable[[], None] = lambda: None) -> None:
+        async for piece in request.stream():
+            if piece:
+                check_size(len(body) + len(piece), most)
+                take(len(piece))
+                body.extend(piece)
+                progress()
+
+    if received(request):
+        await receive()
+    else:
+        begun = loop.time()
+        check_size(int(request.headers.get("content-length", 0)), most)
+        try:
+            async with asyncio.timeout_at(body_deadline(begun, 0, pace)) as limit:
+                await receive(lambda: limit.reschedule(body_deadline(begun, len(body), pace)))
+        except TimeoutError:
+            slow = f"came with fewer than {pace.bytes_per_s} bytes/s"
+            text = f"the body was not complete after {pace.timeout:g} s, or {slow}"
+            raise MillraceError(Reason.DEADLINE_EXCEEDED, text) from None
+    data = bytes(body)
+    if encoding := request.headers.get("content-encoding", ""):
+        data = await asyncio.to_thread(encodings.decoded, data, encoding, most)
+        take(max(0, len(data) - len(body)))
+    request.scope[SIZE] = len(data)
+    return data
+
+
+def received(request: Request) -> bool:
+    """Whether the body is there, and only has to be taken."""
+    line = body_of(request.scope)
+    return line is not None and line.received
+
+
+def body_deadline(begun: float, size: int, pace: BodyLimits) -> float:
+    """Until when more has to come of a body of which `size` bytes are there."""
+    return begun + min(pace.timeout, GRACE_S + size / pace.bytes_per_s)

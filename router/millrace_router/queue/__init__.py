@@ -1,0 +1,1 @@
+"""Who is served next: the bounded queue, fair shares, and the rates of tenants."""

@@ -1,1 +1,0 @@
-"""Protection of all requests from the failures of one worker."""
