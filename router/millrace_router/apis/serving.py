@@ -18,9 +18,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from millrace_router.apis.openai.chat import in_format
-from millrace_router.apis.openai.types import Asking, Strict, parse
+from millrace_router.apis.openai.types import ApiRequest, Asking, Strict, parse
 from millrace_router.apis.reading import Reading
-from millrace_router.apis.translated import Translated
 from millrace_router.flow.ask import Ask
 from millrace_router.flow.heartbeat import Heartbeat
 from millrace_router.flow.inference import Answer, Inference
@@ -31,7 +30,7 @@ from millrace_router.http.json_shape import SHORT, TINY, shape
 from millrace_router.queue.tenant import caller
 
 R = TypeVar("R", bound=Strict)
-X = TypeVar("X", bound=Translated)
+X = TypeVar("X", bound=ApiRequest)
 Made = TypeVar("Made")
 A = TypeVar("A", bound=Asking)
 
