@@ -251,7 +251,7 @@ class MessagesRequest(CountRequest):
     max_tokens: int
     """With the prompt within the context."""
     stop_sequences: Items[str] = Field([])
-    """At most 16 (`limits.stop`) of 1 to 256 characters."""
+    """At most 16 of 1 to 256 characters."""
     metadata: Metadata | None = None
 
     @property
