@@ -107,15 +107,8 @@ async def serve(
     if session_id := request.headers.get("x-session-id", ""):
         origins = {**ask.origins, ("session_id",): ("x-session-id",)}
         ask = replace(ask, session_id=session_id, origins=origins)
-    with named(ask.origins):
-        return await _answer(inference, request, ask, form_of, stream)
-
-
-async def _answer(
-    inference: Inference, request: Request, ask: Ask, form_of: Callable[[Answer], AnswerFormat], stream: bool
-) -> Response:
-    answer = await inference.generate(ask, "http")
-    with contextlib.ExitStack() as ends:
+    with contextlib.ExitStack() as ends, named(ask.origins):
+        answer = await inference.generate(ask, "http")
         ends.callback(answer.stream.close, gone())
         ends.callback(asyncio.create_task(_watch(request, answer.stream)).cancel)
         form, headers = form_of(answer), request_names(answer.request_id)
