@@ -66,7 +66,6 @@ class Timeouts(Config):
     prefill: Seconds = Field(120.0, gt=0)  # from submit to the first token, waits that the worker tells of excepted
     handover: Seconds = Field(30.0, gt=0)  # from the prefill worker's token to the decode worker's first output
     stall: Seconds = Field(30.0, gt=0)  # between two outputs of the decode worker
-    connect: Seconds = Field(3.0, gt=0)  # a worker's answer to GetInfo and to the Link's hello
     client: Seconds = Field(60.0, gt=0)  # a client that takes nothing of its stream loses it: SLOW_CLIENT
     silence: Seconds = Field(3.0, gt=0)  # a worker whose load stream is silent for longer is lost
     warmup: Seconds = Field(120.0, gt=0)  # one warm-up or GC freeze
@@ -76,8 +75,6 @@ class Timeouts(Config):
 class RequestLimits(Config):
     """Of a request. flow/validate.py has the fixed limits; the model's own come from the workers."""
 
-    n: int = Field(16, ge=1)
-    stop: int = Field(16, ge=0)
     unread: int = Field(16_384, ge=1)  # engine steps that a client may be behind before its stream ends: SLOW_CLIENT
     message_bytes: int = Field(8 << 20, ge=1, lt=16 << 20)  # below the transport's own limit, whose error is less clear
 
@@ -137,8 +134,7 @@ class KubernetesConfig(Config):
     # label=value: a pod whose label has another value is a follower and ignored; a pod without the label is a worker
     leader: str = Field("leaderworkerset.sigs.k8s.io/worker-index=0", pattern=r"^[^=\s]+=[^=\s]*$")
     topology: dict[str, str] = Field(default_factory=lambda: {"zone": ZONE})  # our name: the pod's label; host is known
-    kubeconfig: Path | None = None  # file; else the pod's service account
-    context: str = ""  # of the kubeconfig
+    kubeconfig: Path | None = None  # file, read with its current context; else the pod's service account
     api: str = ""  # URL of an API server that asks for no credentials, such as `kubectl proxy`
 
 

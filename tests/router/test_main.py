@@ -203,7 +203,7 @@ async def test_drain_ends_what_outlives_the_grace(cluster: object) -> None:
         (["model=/nowhere"], "no usable tokenizer: /nowhere"),
         ([], "model: required"),
         (["model=/nowhere", "grpc=here"], "grpc: "),
-        (["model=/nowhere", "limits.n=0"], "limits.n: "),
+        (["model=/nowhere", "limits.unread=0"], "limits.unread: "),
     ],
 )
 async def test_bad_configuration(items: list[str], words: str) -> None:

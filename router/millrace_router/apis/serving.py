@@ -18,9 +18,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from millrace_router.apis.openai.chat import in_format
-from millrace_router.apis.openai.types import Asking, Strict, parse
+from millrace_router.apis.openai.types import ApiRequest, Asking, Strict, parse
 from millrace_router.apis.reading import Reading
-from millrace_router.apis.translated import Translated
 from millrace_router.flow.ask import Ask
 from millrace_router.flow.heartbeat import Heartbeat
 from millrace_router.flow.inference import Answer, Inference
@@ -31,7 +30,7 @@ from millrace_router.http.json_shape import SHORT, TINY, shape
 from millrace_router.queue.tenant import caller
 
 R = TypeVar("R", bound=Strict)
-X = TypeVar("X", bound=Translated)
+X = TypeVar("X", bound=ApiRequest)
 Made = TypeVar("Made")
 A = TypeVar("A", bound=Asking)
 
@@ -108,15 +107,8 @@ async def serve(
     if session_id := request.headers.get("x-session-id", ""):
         origins = {**ask.origins, ("session_id",): ("x-session-id",)}
         ask = replace(ask, session_id=session_id, origins=origins)
-    with named(ask.origins):
-        return await _answer(inference, request, ask, form_of, stream)
-
-
-async def _answer(
-    inference: Inference, request: Request, ask: Ask, form_of: Callable[[Answer], AnswerFormat], stream: bool
-) -> Response:
-    answer = await inference.generate(ask, "http")
-    with contextlib.ExitStack() as ends:
+    with contextlib.ExitStack() as ends, named(ask.origins):
+        answer = await inference.generate(ask, "http")
         ends.callback(answer.stream.close, gone())
         ends.callback(asyncio.create_task(_watch(request, answer.stream)).cancel)
         form, headers = form_of(answer), request_names(answer.request_id)

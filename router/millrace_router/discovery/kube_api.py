@@ -38,7 +38,7 @@ def connect(config: KubernetesConfig) -> List:
     if config.api:
         configuration.host = config.api
     elif config.kubeconfig is not None:
-        credentials.load_kube_config(str(config.kubeconfig), config.context or None, configuration)
+        credentials.load_kube_config(str(config.kubeconfig), client_configuration=configuration)
     else:
         credentials.load_incluster_config(configuration)
         configuration.proxy = None  # the API server of our own cluster is behind none

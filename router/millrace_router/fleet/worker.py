@@ -44,6 +44,7 @@ READY, PAUSED = worker_pb2.WORKER_STATE_READY, worker_pb2.WORKER_STATE_PAUSED
 CLAIM_S = 0.1
 UNFIT = {Reason.LAYOUT_MISMATCH, Reason.INVALID_ARGUMENT}  # as long as the same process is there
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+CONNECT_S = 3.0  # for a worker's answer to GetInfo, and to the Link's hello
 
 
 class Worker:
@@ -240,9 +241,7 @@ class Worker:
         self.info = info
 
     async def _ask(self) -> worker_pb2.WorkerInfo:
-        info: worker_pb2.WorkerInfo = await self.control.GetInfo(
-            worker_pb2.GetInfoRequest(), timeout=self._timeouts.connect
-        )
+        info: worker_pb2.WorkerInfo = await self.control.GetInfo(worker_pb2.GetInfoRequest(), timeout=CONNECT_S)
         if info.protocol != WORKER_API:
             text = f"the worker serves version {info.protocol} of the worker API, this router needs {WORKER_API}"
             raise MillraceError(Reason.LAYOUT_MISMATCH, text)
@@ -277,7 +276,7 @@ class Worker:
         await self.refresh()
         link = Link(self.role, self.address, self._metrics)
         try:
-            async with asyncio.timeout(self._timeouts.connect):
+            async with asyncio.timeout(CONNECT_S):
                 me = self._router
                 hello = worker_pb2.LinkHello(router_id=me.router_id, epoch=self.epoch, cache_key_id=me.cache_key_id)
                 await link.connect(ch, hello)

@@ -6,7 +6,7 @@
    that may have one call only; both abort the workers at once.
 4. The first failure ends the stream with its error, after what had arrived before it. 5. Leaving `deltas` in any way
    cancels the rest. 6. While the reader of `deltas` waits, a `sink` gets the deltas between the first and the last.
-   `Reader` has the states.
+   `ReaderState` has the states.
 
 A reader that does not come back delays no other stream: its tokens are kept for `unread` engine steps.
 """
@@ -177,7 +177,7 @@ class Sink(Protocol):
     def push(self, delta: Delta) -> None: ...
 
 
-class Reader(enum.Enum):
+class ReaderState(enum.Enum):
     """What the reader of a stream does, and so what becomes of news."""
 
     AWAY = enum.auto()  # it has deltas, and comes back: news stay, and are counted
@@ -195,7 +195,7 @@ class Stream:
         self._on_end: Callable[[MillraceError | None], None] | None = on_end
         self._rounds = rounds
         self._open: list[Continuation] = []  # that are not read to their end
-        self._reader = Reader.AWAY
+        self._reader = ReaderState.AWAY
         self._begun = False  # the reader has read something
         self._turn = asyncio.get_running_loop().create_future()  # what the reader waits for
         self._unread = 0  # calls of `wake` since the reader was here
@@ -203,14 +203,14 @@ class Stream:
 
     def wake(self) -> None:
         match self._reader:
-            case Reader.WAITS:
-                self._reader = Reader.JOINED
+            case ReaderState.WAITS:
+                self._reader = ReaderState.JOINED
                 self._rounds.join(self._take_turn)
-            case Reader.JOINED:
+            case ReaderState.JOINED:
                 self._rounds.wait()
-            case Reader.FIRST:
+            case ReaderState.FIRST:
                 self._take_turn()
-            case Reader.AWAY:
+            case ReaderState.AWAY:
                 self._unread += 1
                 if self._unread == self._limit:
                     message = f"the client has not read the outputs of {self._limit} engine steps"
@@ -220,14 +220,14 @@ class Stream:
         """Whether the sink has taken everything; else the reader, if it has not gone, is woken."""
         if self._turn.done():
             return True
-        joined, self._reader = self._reader is Reader.JOINED, Reader.WAITS
+        joined, self._reader = self._reader is ReaderState.JOINED, ReaderState.WAITS
         try:
             if joined and self.sink is not None and self._push(self.sink):
                 return True
             self._turn.set_result(None)
         except Exception as error:
             self._turn.set_exception(error)
-        self._reader = Reader.AWAY
+        self._reader = ReaderState.AWAY
         return False
 
     def _push(self, sink: Sink) -> bool:
@@ -245,7 +245,7 @@ class Stream:
     async def _wait(self) -> None:
         """Wait for news, and the turn to read it."""
         self._turn = asyncio.get_running_loop().create_future()
-        self._reader = Reader.WAITS if self._begun else Reader.FIRST
+        self._reader = ReaderState.WAITS if self._begun else ReaderState.FIRST
         if any(continuation.news for continuation in self._open):  # since it was read
             self.wake()
         await self._turn

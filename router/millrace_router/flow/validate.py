@@ -18,11 +18,12 @@ from millrace_common.reasons import Reason
 from millrace_common.sampling_limits import LOGIT_BIAS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, NUMBERS, PRIORITY, Range
 from millrace_rpc.errors import FieldError, MillraceError, Path
 
-from millrace_router.config import RequestLimits, RouterConfig
+from millrace_router.config import RouterConfig
 from millrace_router.flow.ask import Ask, Chat, Prompt
 from millrace_router.text.chat_format import Tool
 
-MAX_STOP_CHARS = 256
+MAX_N = 16  # answers to a request
+MAX_STOP, MAX_STOP_CHARS = 16, 256
 MAX_TOOLS = 128
 MAX_REQUEST_ID_CHARS = 128
 MAX_SESSION_ID_CHARS = 512
@@ -31,7 +32,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], config: RouterConfig) -> None:
     """`names`: as for `check_model`."""
-    limits = config.limits
     check_model(ask.model, names)
     check_prompt(ask.prompt, model)
     if isinstance(ask.prompt, Chat):
@@ -42,10 +42,10 @@ def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], config
         _check_constrained(ask, model)
     for name, value in ask.numbers.items():
         _within(name, value, NUMBERS[name])
-    _within("n", ask.n, Range(1, limits.n))
+    _within("n", ask.n, Range(1, MAX_N))
     _within("priority", ask.priority, PRIORITY)
     _check_tokens(ask, model)
-    _check_stop(ask.stop, limits)
+    _check_stop(ask.stop)
     for name, text, most in (
         ("request_id", ask.request_id, MAX_REQUEST_ID_CHARS),
         ("session_id", ask.session_id, MAX_SESSION_ID_CHARS),
@@ -173,9 +173,9 @@ def _check_tokens(ask: Ask, model: worker_pb2.WorkerInfo) -> None:
     check_ids("stop_token_ids", ask.stop_token_ids, model)
 
 
-def _check_stop(stop: Sequence[str], limits: RequestLimits) -> None:
-    if len(stop) > limits.stop:
-        raise invalid("stop", f"must have at most {limits.stop} strings, not {len(stop)}")
+def _check_stop(stop: Sequence[str]) -> None:
+    if len(stop) > MAX_STOP:
+        raise invalid("stop", f"must have at most {MAX_STOP} strings, not {len(stop)}")
     for i, text in enumerate(stop):
         if not 1 <= len(text) <= MAX_STOP_CHARS:
             raise invalid(("stop", i), f"must have 1 to {MAX_STOP_CHARS} characters, not {len(text)}")

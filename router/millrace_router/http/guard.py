@@ -1,9 +1,9 @@
 """Authentication in front of the public ports, and removal of headers that a caller may not set.
 
-Every request is given a `Caller` (queue/tenant.py) from its headers: the tenant of its API key, and its trace. Over HTTP
-it is given its id, which logs and the answer have, errors too. Headers
-`x-millrace-*`, which are internal, are dropped; the size of all headers is bounded. With API keys configured every call
-needs one except health, readiness and reflection.
+Every request is given a `Caller` (queue/tenant.py) from its headers: the tenant of its API key, and its trace. Over
+HTTP it is given its id, which logs and the answer have, errors too. Headers `x-millrace-*`, which are internal, are
+dropped; the size of all headers is bounded. With API keys configured every call needs one except health, readiness and
+reflection.
 """
 
 from __future__ import annotations

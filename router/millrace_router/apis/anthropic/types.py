@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from millrace_common.quoted import cut
@@ -13,16 +13,16 @@ from pydantic import Field
 from millrace_router.apis.openai.chat import (
     MAX_ARGUMENTS,
     AnyTool,
+    Arguments,
     ChosenTools,
     called,
     chat_of,
     message,
     template_arguments,
 )
-from millrace_router.apis.openai.types import JsonSchema, Strict, present
+from millrace_router.apis.openai.types import ApiRequest, JsonSchema, Lenient, Strict, present
 from millrace_router.apis.parsing import HABITS, Items, OfType, or_text
 from millrace_router.apis.tool_parameters import Parameters
-from millrace_router.apis.translated import Lenient, Translated
 from millrace_router.flow.ask import Ask, Chat
 from millrace_router.flow.validate import invalid
 from millrace_router.text.chat_format import Tool
@@ -188,7 +188,7 @@ ORIGINS: dict[Path, Path] = {
 }
 
 
-class CountRequest(Translated):
+class CountRequest(ApiRequest):
     """What makes the prompt. The rest of a message's request may be there, too."""
 
     IGNORED: ClassVar = IGNORED | frozenset({"max_tokens", "metadata", "stop_sequences"})
@@ -206,6 +206,8 @@ class CountRequest(Translated):
     tool_choice: ToolChoice = ToolChoice()
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig = OutputConfig()
+    chat_template_kwargs: Arguments = Field({})
+    """Beyond the vendor: arguments of the template, such as `thinking` of V3.1 and V3.2. Scalars."""
 
     def as_chat(self) -> Chat:
         if self.messages and self.messages[-1].role == "assistant":
@@ -217,7 +219,13 @@ class CountRequest(Translated):
         return chat_of(self._turns(), self.tools, self.tool_choice.chosen(), parallel, self._arguments(), ignored)
 
     def ask(self, request_id: str) -> Ask:
-        return self.as_ask(request_id, ORIGINS, self.output_config.format)
+        return self._ask(request_id)
+
+    def _ask(self, request_id: str, max_tokens: int | None = None, stop: Sequence[str] = (), user: str = "") -> Ask:
+        schema, numbers = self.output_config.format, {"max_tokens": max_tokens}
+        grammar = None if schema is None else schema.grammar()
+        about = {"grammar": grammar, "stop": stop, "session_id": user}
+        return self.as_ask(self.as_chat(), request_id, numbers, ORIGINS, **about)
 
     def _turns(self) -> Iterator[dict[str, Any]]:
         if self.system:
@@ -243,7 +251,7 @@ class MessagesRequest(CountRequest):
     max_tokens: int
     """With the prompt within the context."""
     stop_sequences: Items[str] = Field([])
-    """At most 16 (`limits.stop`) of 1 to 256 characters."""
+    """At most 16 of 1 to 256 characters."""
     metadata: Metadata | None = None
 
     @property
@@ -251,8 +259,8 @@ class MessagesRequest(CountRequest):
         return self.thinking is None or self.thinking.display != "omitted"
 
     def ask(self, request_id: str) -> Ask:
-        user, schema = (self.metadata or Metadata()).user_id, self.output_config.format
-        return self.as_ask(request_id, ORIGINS, schema, self.max_tokens, self.stop_sequences, user)
+        user = (self.metadata or Metadata()).user_id or ""
+        return self._ask(request_id, self.max_tokens, self.stop_sequences, user)
 
 
 def _joined(texts: list[TextBlock]) -> str:

@@ -280,7 +280,7 @@ class ChatRequest(Conversation, Common):
             raise invalid("top_logprobs", "needs ", ("logprobs",), " to be true")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        ask = self.as_ask(self.as_chat(), request_id, max_tokens, logprobs)
+        ask = self.ask_for(self.as_chat(), request_id, max_tokens, logprobs)
         origins: dict[Path, Path] = {("prompt",): ("messages",), ("logprobs",): ("top_logprobs",)}
         if self.max_completion_tokens is not None:
             origins["max_tokens",] = ("max_completion_tokens",)

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, Tag
 
 from millrace_router.apis.openai.chat import (
     AnyTool,
+    Arguments,
     CallArguments,
     Choice,
     ChosenTools,
@@ -24,9 +25,8 @@ from millrace_router.apis.openai.chat import (
     template_arguments,
     thinks,
 )
-from millrace_router.apis.openai.types import ANY_OBJECT, JsonSchema, Strict
+from millrace_router.apis.openai.types import ANY_OBJECT, ApiRequest, JsonSchema, Lenient, Strict
 from millrace_router.apis.parsing import HABITS, Items, OfType, OneOf, or_text
-from millrace_router.apis.translated import Lenient, Translated
 from millrace_router.flow.ask import Ask, Chat
 from millrace_router.text.chat_format import Tool
 
@@ -203,7 +203,7 @@ class ObfuscationOption(Strict):
     """Nothing is obfuscated."""
 
 
-class ResponsesRequest(Translated):
+class ResponsesRequest(ApiRequest):
     IGNORED: ClassVar = HABITS | frozenset(
         {"client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options"}
         | {"prompt_cache_retention", "safety_identifier", "service_tier", "store"}
@@ -239,6 +239,8 @@ class ResponsesRequest(Translated):
     stream_options: ObfuscationOption = ObfuscationOption()
     user: str = ""
     """The session, unless the header x-session-id names one. At most 512 characters."""
+    chat_template_kwargs: Arguments = Field({})
+    """Beyond the vendor: arguments of the template, such as `thinking` of V3.1 and V3.2. Scalars."""
 
     def as_chat(self) -> Chat:
         arguments = template_arguments(
@@ -256,8 +258,9 @@ class ResponsesRequest(Translated):
             ("max_tokens",): ("max_output_tokens",),
             ("session_id",): ("user",),
         }
-        schema = self.text.format.schema_of
-        return self.as_ask(request_id, origins, schema, self.max_output_tokens, session_id=self.user)
+        schema, numbers = self.text.format.schema_of, {"max_tokens": self.max_output_tokens}
+        grammar = None if schema is None else schema.grammar()
+        return self.as_ask(self.as_chat(), request_id, numbers, origins, grammar=grammar, session_id=self.user)
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         """Consecutive items of the assistant are one turn."""

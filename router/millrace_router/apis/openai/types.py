@@ -51,7 +51,7 @@ class Asking(Strict):
 
 
 class ApiRequest(Asking):
-    """A whole request to generate."""
+    """A whole request to generate: the fields of every API."""
 
     IGNORED: ClassVar = HABITS | frozenset(
         {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
@@ -67,6 +67,51 @@ class ApiRequest(Asking):
         "suffix": "the model continues a text, it does not fill one in",
         "web_search_options": "the model has no network",
     }
+
+    model: str = ""
+    """Empty or absent: the served one. Another name: 404."""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """Beyond OpenAI."""
+    seed: int | None = None
+    """Drawn when absent."""
+    stream: bool = False
+    """The answer comes as server-sent events. An error after the first one is an event."""
+    priority: int = 0
+    """Beyond the vendors: the place in the queue, higher first."""
+    timeout_s: float | None = None
+    """Beyond the vendors: the deadline in seconds, which gRPC clients set on the call. See [numbers](#numbers)."""
+
+    def as_ask(
+        self,
+        prompt: Prompt,
+        request_id: str,
+        numbers: Mapping[str, int | None],
+        origins: Mapping[Path, Path],
+        **more: Any,  # fields of an Ask, as they are
+    ) -> Ask:
+        """`numbers`: those that have another name here. `origins`: the fields from which those of an `Ask` come, where
+        the names differ.
+        """
+        values = {**{name: getattr(self, name, None) for name in NUMBERS}, **numbers}
+        return Ask(
+            model=self.model,
+            prompt=prompt,
+            numbers=present(values),
+            message=isinstance(prompt, Chat),
+            priority=self.priority,
+            request_id=request_id,
+            timeout_s=self.timeout_s,
+            origins={**origins, ("request_id",): REQUEST_ID},
+            **more,
+        )
+
+
+class Lenient(Known):
+    """What clients send back as it came: its further fields do not change what the model reads."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
 
 
 class StreamOptions(Strict, frozen=True):  # pydantic copies a default that may change with every request
@@ -129,27 +174,19 @@ class ResponseFormat(Strict, frozen=True):
 class Common(ApiRequest):
     """The fields of both endpoints. The fields after `response_format` are extensions."""
 
-    model: str = ""
-    """Empty or absent: the served one. Another name: 404."""
-    temperature: float | None = None
-    top_p: float | None = None
     n: int = 1
-    """1 to 16 (`limits.n`). Continuation i uses seed + i."""
+    """1 to 16. Continuation i uses seed + i."""
     stop: OneOf[String | Items[str]] | None = None
-    """At most 16 (`limits.stop`) of 1 to 256 characters. The content is cut before the first complete one. Thoughts,
+    """At most 16 of 1 to 256 characters. The content is cut before the first complete one. Thoughts,
     tool calls and the marks around them have none, and none goes across them; in completions all of the text is
     content. Tokens count, and have logprobs, up to the one with which the cut is certain.
     """
-    seed: int | None = None
-    """Drawn when absent."""
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], at_most(MAX_LOGIT_BIAS)] = Field({})
     """By token id, each from -100 to 100. At most 1,024 entries."""
     max_tokens: int | None = None
     """Absent: the rest of the context. With the prompt within the context."""
-    stream: bool = False
-    """The answer comes as server-sent events. An error after the first one is an event."""
     user: str = ""
     """The session, unless the header x-session-id names one. At most 512 characters."""
     stream_options: StreamOptions = StreamOptions()
@@ -157,8 +194,6 @@ class Common(ApiRequest):
     """Not with `ignore_eos` or `min_tokens`."""
     guided_regex: str | None = None
     """Beyond OpenAI: short for the `regex` format."""
-    top_k: int | None = None
-    """Beyond OpenAI."""
     min_p: float | None = None
     """Beyond OpenAI."""
     repetition_penalty: float | None = None
@@ -171,35 +206,25 @@ class Common(ApiRequest):
     """Beyond OpenAI. At most 64 token ids that end the output."""
     keep_special_tokens: bool = False
     """Beyond OpenAI: special tokens stay in the text."""
-    priority: int = 0
-    """Beyond OpenAI: the place in the queue, higher first."""
-    timeout_s: float | None = None
-    """Beyond OpenAI: the deadline in seconds, which gRPC clients set on the call. See [numbers](#numbers)."""
 
-    def as_ask(self, prompt: Prompt, request_id: str, max_tokens: int | None, logprobs: int | None) -> Ask:
-        given = {"max_tokens": max_tokens, "logprobs": logprobs}
-        numbers = {name: getattr(self, name) for name in NUMBERS if name not in given} | given
+    def ask_for(self, prompt: Prompt, request_id: str, max_tokens: int | None, logprobs: int | None) -> Ask:
         grammar, origin = self._grammar()
-        origins: dict[Path, Path] = {("grammar",): (origin,), ("session_id",): ("user",), ("request_id",): REQUEST_ID}
+        origins: dict[Path, Path] = {("grammar",): (origin,), ("session_id",): ("user",)}
         if isinstance(self.stop, str):
             origins["stop", 0] = ("stop",)
-        return Ask(
-            model=self.model,
-            prompt=prompt,
-            numbers=present(numbers),
+        return self.as_ask(
+            prompt,
+            request_id,
+            {"max_tokens": max_tokens, "logprobs": logprobs},
+            origins,
             logit_bias={_token_id(key): value for key, value in self.logit_bias.items()},
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             grammar=grammar,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
             n=self.n,
-            priority=self.priority,
-            request_id=request_id,
             session_id=self.user,
-            message=isinstance(prompt, Chat),
             keep_special_tokens=self.keep_special_tokens,
-            timeout_s=self.timeout_s,
-            origins=origins,
         )
 
     def _grammar(self) -> tuple[common_pb2.Grammar | None, str]:
@@ -235,7 +260,7 @@ class CompletionRequest(Common):
 
     def ask(self, request_id: str) -> Ask:
         prompt, origin = self._one_prompt()
-        ask = self.as_ask(prompt, request_id, self.max_tokens, self.logprobs)
+        ask = self.ask_for(prompt, request_id, self.max_tokens, self.logprobs)
         return replace(ask, origins={**ask.origins, ("prompt",): origin})
 
     def _one_prompt(self) -> tuple[str | list[int], Path]:
