@@ -34,10 +34,10 @@ from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
-from millrace_serve.model.experts import moving
-from millrace_serve.model.experts.balance import imbalance, rebalance
+from millrace_serve.model.eplb import moving
+from millrace_serve.model.eplb.balance import imbalance, rebalance
+from millrace_serve.model.eplb.placement import ExpertPlacement
 from millrace_serve.model.experts.gather import GatherExperts
-from millrace_serve.model.experts.placement import ExpertPlacement
 from millrace_serve.model.moe import Gate, Moe
 from millrace_serve.model.parallel import ParallelDims, init_parallel
 from millrace_serve.model.quantised import FP8

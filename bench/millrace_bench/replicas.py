@@ -38,7 +38,7 @@ from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.start.torch_factory import Rank, load_rank
 from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.engine.step.runner import StepHandle
-from millrace_serve.model.experts import moving
+from millrace_serve.model.eplb import moving
 from millrace_serve.model.parallel import ParallelDims, init_parallel
 
 from millrace_bench import v3

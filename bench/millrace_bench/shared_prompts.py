@@ -32,11 +32,11 @@ from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import LeaseEnded, Request, RequestId, Route, SamplingParams, Submit
 from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.lockstep.join import join
+from millrace_serve.engine.lockstep.lockstep import Lockstep
+from millrace_serve.engine.offload.page_copier import PageCopier
 from millrace_serve.engine.start.torch_factory import Rank
 from millrace_serve.engine.step.device import device_of
-from millrace_serve.engine.step.join import join
-from millrace_serve.engine.step.lockstep import Lockstep
-from millrace_serve.engine.step.page_copier import PageCopier
 from millrace_serve.engine.step.torch_runner import TorchRunner
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig

@@ -33,12 +33,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from millrace_serve.engine.config import Limits
+from millrace_serve.engine.lockstep import packing
+from millrace_serve.engine.lockstep.join import Exchange
+from millrace_serve.engine.lockstep.lockstep import Lockstep
+from millrace_serve.engine.lockstep.replicas import Replicas, ReplicaState
 from millrace_serve.engine.schedule.plan import Plan
 from millrace_serve.engine.start.rehearsal import StepShape, batch_of
-from millrace_serve.engine.step import packing
-from millrace_serve.engine.step.join import Exchange
-from millrace_serve.engine.step.lockstep import Lockstep
-from millrace_serve.engine.step.replicas import Replicas, ReplicaState
 
 from millrace_bench.common import Record, print_record
 from millrace_bench.stepping_ranks import Step, joined, measure, threads

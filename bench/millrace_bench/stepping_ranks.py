@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from threading import Barrier
 from typing import Any
 
-from millrace_serve.engine.step.join import Exchange, join
-from millrace_serve.engine.step.lockstep import Lockstep
+from millrace_serve.engine.lockstep.join import Exchange, join
+from millrace_serve.engine.lockstep.lockstep import Lockstep
 
 LIMIT_S = 120.0
 WARM_UP = 20  # steps

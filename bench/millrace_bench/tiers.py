@@ -22,18 +22,18 @@ from typing import Any
 import torch
 from millrace_common.page_hash import BLOCK_BYTES
 from millrace_serve.engine.cache.changes import TierChanges
-from millrace_serve.engine.cache.host_tier import HostTier
 from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
 from millrace_serve.engine.config import GIB, EngineConfig, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.schedule.host_copies import CopyJob
+from millrace_serve.engine.offload.cuda_copier import CudaCopier
+from millrace_serve.engine.offload.host_copies import CopyJob
+from millrace_serve.engine.offload.host_tier import HostTier
+from millrace_serve.engine.offload.page_copier import STORE_BYTES, PageCopier
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimSettings
 from millrace_serve.engine.start.torch_factory import load_rank
-from millrace_serve.engine.step.cuda_copier import CudaCopier
 from millrace_serve.engine.step.device import Replay
-from millrace_serve.engine.step.page_copier import STORE_BYTES, PageCopier
 from millrace_serve.model.parallel import ParallelDims
 
 from millrace_bench import shard, v3

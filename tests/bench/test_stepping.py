@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from millrace_bench import stepping
-from millrace_serve.engine.step import shared_memory
-from millrace_serve.engine.step.links import RankConnection
-from millrace_serve.engine.step.replicas import HEADER, VECTOR
+from millrace_serve.engine.lockstep import shared_memory
+from millrace_serve.engine.lockstep.links import RankConnection
+from millrace_serve.engine.lockstep.replicas import HEADER, VECTOR
 
 WARM_STEPS, STEPS = 10, 30
 

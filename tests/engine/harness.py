@@ -28,10 +28,10 @@ from millrace_serve.engine.core import (
 )
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar.grammars import Grammars
+from millrace_serve.engine.lockstep.lockstep import Lockstep
+from millrace_serve.engine.lockstep.replicas import ReplicaState
 from millrace_serve.engine.sim.factory import build_sim_engine, sim_layout
 from millrace_serve.engine.sim.runner import SimSettings
-from millrace_serve.engine.step.lockstep import Lockstep
-from millrace_serve.engine.step.replicas import ReplicaState
 from millrace_testing.oracle import oracle_outputs
 
 TINY = {"num_pages": 14, "page_size": 4, "max_model_len": 32, "max_running": 3, "max_waiting": 50}

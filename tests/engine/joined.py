@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from millrace_bench.stepping_ranks import exchanges
-from millrace_serve.engine.step.join import Exchange, join
-from millrace_serve.engine.step.lockstep import Lockstep
-from millrace_serve.engine.step.replicas import ReplicaState, Said
-from millrace_serve.engine.step.shared_memory import RankLost
+from millrace_serve.engine.lockstep.join import Exchange, join
+from millrace_serve.engine.lockstep.lockstep import Lockstep
+from millrace_serve.engine.lockstep.replicas import ReplicaState, Said
+from millrace_serve.engine.lockstep.shared_memory import RankLost
 
 EXCHANGES = 3  # of one join
 

@@ -15,7 +15,7 @@ from engine.harness import eager, request
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Request, Submit
 from millrace_serve.engine.start.torch_factory import Rank, load_rank
-from millrace_serve.model.experts import moving
+from millrace_serve.model.eplb import moving
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing import paths

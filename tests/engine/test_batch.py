@@ -8,7 +8,7 @@ from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import RequestId
 from millrace_serve.engine.schedule.plan import Plan
 from millrace_serve.engine.step.batch import BatchBuilder, SlotUpdates, StepBatch
-from millrace_serve.model.split import Split
+from millrace_serve.model.context_parallel.split import Split
 
 SIZE = 4
 

@@ -16,11 +16,11 @@ from engine.harness import request, said
 from millrace_kernels.rms_norm import rms_norm
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.health.progress import Progress
 from millrace_serve.engine.start import startup
 from millrace_serve.engine.start.compile import announce_kernels, compiled
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.batch import StepBatch
-from millrace_serve.engine.step.progress import Progress
 from millrace_serve.engine.step.torch_runner import TorchRunner
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
 from millrace_serve.engine.cache.changes import TierChanges
-from millrace_serve.engine.cache.host_tier import Copy, HostTier
-from millrace_serve.engine.cache.page_store import Move
 from millrace_serve.engine.config import GIB, EngineConfig, Role
 from millrace_serve.engine.core import Load, Route, SequenceOutput
-from millrace_serve.engine.schedule.disk_moves import DiskMoves
+from millrace_serve.engine.offload.disk_moves import DiskMoves
+from millrace_serve.engine.offload.disk_tier import DiskTier
+from millrace_serve.engine.offload.host_tier import Copy, HostTier
+from millrace_serve.engine.offload.page_folder import PageFolder
+from millrace_serve.engine.offload.page_store import Move
 from millrace_serve.engine.sim.factory import sim_layout
 from millrace_serve.transfer.base import PageBuffer
-from millrace_serve.transfer.disk_tier import DiskTier
-from millrace_serve.transfer.page_folder import PageFolder
 from millrace_testing.blocks import block, blocks
 from millrace_testing.oracle import oracle_outputs
 from pydantic import ValidationError

@@ -26,8 +26,8 @@ from engine.drafting import COUNTED, EVERY_STEP, GREEDY, SEEDED, SHAPED, Said, e
 from engine.harness import request
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import FinishReason, Grammar, GrammarKind, Request, Route, Submit
+from millrace_serve.engine.drafts import speculate
 from millrace_serve.engine.start.torch_factory import load_rank
-from millrace_serve.engine.step import speculate
 from millrace_serve.model.config import CONFIG_FILE
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims

@@ -15,10 +15,10 @@ from engine.harness import SETTINGS, TINY, FakeReplicas, eager, request
 from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
 from millrace_serve.engine.core import Request
 from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.batch import HostBatch
-from millrace_serve.engine.step.lockstep import Lockstep
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing import paths
 from model.ranks import run_jobs

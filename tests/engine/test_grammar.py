@@ -30,10 +30,10 @@ from millrace_serve.engine.core import (
     Route,
 )
 from millrace_serve.engine.grammar.grammars import MAX_COMPILED, Grammars
+from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.sim.runner import SimRunner
 from millrace_serve.engine.step.batch import HostBatch
-from millrace_serve.engine.step.lockstep import Lockstep
 
 V = SETTINGS.vocab_size
 WORDS = -(-V // 32)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from millrace_common.page_hash import page_hashes
 from millrace_serve.engine.cache.block_pool import InvariantError
 from millrace_serve.engine.cache.changes import TierChanges
-from millrace_serve.engine.cache.host_tier import Copy, HostTier
 from millrace_serve.engine.config import GIB, EngineConfig, Role
 from millrace_serve.engine.core import (
     Abort,
@@ -26,6 +25,7 @@ from millrace_serve.engine.core import (
     Route,
     SequenceOutput,
 )
+from millrace_serve.engine.offload.host_tier import Copy, HostTier
 from millrace_serve.engine.sim.factory import sim_layout
 from millrace_testing.blocks import block, blocks
 from pydantic import ValidationError

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from engine.joined import Ranks, join_all, step, together
+from millrace_serve.engine.lockstep.followers import FRAME_BYTES
+from millrace_serve.engine.lockstep.links import HELLO, RankConnection, RankListener, connect
+from millrace_serve.engine.lockstep.lockstep import Lockstep
+from millrace_serve.engine.lockstep.replicas import ReplicaState
+from millrace_serve.engine.lockstep.shared_memory import RankLost, Segment
 from millrace_serve.engine.schedule.plan import Plan
-from millrace_serve.engine.step.followers import FRAME_BYTES
-from millrace_serve.engine.step.links import HELLO, RankConnection, RankListener, connect
-from millrace_serve.engine.step.lockstep import Lockstep
-from millrace_serve.engine.step.replicas import ReplicaState
-from millrace_serve.engine.step.shared_memory import RankLost, Segment
 
 TOKEN = bytes(range(16))
 

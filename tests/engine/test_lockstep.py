@@ -15,15 +15,15 @@ from millrace_common.pace import FEW, LEAST_S
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Submit
+from millrace_serve.engine.health.progress import Progress
+from millrace_serve.engine.lockstep import packing
+from millrace_serve.engine.lockstep.lockstep import Agreement, Lockstep
 from millrace_serve.engine.schedule.plan import Plan, StepOutput
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimRunner
 from millrace_serve.engine.start.torch_factory import load_rank
-from millrace_serve.engine.step import packing
 from millrace_serve.engine.step.batch import HostBatch, StepBatch
-from millrace_serve.engine.step.lockstep import Agreement, Lockstep
-from millrace_serve.engine.step.progress import Progress
 from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
 from millrace_testing import paths
 

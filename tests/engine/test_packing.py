@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from millrace_serve.engine.cache.canary import CANARY_WORDS, CanaryBatch
 from millrace_serve.engine.config import Limits
+from millrace_serve.engine.lockstep.packing import decode, encode
 from millrace_serve.engine.start.rehearsal import StepShape, batch_of
 from millrace_serve.engine.step.batch import HostBatch, SharedChunk, StepBatch
-from millrace_serve.engine.step.packing import decode, encode
 from millrace_serve.engine.step.sampling_batch import Bias, Penalties
-from millrace_serve.model.split import Split
+from millrace_serve.model.context_parallel.split import Split
 
 LIMITS = Limits(num_pages=50, max_model_len=512, max_running=8, draft_tokens=2)
 RNG = np.random.default_rng(0)

@@ -22,10 +22,10 @@ from millrace_serve.engine.core import (
     Route,
     SequenceOutput,
 )
+from millrace_serve.engine.offload.disk_tier import DiskTier
+from millrace_serve.engine.offload.page_folder import PageFolder
 from millrace_serve.engine.schedule import requests, sequence
 from millrace_serve.transfer.base import PageBuffer
-from millrace_serve.transfer.disk_tier import DiskTier
-from millrace_serve.transfer.page_folder import PageFolder
 from millrace_testing.blocks import block
 
 SIZE = 64

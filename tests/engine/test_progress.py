@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.pace import FEW, LEAST_S, TIMES
+from millrace_serve.engine.health.progress import Progress
 from millrace_serve.engine.step.batch import HostBatch, SharedChunk, StepBatch
-from millrace_serve.engine.step.progress import Progress
-from millrace_serve.model.split import Split
+from millrace_serve.model.context_parallel.split import Split
 
 CHUNKS = st.lists(st.tuples(st.integers(1, 16384), st.integers(0, 131072)), max_size=4)
 

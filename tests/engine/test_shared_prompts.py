@@ -15,14 +15,14 @@ from engine.harness import SETTINGS, Driver, FakeReplicas, eager, request
 from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
 from millrace_serve.engine.core import Abort, LeaseEnded, Request, RequestId, Route, Submit
 from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.start.rehearsal import shared_batch
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.batch import HostBatch
-from millrace_serve.engine.step.lockstep import Lockstep
 from millrace_serve.model.attn_step import FormThresholds
+from millrace_serve.model.context_parallel.split import Split
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.split import Split
 from millrace_testing import paths
 from millrace_testing.oracle import oracle_outputs
 from model.ranks import run_jobs

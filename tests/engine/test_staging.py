@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from millrace_serve.engine.lockstep.packing import ALIGN
 from millrace_serve.engine.step.device import Device
-from millrace_serve.engine.step.packing import ALIGN
 from millrace_serve.engine.step.staging import NUM_SLOTS, Staging
 
 

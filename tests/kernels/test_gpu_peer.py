@@ -19,10 +19,10 @@ from millrace_kernels.fp8 import SMALL_TOKENS, Fp8, Operand, quant_groups
 from millrace_kernels.peer.exchange import Exchange, ExpertPlaces, Received
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.eplb.placement import ExpertPlacement
 from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.held import ExpertLayer
 from millrace_serve.model.experts.peer import PeerExperts
-from millrace_serve.model.experts.placement import ExpertPlacement
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims, init_parallel
 from millrace_serve.model.quantised import FP8, PLAIN

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_serve.model.experts.balance import LEAST_GAIN, imbalance, rebalance
-from millrace_serve.model.experts.moving import moves_between
-from millrace_serve.model.experts.placement import ExpertPlacement
+from millrace_serve.model.eplb.balance import LEAST_GAIN, imbalance, rebalance
+from millrace_serve.model.eplb.moving import moves_between
+from millrace_serve.model.eplb.placement import ExpertPlacement
 
 Case = tuple[np.ndarray, ExpertPlacement]  # loads, placement before
 

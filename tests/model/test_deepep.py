@@ -12,11 +12,11 @@ from millrace_bench.kernels.numeric import FP8_EXPERTS_TOLERANCE, rms_error
 from millrace_kernels.fp8 import Fp8, Operand
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.eplb.placement import ExpertPlacement
 from millrace_serve.model.experts.deepep import DeepEpExperts
 from millrace_serve.model.experts.deepep_buffer import DeepEpBuffer, Machine, machines, refusal
 from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.held import ExpertLayer
-from millrace_serve.model.experts.placement import ExpertPlacement
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import FP8

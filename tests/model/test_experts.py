@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from millrace_bench.kernels.numeric import assert_close
 from millrace_kernels.fp8 import Operand
 from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.eplb.placement import ExpertPlacement, SlotMap
 from millrace_serve.model.experts.held import ExpertLayer, HeldExperts
 from millrace_serve.model.experts.local import LocalExperts
-from millrace_serve.model.experts.placement import ExpertPlacement, SlotMap
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims

@@ -13,10 +13,10 @@ from millrace_kernels.fp8 import Operand
 from millrace_serve.model import mla
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
+from millrace_serve.model.eplb.placement import ExpertPlacement
 from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.held import ExpertLayer
 from millrace_serve.model.experts.local import LocalExperts
-from millrace_serve.model.experts.placement import ExpertPlacement
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims

@@ -16,9 +16,9 @@ from millrace_kernels.peer.exchange import Exchange
 from millrace_kernels.triton import quant
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import load_model
+from millrace_serve.model.eplb.placement import ExpertPlacement
 from millrace_serve.model.experts.held import ExpertLayer, HeldExperts
 from millrace_serve.model.experts.peer import PeerExperts
-from millrace_serve.model.experts.placement import ExpertPlacement
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import Checkpoint

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from millrace_serve.engine.offload.disk_tier import DiskTier, Move
+from millrace_serve.engine.offload.page_folder import PageFolder
 from millrace_serve.transfer.base import PageBuffer
-from millrace_serve.transfer.disk_tier import DiskTier, Move
-from millrace_serve.transfer.page_folder import PageFolder
 from millrace_testing.blocks import block
 from millrace_testing.shared_disk import SharedDisk
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from millrace_serve.engine.offload.disk_tier import MAX_STORES, DiskTier, Move
+from millrace_serve.engine.offload.nixl_files import NixlFiles
+from millrace_serve.engine.offload.page_code import LEAST_PART
+from millrace_serve.engine.offload.page_folder import PageFolder
 from millrace_serve.transfer.base import PageBuffer, TransferError
-from millrace_serve.transfer.disk_tier import MAX_STORES, DiskTier, Move
-from millrace_serve.transfer.nixl_files import NixlFiles
-from millrace_serve.transfer.page_code import LEAST_PART
-from millrace_serve.transfer.page_folder import PageFolder
 from millrace_testing.blocks import block
 
 PAGE, PAGES = 4096, 8

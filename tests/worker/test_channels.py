@@ -15,9 +15,10 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_serve.engine.core import Abort, LeaseEnded, RequestId
+from millrace_serve.engine.health.pulse import Pulse
 from millrace_serve.worker import channels
 from millrace_serve.worker.channels import Receiver, Sender, channel_key
-from millrace_serve.worker.messages import FreezeGc, FromRank, Pulse, RankFailed, Stop, ToEngine
+from millrace_serve.worker.messages import FreezeGc, FromRank, RankFailed, Stop, ToEngine
 from millrace_testing.ipv6 import needs_ipv6
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message

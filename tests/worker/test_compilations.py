@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import msgspec
 from millrace_common.metrics import WORKER, Metrics
-from millrace_serve.engine.step.progress import Progress
+from millrace_serve.engine.health.progress import Progress
+from millrace_serve.engine.health.pulse import Pulse
+from millrace_serve.engine.health.pulse_thread import PulseThread
 from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.lifecycle import State
-from millrace_serve.worker.messages import FromRank, Pulse
-from millrace_serve.worker.rank.pulse import PulseThread
+from millrace_serve.worker.messages import FromRank
 from prometheus_client import CollectorRegistry
 
 NAME = "millrace_worker_compilations_total"

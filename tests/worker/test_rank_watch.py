@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_common.pace import LEAST_S, TICK_S
-from millrace_serve.worker.frontend.rank_watch import LEAST_COUNTED, RankWatch
-from millrace_serve.worker.messages import PULSE_S, Pulse
+from millrace_serve.engine.health.pulse import PULSE_S, Pulse
+from millrace_serve.engine.health.rank_watch import LEAST_COUNTED, RankWatch
 
 CEILING_S = 600.0
 LATE_S = PULSE_S + 3 * TICK_S  # by which a hang may be found later than it could

@@ -15,8 +15,10 @@ import zmq
 from millrace_common.pace import LEAST_S
 from millrace_rpc.errors import MillraceError
 from millrace_serve.engine.core import Events, Load
+from millrace_serve.engine.health.progress import Progress
+from millrace_serve.engine.health.pulse import Pulse
+from millrace_serve.engine.health.pulse_thread import PulseThread
 from millrace_serve.engine.sim.factory import sim_layout
-from millrace_serve.engine.step.progress import Progress
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.worker import main as worker_main
 from millrace_serve.worker.channels import Receiver, Sender
@@ -29,7 +31,6 @@ from millrace_serve.worker.messages import (
     FreezeGc,
     FromRank,
     GcFrozen,
-    Pulse,
     RankFailed,
     RankReady,
     Report,
@@ -38,7 +39,6 @@ from millrace_serve.worker.messages import (
     ToEngine,
     WeightsSet,
 )
-from millrace_serve.worker.rank.pulse import PulseThread
 
 
 class Nobody(Launcher):

@@ -17,10 +17,10 @@ from engine.harness import SETTINGS, TINY, request
 from engine.joined import join_all
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import Events, Submit
+from millrace_serve.engine.health.progress import Progress
+from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimRunner, SimSettings
-from millrace_serve.engine.step.lockstep import Lockstep
-from millrace_serve.engine.step.progress import Progress
 from millrace_serve.worker.channels import Receiver, Sender
 from millrace_serve.worker.messages import RankFailed, Report, SetWeights, Stop, ToEngine, WeightsSet
 from millrace_serve.worker.rank import process

@@ -284,7 +284,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     accepted: tuple[int, ...] = ()  # of these
     credits: int = 0  # further requests this replica is willing to take now
     paused: bool = False  # it begins no step, and no step and no copy of pages is under way
-    # Of the whole worker, where experts are balanced (model/experts/moving.py):
+    # Of the whole worker, where experts are balanced (model/eplb/moving.py):
     expert_imbalance: tuple[float, ...] = ()  # of each MoE layer lately: choices on the busiest rank over the mean
     expert_moves: int = 0  # experts that ever changed their place
     experts_moved_at: float = 0.0  # Unix time of the last move; 0: none

@@ -20,8 +20,8 @@ from millrace_kernels.mla_prefill import Heads
 from millrace_kernels.tuned import Table
 from torch import Tensor
 
+from millrace_serve.model.context_parallel.shared_step import Lens, MakePlan, SharedStep
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
-from millrace_serve.model.shared_step import Lens, MakePlan, SharedStep
 from millrace_serve.model.sparse_step import IndexPool, SparseGroup, sparse_groups
 
 Plan = Any  # a kernel's own, None where it needs none

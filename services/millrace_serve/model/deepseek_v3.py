@@ -20,11 +20,11 @@ from torch import Tensor
 from millrace_serve.model.attn_step import Attend, AttnStep, FormThresholds
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.decoder_layer import DecoderLayer
+from millrace_serve.model.eplb.moving import Balancer
+from millrace_serve.model.eplb.placement import ExpertPlacement
 from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.held import ExpertLayer
 from millrace_serve.model.experts.local import LocalExperts
-from millrace_serve.model.experts.moving import Balancer
-from millrace_serve.model.experts.placement import ExpertPlacement
 from millrace_serve.model.experts.routed import Implementation, MakeExperts
 from millrace_serve.model.held_weights import ModelPart, overwrite
 from millrace_serve.model.inputs import ForwardInput

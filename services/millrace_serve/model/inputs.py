@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from millrace_serve.model.context_parallel.split import Split
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.split import Split
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from millrace_serve.model.attn_step import AbsorbedGroup, AttnStep
 from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.context_parallel.shared_step import KeyPart, SharedStep
 from millrace_serve.model.indexer import Indexer
 from millrace_serve.model.layers import RmsNorm
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import stack_rows
-from millrace_serve.model.shared_step import KeyPart, SharedStep
 from millrace_serve.model.weights import Part, Weights
 from millrace_serve.model.yarn import softmax_scale
 

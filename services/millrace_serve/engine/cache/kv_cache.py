@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from millrace_serve.engine.cache.block_pool import BlockPool, Holder, InvariantError
 from millrace_serve.engine.cache.changes import CacheChanges
-from millrace_serve.engine.cache.host_tier import HostTier
 from millrace_serve.engine.cache.radix import Node, RadixTree
 from millrace_serve.engine.core import CacheChange
+from millrace_serve.engine.offload.host_tier import HostTier
 
 
 class CachedPrefix:

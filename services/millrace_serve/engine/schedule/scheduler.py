@@ -28,7 +28,7 @@ from millrace_serve.engine.core import (
     SchedulerInput,
     Submit,
 )
-from millrace_serve.engine.schedule.host_copies import HostCopies
+from millrace_serve.engine.offload.host_copies import HostCopies
 from millrace_serve.engine.schedule.loans import Loans
 from millrace_serve.engine.schedule.outbox import Outbox
 from millrace_serve.engine.schedule.pages import Pages
@@ -312,8 +312,8 @@ class Scheduler(abc.ABC):
             pages_cached=pool.num_cached,
             pages_published=pool.num_published,
             pages_running=pool.num_running,
-            drafted=tuple(self.outbox.drafted[: self.config.draft_tokens]),
-            accepted=tuple(self.outbox.accepted[: self.config.draft_tokens]),
+            drafted=tuple(self.outbox.drafts.drafted[: self.config.draft_tokens]),
+            accepted=tuple(self.outbox.drafts.accepted[: self.config.draft_tokens]),
             credits=0 if self._blocked else max(requests.room(), 0),
             host_pages_total=self.host.total,
             host_pages_used=self.host.used,

@@ -9,12 +9,12 @@ from millrace_serve.engine.cache.kv_pool import ITEM_BYTES, KvLayout, KvPool
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar.grammars import Grammars
+from millrace_serve.engine.lockstep.lockstep import Lockstep
+from millrace_serve.engine.offload.page_copier import PageCopier
 from millrace_serve.engine.schedule.factory import Clock, make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.sim.runner import SimRunner, SimSettings
 from millrace_serve.engine.step.batch import BatchBuilder
-from millrace_serve.engine.step.lockstep import Lockstep
-from millrace_serve.engine.step.page_copier import PageCopier
 
 
 def sim_layout(config: EngineConfig, settings: SimSettings) -> KvLayout:

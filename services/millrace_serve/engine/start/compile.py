@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from millrace_serve.engine.health.progress import Progress
 from millrace_serve.engine.step.graphs import Forward
-from millrace_serve.engine.step.progress import Progress
 
 NOT_TRACED = ("millrace_kernels", "millrace_serve.model.parallel", "deep_gemm", "flash_mla", "flashinfer", "triton")
 RECOMPILES = 64  # of one function: layers differ in kind, and steps in rows

@@ -14,7 +14,7 @@ from millrace_serve.engine.config import Limits
 from millrace_serve.engine.step.batch import HostBatch, SharedChunk, SlotUpdates, StepBatch
 from millrace_serve.engine.step.graphs import graph_keys
 from millrace_serve.engine.step.sampling_batch import HostSampling, SamplingBatch
-from millrace_serve.model.split import Split
+from millrace_serve.model.context_parallel.split import Split
 
 PREFIX_TOKENS = 4096  # cached tokens before a chunk: as many as are expanded at a time
 

@@ -17,6 +17,11 @@ from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.grammar.llguidance_compiler import LlguidanceCompiler
+from millrace_serve.engine.health.progress import Progress
+from millrace_serve.engine.lockstep.join import join
+from millrace_serve.engine.lockstep.lockstep import Lockstep
+from millrace_serve.engine.offload.cuda_copier import CudaCopier
+from millrace_serve.engine.offload.page_copier import PageCopier
 from millrace_serve.engine.schedule.factory import make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.start import compile_ahead, finite
@@ -28,12 +33,7 @@ from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.reload import load
 from millrace_serve.engine.start.startup import MemoryPlanner, Site, kv_layout, prepare
 from millrace_serve.engine.step.batch import BatchBuilder
-from millrace_serve.engine.step.cuda_copier import CudaCopier
 from millrace_serve.engine.step.device import device_of
-from millrace_serve.engine.step.join import join
-from millrace_serve.engine.step.lockstep import Lockstep
-from millrace_serve.engine.step.page_copier import PageCopier
-from millrace_serve.engine.step.progress import Progress
 from millrace_serve.engine.step.torch_runner import TorchRunner
 from millrace_serve.model.checkpoint.checkpoint_hash import checkpoint_hash
 from millrace_serve.model.config import ModelConfig

@@ -25,7 +25,7 @@ from millrace_serve.engine.schedule.plan import Chunk, Plan
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.step.canary_tracker import CanaryTracker
 from millrace_serve.engine.step.sampling_batch import SamplingBatch, SamplingTable
-from millrace_serve.model.split import Split
+from millrace_serve.model.context_parallel.split import Split
 
 A = TypeVar("A")  # numpy array on the host, tensor on the device (engine/step/staging.py)
 

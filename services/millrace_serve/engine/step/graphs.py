@@ -30,10 +30,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace_serve.engine.drafts.speculate import Drafter
 from millrace_serve.engine.step.batch import HostBatch, StepBatch
 from millrace_serve.engine.step.device import Device, Replay
 from millrace_serve.engine.step.slots import Accepted, Slots
-from millrace_serve.engine.step.speculate import Drafter
 from millrace_serve.model.inputs import ForwardInput
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace_serve.engine.lockstep.packing import ALIGN, place
 from millrace_serve.engine.step.device import Device
-from millrace_serve.engine.step.packing import ALIGN, place
 
 NUM_SLOTS = 3  # one runs, one waits behind it, one is being read
 DTYPES = {

@@ -27,20 +27,20 @@ from torch import Tensor
 from millrace_serve.engine.cache.canary import mismatches
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig
+from millrace_serve.engine.context_parallel.shared_rows import with_shared
 from millrace_serve.engine.core import Failure
+from millrace_serve.engine.drafts.speculate import Drafter
+from millrace_serve.engine.health.progress import Progress
 from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.step.batch import HostBatch, StepBatch
 from millrace_serve.engine.step.chunk_graphs import ChunkGraphs
 from millrace_serve.engine.step.device import Device
 from millrace_serve.engine.step.graphs import DecodeGraphs
-from millrace_serve.engine.step.progress import Progress
 from millrace_serve.engine.step.sampling import TokenTables, results, sample
-from millrace_serve.engine.step.shared_rows import with_shared
 from millrace_serve.engine.step.slots import Accepted, Slots, accepted_rows, by_sequence
-from millrace_serve.engine.step.speculate import Drafter
 from millrace_serve.engine.step.staging import NUM_SLOTS, Staging
 from millrace_serve.model.deepseek_v3 import DeepseekV3
-from millrace_serve.model.experts.moving import Balancer
+from millrace_serve.model.eplb.moving import Balancer
 from millrace_serve.model.inputs import ForwardInput
 
 T = TypeVar("T")

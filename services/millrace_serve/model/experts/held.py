@@ -9,7 +9,7 @@ from millrace_kernels.moe_experts import moe_experts
 from torch import Tensor
 
 from millrace_serve.model.config import ModelConfig
-from millrace_serve.model.experts.placement import ExpertPlacement, SlotMap
+from millrace_serve.model.eplb.placement import ExpertPlacement, SlotMap
 from millrace_serve.model.parallel import ParallelDims, check_divides
 from millrace_serve.model.weights import Part, Weights
 

@@ -26,6 +26,7 @@ from millrace_rpc.tls import identity_of
 from prometheus_client import CollectorRegistry
 
 from millrace_serve.engine.core import Events, Failure, FlushCache
+from millrace_serve.engine.health.pulse import Pulse
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.phases import table as phase_table
 from millrace_serve.worker.config import WorkerConfig
@@ -41,7 +42,7 @@ from millrace_serve.worker.frontend.role import RoleLogic
 from millrace_serve.worker.frontend.spans import WorkerSpans
 from millrace_serve.worker.frontend.wakeup import within
 from millrace_serve.worker.launcher import Launcher
-from millrace_serve.worker.messages import GcPauses, Pulse, RankProgress
+from millrace_serve.worker.messages import GcPauses, RankProgress
 
 log = logging.getLogger(__name__)
 

@@ -22,12 +22,13 @@ from millrace_common.starvation import Starvation
 from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.core import EngineInput
+from millrace_serve.engine.health.pulse import Pulse
+from millrace_serve.engine.health.rank_watch import RankWatch
 from millrace_serve.engine.start.phases import slowest
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.messages import StopReader, ToReader
 from millrace_serve.worker.channels import Receiver, Sender, channel_key
 from millrace_serve.worker.config import WorkerConfig
-from millrace_serve.worker.frontend.rank_watch import RankWatch
 from millrace_serve.worker.launcher import Launcher
 from millrace_serve.worker.messages import (
     Answer,
@@ -36,7 +37,6 @@ from millrace_serve.worker.messages import (
     FromRank,
     GcFrozen,
     ProfileDone,
-    Pulse,
     RankFailed,
     RankReady,
     Report,

@@ -12,7 +12,7 @@ from millrace_common import gc_hooks
 
 from millrace_serve.engine.core import Events, Load
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.step.progress import Progress
+from millrace_serve.engine.health.progress import Progress
 from millrace_serve.worker.channels import Receiver
 from millrace_serve.worker.messages import (
     FreezeGc,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.step.progress import Progress
+from millrace_serve.engine.health.progress import Progress
 from millrace_serve.worker.config import WorkerConfig
 
 

@@ -32,21 +32,21 @@ from millrace_common.process_start import no_core_dumps
 
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import GIB
+from millrace_serve.engine.health.pulse_thread import PulseThread
+from millrace_serve.engine.offload.disk_tier import DiskTier
+from millrace_serve.engine.offload.page_folder import PageFolder
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.transfer.base import KvSink, PageBuffer, TransferError
 from millrace_serve.transfer.cuda_ipc import CudaIpcSink, shared_memory_name
-from millrace_serve.transfer.disk_tier import DiskTier
 from millrace_serve.transfer.messages import FromReader, ToReader
 from millrace_serve.transfer.nearest import NearestSink
 from millrace_serve.transfer.nixl import NixlSink, NixlSource
-from millrace_serve.transfer.page_folder import PageFolder
 from millrace_serve.transfer.reader import Reader
 from millrace_serve.worker.channels import Receiver, Sender, channel_key
 from millrace_serve.worker.config import EngineKind, WorkerConfig
 from millrace_serve.worker.messages import Dropped, FromRank, RankFailed, RankProgress, RankReady, Report, ToEngine
 from millrace_serve.worker.rank.loop import EngineLoop, Upkeep, follower_inbox
 from millrace_serve.worker.rank.parts import Parts, RankSpec
-from millrace_serve.worker.rank.pulse import PulseThread
 from millrace_serve.worker.rank.weights import set_weights
 
 log = logging.getLogger(__name__)

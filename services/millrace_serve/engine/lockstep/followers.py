@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from millrace_serve.engine.step.host import FRAME_BYTES, FRAMES, LINE, TAKEN, WRITTEN, Host
-from millrace_serve.engine.step.links import RankConnection
-from millrace_serve.engine.step.packing import SIZE
+from millrace_serve.engine.lockstep.host import FRAME_BYTES, FRAMES, LINE, TAKEN, WRITTEN, Host
+from millrace_serve.engine.lockstep.links import RankConnection
+from millrace_serve.engine.lockstep.packing import SIZE
 
 
 class Outlet:

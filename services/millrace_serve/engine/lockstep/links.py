@@ -15,7 +15,7 @@ from collections.abc import Collection
 
 from millrace_common.log import PER_REQUEST
 
-from millrace_serve.engine.step.shared_memory import RankLost
+from millrace_serve.engine.lockstep.shared_memory import RankLost
 
 log = logging.getLogger(__name__)
 

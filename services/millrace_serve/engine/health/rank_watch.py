@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 from millrace_common.pace import LEAST_S
 
-from millrace_serve.worker.messages import PULSE_S, Pulse
+from millrace_serve.engine.health.pulse import PULSE_S, Pulse
 
 OVERDUE_S = 2 * PULSE_S  # without a pulse: stopped, if something hangs anyway
 LEAST_COUNTED = 0.1  # so a limit is ten times as long at most

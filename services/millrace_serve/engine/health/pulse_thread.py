@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from millrace_common.starvation import Starvation
 
-from millrace_serve.engine.step.progress import Progress
-from millrace_serve.worker.messages import PULSE_S, Pulse
+from millrace_serve.engine.health.progress import Progress
+from millrace_serve.engine.health.pulse import PULSE_S, Pulse
 
 STACKS_AFTER = 0.75  # of the time that the main thread may take
 

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import add
 
+from millrace_serve.engine.health.progress import Progress
+from millrace_serve.engine.lockstep import packing
+from millrace_serve.engine.lockstep.followers import Inlet, LinkInlet, Outlet
+from millrace_serve.engine.lockstep.replicas import Replicas, ReplicaState, Said
 from millrace_serve.engine.schedule.plan import Plan, SharedTurn
-from millrace_serve.engine.step import packing
 from millrace_serve.engine.step.batch import HostBatch
-from millrace_serve.engine.step.followers import Inlet, LinkInlet, Outlet
-from millrace_serve.engine.step.progress import Progress
-from millrace_serve.engine.step.replicas import Replicas, ReplicaState, Said
 from millrace_serve.engine.step.runner import Runner, StepHandle
-from millrace_serve.model.split import Split
+from millrace_serve.model.context_parallel.split import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Agreement:
 
 
 class Lockstep:
-    """engine/step/join.py makes it of the ranks of a worker. Its methods raise RankLost, which names a rank."""
+    """engine/lockstep/join.py makes it of the ranks of a worker. Its methods raise RankLost, which names a rank."""
 
     def __init__(
         self,

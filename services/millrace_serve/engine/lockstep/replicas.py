@@ -15,9 +15,9 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from millrace_serve.engine.step.host import POSTED, PUBLISHED, Host
-from millrace_serve.engine.step.links import RankConnection
-from millrace_serve.engine.step.shared_memory import RankLost
+from millrace_serve.engine.lockstep.host import POSTED, PUBLISHED, Host
+from millrace_serve.engine.lockstep.links import RankConnection
+from millrace_serve.engine.lockstep.shared_memory import RankLost
 
 
 class ReplicaState(NamedTuple):

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import msgspec
 
-from millrace_serve.engine.step.followers import Inlet, LinkInlet, Outlet
-from millrace_serve.engine.step.host import Host
-from millrace_serve.engine.step.links import TOKEN_BYTES, RankConnection, RankListener, connect
-from millrace_serve.engine.step.lockstep import Lockstep
-from millrace_serve.engine.step.replicas import VECTOR, Replicas
+from millrace_serve.engine.lockstep.followers import Inlet, LinkInlet, Outlet
+from millrace_serve.engine.lockstep.host import Host
+from millrace_serve.engine.lockstep.links import TOKEN_BYTES, RankConnection, RankListener, connect
+from millrace_serve.engine.lockstep.lockstep import Lockstep
+from millrace_serve.engine.lockstep.replicas import VECTOR, Replicas
 
 MEMORY = Path("/dev/shm")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -1,4 +1,4 @@
-"""What the main thread of a rank is at, for the thread that tells the frontend (worker/rank/pulse.py).
+"""What the main thread of a rank is at, for the thread that tells the frontend (engine/health/pulse_thread.py).
 
 The main thread owes progress unless it waits: for messages, or for other ranks. A step may take a multiple of the
 slowest recent one; a step with prompt chunks a multiple of what recent ones took per token. What takes longer for a

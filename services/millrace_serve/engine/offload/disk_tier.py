@@ -1,4 +1,4 @@
-"""The third tier of the prefix cache (engine/cache/page_store.py): a thread that moves pages between the host tier's
+"""The third tier of the prefix cache (engine/offload/page_store.py): a thread that moves pages between the host tier's
 memory and a PageFolder.
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from millrace_serve.engine.cache.page_store import Move
+from millrace_serve.engine.offload.page_folder import PageFolder
+from millrace_serve.engine.offload.page_store import Move
 from millrace_serve.transfer.base import TransferError
-from millrace_serve.transfer.page_folder import PageFolder
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from millrace_serve.engine.health.progress import weight
 from millrace_serve.engine.step.batch import HostBatch
-from millrace_serve.engine.step.progress import weight
 
 RECENT = 4  # steps of a kind that are remembered
 FRESH_S = 2.0  # since the last of them: contexts grow, and long ones end

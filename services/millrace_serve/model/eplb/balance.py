@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from millrace_serve.model.experts.placement import ExpertPlacement
+from millrace_serve.model.eplb.placement import ExpertPlacement
 
 SLACK = 0.02  # of a rank's mean load: an expert stays on its rank for this much more than the least loaded one has
 LEAST_GAIN = 0.02  # of the imbalance: a layer that gains less is not worth its moves

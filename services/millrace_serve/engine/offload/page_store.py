@@ -1,4 +1,4 @@
-"""The third tier of the prefix cache, as the engine sees it; transfer/disk_tier.py is one."""
+"""The third tier of the prefix cache, as the engine sees it; engine/offload/disk_tier.py is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of a prompt chunk whose rows are spread over the replicas of a worker (model/split.py).
+"""Attention of a prompt chunk whose rows are spread over the replicas of a worker (model/context_parallel/split.py).
 
 Every replica gets the latent rows [c_kv | k_pe] of the whole chunk and, part by part, those of the tokens before it. So
 its own rows attend to all keys that they may see, and only the owner of the sequence stores anything:

@@ -25,9 +25,9 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from millrace_serve.engine.offload.nixl_files import NixlFiles
+from millrace_serve.engine.offload.page_code import CODE_BYTES, PageCode
 from millrace_serve.transfer.base import PageBuffer, TransferError
-from millrace_serve.transfer.nixl_files import NixlFiles
-from millrace_serve.transfer.page_code import CODE_BYTES, PageCode
 
 log = logging.getLogger(__name__)
 

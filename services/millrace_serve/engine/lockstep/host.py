@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from millrace_serve.engine.step.shared_memory import Bell, Counter, Segment
+from millrace_serve.engine.lockstep.shared_memory import Bell, Counter, Segment
 
 LINE = 64  # bytes of a cache line
 COUNTERS = 4  # of a rank: POSTED … TAKEN

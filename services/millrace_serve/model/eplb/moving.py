@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from millrace_serve.model.experts.balance import imbalance, rebalance
+from millrace_serve.model.eplb.balance import imbalance, rebalance
+from millrace_serve.model.eplb.placement import ExpertPlacement
 from millrace_serve.model.experts.held import HeldExperts
-from millrace_serve.model.experts.placement import ExpertPlacement
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import tensors

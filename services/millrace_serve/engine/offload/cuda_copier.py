@@ -13,8 +13,8 @@ from millrace_common.page_runs import runs
 from torch import Tensor
 
 from millrace_serve.engine.cache.kv_pool import KvPool
-from millrace_serve.engine.schedule.host_copies import CopyJob
-from millrace_serve.engine.step.page_copier import PageCopier
+from millrace_serve.engine.offload.host_copies import CopyJob
+from millrace_serve.engine.offload.page_copier import PageCopier
 
 
 class CudaCopier(PageCopier):

@@ -1,7 +1,7 @@
-"""Moves pages between a pool and its host tier beside the steps. engine/schedule/host_copies.py decides which.
+"""Moves pages between a pool and its host tier beside the steps. host_copies.py decides which.
 
-This is the copier of a pool in the host's own memory (a CPU, the simulated engine); engine/step/cuda_copier.py is that
-of a GPU.
+This is the copier of a pool in the host's own memory (a CPU, the simulated engine); cuda_copier.py is that of a
+GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from millrace_serve.engine.cache.kv_pool import KvPool
-from millrace_serve.engine.schedule.host_copies import CopyJob
+from millrace_serve.engine.offload.host_copies import CopyJob
 
 # Of one store: more than 2048 prompt tokens of the 671B model (138 MiB), so that one store per step keeps up.
 # The bus bounds what a copy takes from the steps beside it: PCIe 5 has 64 GB/s, an H200's memory 4.8 TB/s.

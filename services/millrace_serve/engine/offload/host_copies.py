@@ -1,4 +1,4 @@
-"""What is copied between the device's pages and the host tier, and when. engine/step/page_copier.py moves the bytes.
+"""What is copied between the device's pages and the host tier, and when. engine/offload/page_copier.py moves the bytes.
 
     store   a page that enters the prefix cache is copied to the host, so that its eviction loses nothing. Nobody waits
             for that, and the page is not held: it is read only as long as it is in the prefix cache, so a copy is good
@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from millrace_serve.engine.cache.host_tier import Copy
 from millrace_serve.engine.cache.kv_cache import KvCache
 from millrace_serve.engine.cache.radix import Node
-from millrace_serve.engine.schedule.disk_moves import DiskMoves
+from millrace_serve.engine.offload.disk_moves import DiskMoves
+from millrace_serve.engine.offload.host_tier import Copy
 
 
 @dataclass(slots=True, eq=False)

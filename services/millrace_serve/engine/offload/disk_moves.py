@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from millrace_serve.engine.cache.host_tier import Copy, HostTier
-from millrace_serve.engine.cache.page_store import PageStore
+from millrace_serve.engine.offload.host_tier import Copy, HostTier
+from millrace_serve.engine.offload.page_store import PageStore
 
 
 class DiskMoves:

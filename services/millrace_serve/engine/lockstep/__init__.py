@@ -1,0 +1,1 @@
+"""Ranks that step together: how they find each other, agree, and share batches."""

@@ -1,0 +1,1 @@
+"""Copies of cached pages in the host's memory and on disk."""

@@ -1,0 +1,1 @@
+"""Attention of prompt chunks that all replicas compute together."""

@@ -1,0 +1,1 @@
+"""Experts counted, placed and moved by their load."""
