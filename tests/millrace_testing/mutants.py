@@ -156,16 +156,16 @@ MUTANTS = (
     of("graph-rows-are-not-counted", f"{ENGINE}/step/graphs.py",
        "self._num_rows.copy_(step.num_rows)", "pass", "engine/test_graphs.py"),
     # the watch over ranks
-    of("watch-ignores-silence", f"{FRONTEND}/rank_watch.py",
+    of("watch-ignores-silence", f"{ENGINE}/health/rank_watch.py",
        "if not one.pulse.doing and one.silent_s > LEAST_S:", "if False:", "worker/test_rank_watch.py"),
-    of("watch-ignores-starvation", f"{FRONTEND}/rank_watch.py",
+    of("watch-ignores-starvation", f"{ENGINE}/health/rank_watch.py",
        "self._lived + passed * (1 - self.starved)", "now", "worker/test_rank_watch.py"),
-    of("watch-names-the-first", f"{FRONTEND}/rank_watch.py",
+    of("watch-names-the-first", f"{ENGINE}/health/rank_watch.py",
        "behind = min(ranks[rank].pulse.launched for rank in stuck)",
        "behind = max(ranks[rank].pulse.launched for rank in stuck)", "worker/test_rank_watch.py"),
-    of("progress-busy-is-slow", f"{ENGINE}/step/progress.py",
+    of("progress-busy-is-slow", f"{ENGINE}/health/progress.py",
        "if tokens and not excused:", "if tokens:", "engine/test_progress.py"),
-    of("forecast-of-the-slowest", f"{ENGINE}/step/forecast.py",
+    of("forecast-of-the-slowest", f"{ENGINE}/health/forecast.py",
        "seconds = min(", "seconds = max(", "engine/test_forecast.py"),
 )  # fmt: skip
 
