@@ -27,6 +27,8 @@ MODEL, TRANSFER, HANDOVER = "millrace_serve.model", "millrace_serve.transfer", "
 ENGINE, WORKER, ROUTER = "millrace_serve.engine", "millrace_serve.worker", "millrace_router"
 CORE, LIMITS = f"{ENGINE}.core", f"{ENGINE}.config"
 CACHE, GRAMMAR, SCHEDULE, STEP = (f"{ENGINE}.{part}" for part in ("cache", "grammar", "schedule", "step"))
+LOCKSTEP, DRAFTS, OFFLOAD, HEALTH = (f"{ENGINE}.{part}" for part in ("lockstep", "drafts", "offload", "health"))
+CONTEXT_PARALLEL = f"{ENGINE}.context_parallel"
 BOTH_PROCESSES = {f"{WORKER}.{part}" for part in ("config", "messages", "channels")}
 MAY_IMPORT = {
     STUBS: set(),
@@ -57,17 +59,34 @@ MAY_IMPORT = {
     ENGINE: set(),
     CORE: set(),
     LIMITS: {COMMON},
-    f"{ENGINE}.engine": {CORE, LIMITS, CACHE, GRAMMAR, SCHEDULE, STEP},
-    CACHE: {CORE, COMMON},
+    f"{ENGINE}.engine": {CORE, LIMITS, CACHE, GRAMMAR, SCHEDULE, OFFLOAD, HEALTH, LOCKSTEP, STEP},
+    CACHE: {CORE, COMMON, f"{OFFLOAD}.host_tier"},
     GRAMMAR: {CORE, COMMON},
-    SCHEDULE: {CORE, LIMITS, CACHE, GRAMMAR, COMMON},
-    STEP: {CORE, LIMITS, CACHE, SCHEDULE, MODEL, KERNELS, COMMON},
+    SCHEDULE: {CORE, LIMITS, CACHE, GRAMMAR, OFFLOAD, f"{DRAFTS}.counts", COMMON},
+    STEP: {
+        CORE,
+        LIMITS,
+        CACHE,
+        SCHEDULE,
+        DRAFTS,
+        CONTEXT_PARALLEL,
+        f"{LOCKSTEP}.packing",
+        f"{HEALTH}.progress",
+        MODEL,
+        KERNELS,
+        COMMON,
+    },
+    OFFLOAD: {CACHE, f"{TRANSFER}.base", f"{TRANSFER}.nixl_agent", COMMON},
+    DRAFTS: {LIMITS, SCHEDULE, STEP, MODEL, KERNELS},
+    CONTEXT_PARALLEL: {STEP, MODEL},
+    HEALTH: {STEP, COMMON},
+    LOCKSTEP: {SCHEDULE, STEP, HEALTH, MODEL, COMMON},
     f"{ENGINE}.sim": {ENGINE, COMMON},
     f"{ENGINE}.start": {ENGINE, MODEL, KERNELS, COMMON},
-    TRANSFER: {CORE, f"{CACHE}.page_store", COMMON},
+    TRANSFER: {CORE, COMMON},
     WORKER: {STUBS, COMMON, RPC, ENGINE, TRANSFER},
     f"{WORKER}.config": {COMMON, LIMITS, f"{ENGINE}.sim"},
-    f"{WORKER}.messages": {COMMON, CORE, CACHE, TRANSFER},
+    f"{WORKER}.messages": {COMMON, CORE, CACHE, f"{HEALTH}.pulse", TRANSFER},
     f"{WORKER}.channels": {COMMON, CORE},
     f"{WORKER}.launcher": {f"{WORKER}.config"},
     f"{WORKER}.frontend": {
@@ -79,6 +98,8 @@ MAY_IMPORT = {
             LIMITS,
             CACHE,
             f"{ENGINE}.start.phases",
+            f"{HEALTH}.pulse",
+            f"{HEALTH}.rank_watch",
             f"{TRANSFER}.base",
             f"{TRANSFER}.messages",
         ),
@@ -99,6 +120,9 @@ NO_TORCH_NO_GRPC = (
     "millrace_serve/engine/cache/[!k]*.py",
     "millrace_serve/engine/cache/kv_cache.py",  # and not kv_pool.py, which makes pools of tensors too
     "millrace_serve/engine/grammar/*.py",
+    "millrace_serve/engine/health/*.py",
+    "millrace_serve/engine/offload/[!cn]*.py",  # and not cuda_copier.py and nixl_files.py
+    "millrace_serve/engine/drafts/counts.py",
     "millrace_serve/engine/sim/*.py",
 )
 NO_TORCH = ("millrace_common/*.py", "millrace_rpc/*.py", "millrace_router/**/*.py", "millrace_cli/*.py")

@@ -42,7 +42,7 @@ REQUESTS = [
 
 def why(request: Request) -> str:
     """Empty: it is taken."""
-    failure = refusal(request, EngineConfig(num_pages=20), ModelFacts(V, frozenset()), Role.UNIFIED)
+    failure = refusal(request, EngineConfig(num_pages=20, max_model_len=100), ModelFacts(V, frozenset()), Role.UNIFIED)
     assert failure is None or failure.reason == Reason.INVALID_ARGUMENT
     return "" if failure is None else failure.message
 

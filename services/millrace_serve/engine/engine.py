@@ -6,7 +6,7 @@
 sequence that leaves with step N may still be named by step N+1: the tokens of that step are dropped, and the sequence's
 pages are kept, until N+1 is committed.
 
-With overlap, step N+1 is launched shortly before step N is expected to end (engine/health/forecast.py): what is submitted
+With overlap, step N+1 is launched shortly before step N is expected to end (health/forecast.py): what is submitted
 until then takes part in it, and `reserve` serves those whose KV comes from elsewhere meanwhile.
 """
 

@@ -240,15 +240,18 @@ class Imports:
         job.reads[read.read] = PostedRead(len(read.dst_pages), set(ranks), time.monotonic())
         for rank in ranks:
             source = self._source(job, rank)
-            self._connect(job, rank, source)
+            job.connects |= self._connect(job.peer, rank, source)
             self._ranks.send_reader(rank, msgspec.structs.replace(read, agent=source.agent))
 
-    def _connect(self, job: Import, rank: int, source: MemoryHandle) -> None:
-        """Have a rank connect to the source. A peer that was dropped gets no connection: nobody would end it."""
-        if not job.peer.dropped and (rank, source.agent) not in job.peer.agents:
-            job.peer.agents.add((rank, source.agent))
-            job.connects = True
-            self._ranks.send_reader(rank, AddSource(source))
+    def _connect(self, peer: Peer, rank: int, source: MemoryHandle) -> bool:
+        """Have a rank connect to the source, and return whether it did not know it. A peer that was dropped gets no
+        connection: nobody would end it.
+        """
+        if peer.dropped or (rank, source.agent) in peer.agents:
+            return False
+        peer.agents.add((rank, source.agent))
+        self._ranks.send_reader(rank, AddSource(source))
+        return True
 
     def _forget(self, job: Import) -> None:
         del self._live[job.machine.id]

@@ -17,10 +17,9 @@ from millrace_common.gc_hooks import GcPause
 
 from millrace_serve.engine.cache.kv_pool import KvLayout
 from millrace_serve.engine.core import EngineInput, Events
+from millrace_serve.engine.health.pulse import Pulse
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.messages import FromReader
-
-PULSE_S = 0.4  # between two pulses of a rank
 
 
 class FreezeGc(msgspec.Struct, frozen=True, tag=True):
@@ -59,22 +58,6 @@ ToEngine = EngineInput | ToProcess | Stop
 class RankProgress(msgspec.Struct, frozen=True, tag=True):
     state: Literal["loading", "compiling"]  # names of lifecycle.State
     message: str
-
-
-class Pulse(msgspec.Struct, frozen=True, tag=True):
-    """The rank's process runs. The other fields are those of engine/health/progress.py.
-
-    Attributes:
-        starved: part of the last PULSE_S in which a thread was ready without a CPU, or that the pulse came late
-    """
-
-    marks: int
-    waiting: bool
-    launched: int
-    limit_s: float
-    doing: str
-    compiled: dict[str, int] = {}
-    starved: float = 0.0
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):

@@ -1,6 +1,6 @@
 """The second tier of the prefix cache: copies of its pages in the host's memory, found by their block.
 
-Only the bookkeeping; engine/offload/host_copies.py decides what is copied, engine/offload/page_copier.py moves the bytes.
+Only the bookkeeping; host_copies.py decides what is copied, page_copier.py moves the bytes.
 Life of a copy:
     1. `begin`   it has a slot, perhaps that of the copy which was used longest ago, and its bytes are on their way
     2. `end`     they are there, and from now on `find` finds them

@@ -1,7 +1,7 @@
-"""Moves pages between a pool and its host tier beside the steps. engine/offload/host_copies.py decides which.
+"""Moves pages between a pool and its host tier beside the steps. host_copies.py decides which.
 
-This is the copier of a pool in the host's own memory (a CPU, the simulated engine); engine/offload/cuda_copier.py is that
-of a GPU.
+This is the copier of a pool in the host's own memory (a CPU, the simulated engine); cuda_copier.py is that of a
+GPU.
 """
 
 from __future__ import annotations

@@ -299,7 +299,7 @@ class DecodeScheduler(Scheduler):
             tokens = tokens[: len(seq.grammar.masks(tokens[:-1]))]
         tokens, finish = seq.extend(tokens)
         if self._num_queries > 1:
-            self.outbox.drafts(seq, int(output.drafted[row]), len(tokens) - 1)
+            self.outbox.drafts.add(seq, int(output.drafted[row]), len(tokens) - 1)
         self.outbox.output(seq, output.outputs(row, tokens, seq), finish)
         if finish is not None:
             self._take_off(seq)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from millrace_serve.engine.config import MOST_DRAFTS
 from millrace_serve.engine.core import Events, Failure, FinishReason, Request, SequenceOutput, TokenOutput
+from millrace_serve.engine.drafts.counts import DraftCounts
 from millrace_serve.engine.schedule.sequence import Sequence
 
 COUNTED = (
@@ -20,8 +20,7 @@ COUNTED = (
 class Outbox:
     def __init__(self) -> None:
         self.counters: dict[str, float] = dict.fromkeys(COUNTED, 0)  # of Load
-        self.drafted = [0] * MOST_DRAFTS  # by their place behind the newest token
-        self.accepted = [0] * MOST_DRAFTS
+        self.drafts = DraftCounts()
         self.events = Events()
 
     def refuse(self, request: Request, failure: Failure) -> None:
@@ -63,11 +62,3 @@ class Outbox:
         self.events.outputs.append(output)
         self.counters["output_tokens"] += len(tokens)
         return output
-
-    def drafts(self, seq: Sequence, drafted: int, accepted: int) -> None:
-        """Count the drafts that a step verified, and those of them that are outputs."""
-        seq.num_drafted += drafted
-        seq.num_accepted += accepted
-        for place in range(drafted):
-            self.drafted[place] += 1
-            self.accepted[place] += place < accepted

@@ -1,0 +1,23 @@
+"""A rank's sign of life."""
+
+from __future__ import annotations
+
+import msgspec
+
+PULSE_S = 0.4  # between two pulses of a rank
+
+
+class Pulse(msgspec.Struct, frozen=True, tag=True):
+    """The rank's process runs. The other fields are those of progress.py.
+
+    Attributes:
+        starved: part of the last PULSE_S in which a thread was ready without a CPU, or that the pulse came late
+    """
+
+    marks: int
+    waiting: bool
+    launched: int
+    limit_s: float
+    doing: str
+    compiled: dict[str, int] = {}
+    starved: float = 0.0
