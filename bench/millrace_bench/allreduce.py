@@ -33,7 +33,7 @@ from millrace_serve.engine.step.device import device_of
 from millrace_serve.model.parallel import ParallelDims
 from torch import Tensor
 
-from millrace_bench.processes import Ranks, Row, slowest
+from millrace_bench.processes import Ranks, Row, by_way, slowest
 from millrace_bench.shard import time_ms
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -150,16 +150,6 @@ def run(args: argparse.Namespace) -> list[Row]:
     return slowest(Ranks(args.ranks, tensor_parallel=True).run(of_rank, args), "us")
 
 
-def table(rows: list[Row]) -> str:
-    """A line per number of rows and form, a column per way."""
-    ways = list(dict.fromkeys(row["way"] for row in rows))
-    lines = ["  ".join(("   rows   form", *(f"{way:>9}" for way in ways)))]
-    for (num, form), of_case in itertools.groupby(rows, key=lambda row: (row["rows"], row["form"])):
-        us = {row["way"]: row["us"] for row in of_case}
-        lines.append("  ".join((f"{num:>7} {form:>6}", *(f"{us[way]:>9.1f}" for way in ways))))
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Sums over tensor-parallel ranks with the norm behind them.")
     parser.add_argument("--ranks", type=int, default=2)
@@ -168,7 +158,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
     rows = run(args)
-    print(table(rows))
+    print(by_way(rows, "rows", "form"))
     wrong = [row for row in rows if row.get("error", 0) > FP8_TOLERANCE or not row.get("same", True)]
     print(f"wrong: {wrong}" if wrong else "all results are right, and the same on all ranks")
     print_record(Record("allreduce", vars(args), {"rows": rows}))

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import statistics
 import tempfile
@@ -36,7 +35,7 @@ from torch import multiprocessing
 
 from millrace_bench import exchange_ways
 from millrace_bench.exchange_ways import HELD, TOP_K, Call, Case, Ours
-from millrace_bench.processes import Ranks, Row, spawn
+from millrace_bench.processes import Ranks, Row, by_way, spawn
 from millrace_bench.shard import time_ms
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 4096)
@@ -143,17 +142,6 @@ def run(family: str, args: argparse.Namespace, seconds: float) -> list[Row]:
     return [*rows, {"way": family, "error": error}] if error else rows
 
 
-def table(rows: list[Row]) -> str:
-    """A line per number of rows, a column per way."""
-    timed_rows = sorted((row for row in rows if "us" in row), key=lambda row: row["rows"])
-    ways = list(dict.fromkeys(row["way"] for row in rows if "us" in row))
-    lines = ["  ".join(("   rows", *(f"{way:>12}" for way in ways)))]
-    for num, of_size in itertools.groupby(timed_rows, key=lambda row: row["rows"]):
-        us = {row["way"]: row["us"] for row in of_size}
-        lines.append("  ".join((f"{num:>7}", *(f"{us[way]:>12.1f}" if way in us else " " * 12 for way in ways))))
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Rows to the experts of other ranks and back.")
     parser.add_argument("--ranks", type=int, default=2)
@@ -167,7 +155,7 @@ def main() -> None:
     rows, end = [], time.monotonic() + args.seconds
     for family in args.families:
         rows += run(family, args, min(args.seconds / 3, end - time.monotonic()))
-    print(table(rows))
+    print(by_way(rows, "rows"))
     for row in rows:
         if "error" in row:
             print(f"{row['way']}: {row['error']}")

@@ -24,15 +24,13 @@ from typing import Any
 
 import numpy as np
 import zmq
-from millrace_load.record import Record, hardware, print_record
+from millrace_load.record import Record, print_record
 from millrace_serve.engine.core import RequestId
 from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadState
 from millrace_serve.transfer.messages import AddSource, FromReader, ReadDone, ReadPages, StopReader, ToReader
 from millrace_serve.transfer.nixl import NixlSink, NixlSource
 from millrace_serve.transfer.reader import Reader
 from millrace_serve.worker.channels import Receiver, Sender
-from rich.console import Console
-from rich.table import Table
 
 V3_PAGE_BYTES = 61 * 64 * 576 * 2  # layers x tokens x (latent 512 + rope 64) x bf16
 SMALL_PAGE_BYTES = 4096
@@ -226,32 +224,16 @@ def _export(pipe: Connection, num_pages: int, page_bytes: int, device: str, ucx:
     del memory
 
 
-def report(settings: Settings, result: Result) -> None:
-    """A table and the targets."""
-    console = Console()
-    table = Table(title=f"NIXL READ, process to process, {hardware()}, UCX {settings.ucx}")
-    for name in ("page bytes", "pages/read", "read µs (p50)", "read µs (p99)", "GB/s", "memcpy GB/s", "of memcpy"):
-        table.add_column(name, justify="right")
+def report(result: Result) -> None:
     for row in result.rows:
-        table.add_row(
-            f"{row.page_bytes:,}",
-            str(row.pages),
-            f"{row.read_us:,.1f}",
-            f"{row.read_p99_us:,.1f}",
-            f"{row.gb_per_s:.2f}",
-            f"{row.memcpy_gb_per_s:.2f}",
-            f"{row.gb_per_s / row.memcpy_gb_per_s:.0%}",
-        )
-    console.print(table)
-    console.print(
+        print("  ".join(f"{key} {value:,.4g}" for key, value in asdict(row).items()))
+    print(
         f"once: agent and registration {result.backend_ms:.0f} ms, connect {result.connect_ms:.2f} ms, "
-        f"first read of the pair {result.first_read_ms:.2f} ms"
-    )
-    console.print(
+        f"first read of the pair {result.first_read_ms:.2f} ms\n"
         f"one small page, warm: {result.overhead_ms:.4f} ms, through the reader thread "
-        f"{result.reader_overhead_ms:.4f} ms (target <= {TARGET_OVERHEAD_MS:g} ms)"
+        f"{result.reader_overhead_ms:.4f} ms (target <= {TARGET_OVERHEAD_MS:g} ms)\n"
+        f"best at V3's page size: {result.v3_gb_per_s:.2f} GB/s (target >= {TARGET_GB_PER_S:g} GB/s)"
     )
-    console.print(f"best at V3's page size: {result.v3_gb_per_s:.2f} GB/s (target >= {TARGET_GB_PER_S:g} GB/s)")
 
 
 def main() -> None:
@@ -266,7 +248,7 @@ def main() -> None:
     ucx = dict(setting.split("=", 1) for setting in args.ucx.split(",") if setting)
     settings = Settings(args.pages_per_read, args.repeats, ucx, tuple(args.devices))
     result = run(settings)
-    report(settings, result)
+    report(result)
     print_record(Record("transfer", asdict(settings), asdict(result) | {"v3_gb_per_s": result.v3_gb_per_s}))
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from millrace_bench import exchange
-from millrace_bench.exchange import Row, measure, run, table
+from millrace_bench.exchange import measure, run
+from millrace_bench.processes import Row, by_way
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing import triton_interpreter
 from model.ranks import run_jobs
@@ -46,7 +47,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert {row["way"] for row in ours} == {"right", "dispatch", "both", "both_norm", "poll"}
     assert [(row["way"], row["rows"]) for row in gather] == [("gather", 1), ("gather", 3)]
     assert stopped == [{"way": "broken", "rows": 1, "us": 2.0}, {"way": "broken", "error": "RuntimeError: no graph"}]
-    assert len(table(ours + gather + stopped).splitlines()) == 4
+    assert len(by_way(ours + gather + stopped, "rows").splitlines()) == 4
 
 
 def test_processes_of_a_family() -> None:

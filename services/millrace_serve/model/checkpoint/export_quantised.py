@@ -26,7 +26,6 @@ import re
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,7 +79,6 @@ def export(source: Path, target: Path, form: str = "fp8", max_shard_bytes: int =
 
 
 def _convert(source: Path, folder: Path, form: str, max_shard_bytes: int) -> None:
-    started = time.monotonic()
     if form_of(model := ModelConfig.load(source)) is not None or model.int4_experts:
         raise ModelConfigError(f"{source / CONFIG_FILE}: quantization_config: the checkpoint is quantised already")
     write_shards(folder, _quantised(source, form), max_shard_bytes)
@@ -89,7 +87,6 @@ def _convert(source: Path, folder: Path, form: str, max_shard_bytes: int) -> Non
             shutil.copy(file, folder)
     config = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
     write_json(folder / CONFIG_FILE, {**config, "quantization_config": QUANTIZATIONS[form]})
-    log.info("%s quantised in %.1f s", source, time.monotonic() - started)
 
 
 def quantise(name: str, tensor: Tensor, form: str) -> Iterator[tuple[str, Tensor]]:
