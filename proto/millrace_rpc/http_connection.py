@@ -155,7 +155,7 @@ class Connection(HttpToolsProtocol):
     an answer, after an answer to a request whose body has not come, and now and then, so that a new replica gets its
     share of the load: the answer to a request on an old connection says `connection: close`, which clients expect at
     any time. uvicorn has no option for these: `cycle` is its own, so a new version of uvicorn needs test_http_server.py
-    and test_connections.py.
+    and edge/test_http.py.
     """
 
     _address: str | None = None  # None: not counted

@@ -1,17 +1,24 @@
-"""Every field of every request: a wrong value is refused with the path that the client wrote, and with no other name.
+"""Every field of every request: a wrong value is refused with the path that the client wrote, in a short answer.
 
 The mistakes are made from the published description, so a new field is tested without a word here.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
+import grpc
+import httpx
 import openai
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from millrace.v1 import admin_pb2, inference_pb2, inference_pb2_grpc
 from millrace_router.anthropic.http import POSTS
 from millrace_router.openai import openapi
 from millrace_router.openai.parsing import IGNORED, REFUSED
@@ -93,11 +100,11 @@ def in_object(schema: Schema, path: Path, put: Callable[[Any], Any]) -> Iterator
 
 @pytest.mark.parametrize("url", REQUESTS)
 async def test_a_mistake_is_named_by_its_path(url: str, pair: Cluster) -> None:
-    count = 0
+    count, http = 0, pair.direct()
     for path, body in mistakes(DOCUMENT[REQUESTS[url]], (), lambda value: value):
         if not path or (path == ("input", 0, "type") and body["input"][0].get("type") is None):
-            continue  # the body is no object, which test_encodings.py has; items without a type are messages
-        answer = await pair.http.post(url, json=body)
+            continue  # the body is no object, which edge/test_bodies.py has; items without a type are messages
+        answer = await http.post(url, json=body)
         told, name = answer.json()["error"], spelled(path)
         assert answer.status_code == 400, (name, body, answer.text)
         assert told["message"].startswith(f"{name} "), (body, told)
@@ -129,42 +136,6 @@ async def test_clients_raise_their_own_error_with_the_path(pair: Cluster) -> Non
             await other.messages.create(model="tiny", max_tokens=1, messages=messages[:0], tools=[{"name": "f"}])
 
 
-LATE: dict[str, tuple[str, dict[str, Any], str]] = {  # found after parsing: (path, fields, field that is named)
-    "chat's own name": ("/v1/chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens"),
-    "logprobs": ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    "session": ("/v1/chat/completions", {"user": "x" * 513}, "user"),
-    "stop": ("/v1/chat/completions", {"stop": "x" * 257}, "stop"),
-    "stops": ("/v1/chat/completions", {"stop": ["x", ""]}, "stop[1]"),
-    "long chat": ("/v1/chat/completions", {"max_tokens": 10**6}, "messages"),
-    "role": ("/v1/chat/completions", {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
-    "long input": ("/v1/responses", {"max_output_tokens": 10**6}, "input"),
-    "output": ("/v1/responses", {"max_output_tokens": 0}, "max_output_tokens"),
-    "schema": (
-        "/v1/responses", {"text": {"format": {"type": "json_schema", "schema": {"a": "x" * 70_000}}}}, "text.format",
-    ),
-    "stop sequence": ("/v1/messages", {"stop_sequences": ["x", ""]}, "stop_sequences[1]"),
-    "user": ("/v1/messages", {"metadata": {"user_id": "x" * 513}}, "metadata.user_id"),
-    "long message": ("/v1/messages", {"max_tokens": 10**6}, "messages"),
-    "nested prompt": ("/v1/completions", {"prompt": [[1, -1]]}, "prompt[0][1]"),
-    "prompt": ("/v1/completions", {"prompt": [1, -1]}, "prompt[1]"),
-    "token": ("/detokenize", {"tokens": [1, -1]}, "tokens[1]"),
-}  # fmt: skip
-RIGHT: dict[str, dict[str, Any]] = {
-    "/v1/responses": {"input": "hello"},
-    "/v1/messages": {"max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
-}
-
-
-@pytest.mark.parametrize("case", LATE)
-async def test_a_late_mistake_has_the_name_of_its_api(case: str, pair: Cluster) -> None:
-    url, fields, name = LATE[case]
-    answer = await pair.http.post(url, json=RIGHT.get(url, {}) | fields)
-    told = answer.json()["error"]
-    assert answer.status_code == 400 and told["message"].startswith(f"{name} "), told
-    assert told.get("param", name) == name
-
-
 async def test_a_long_name_of_a_tool(serve: Callable) -> None:
     """Anthropic allows twice as many characters as OpenAI."""
     made, messages = await serve("v31"), [{"role": "user", "content": "hello"}]
@@ -185,34 +156,177 @@ async def test_a_long_name_of_a_tool(serve: Callable) -> None:
         assert tuple([(await made.http.post(url, json=body)).status_code for url, body in bodies]) == accepted, size
 
 
-HABITS: dict[str, dict[str, Any]] = {  # what clients attach
-    "LiteLLM": {"cache_control": {"type": "ephemeral"}, "provider_specific_fields": {"a": 1}},
-    "answers": {"refusal": None, "annotations": [], "audio": None, "function_call": None, "id": "x", "status": "done"},
-    "openai's parsed answers": {"parsed": {"a": 1}},
-    "DeepSeek's clients": {"prefix": False, "reasoning_content": None},
-}
+# ------------------------------------------------------------------------------------- long inputs
 
 
-async def test_what_clients_attach_by_habit_changes_nothing(serve: Callable) -> None:
-    made = await serve("v31")
-    part, tool = {"type": "text", "text": "hello"}, {"type": "function", "function": {"name": "f"}}
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    for more in ({}, *HABITS.values()):
-        cached = {name: value for name, value in more.items() if name.startswith(("cache", "provider"))}
-        messages = [
-            {"role": "user", "content": [part | cached]} | more,
-            {"role": "assistant", "content": "", "tool_calls": [call | cached]} | more,
-            {"role": "tool", "tool_call_id": "a", "content": "x"},
-        ]
-        tools = [tool | cached | {"function": {"name": "f", "strict": None, **cached}}]
-        body = {"messages": messages, "tools": tools, "max_tokens": 2, **cached, "functions": [], "audio": None}
-        assert (await made.http.post("/v1/chat/completions", json=body)).status_code == 200, more
-    first, *others = (list(request.token_ids) for request in made.prefills[0].submitted)
-    assert all(other == first for other in others)
+SIZE = 100_000
+MOST = 2_000  # bytes of an error, and of its headers
+HEADER = 7_000  # characters: of all headers 8 KiB are allowed
+TEXTS = ["x" * SIZE, '\n\0"\\' * (SIZE // 20), "é☃🙂" * (SIZE // 15)]
+WORDS = [*TEXTS, {TEXTS[0]: TEXTS[0]}, [TEXTS[1]], int("9" * 4000)]
 
 
-@pytest.mark.parametrize("field", ["audio", "function_call", "partial", "prefix", "reasoning"])
-async def test_what_would_change_the_answer_is_refused(field: str, pair: Cluster) -> None:
-    turn = {"role": "assistant", "content": "x", field: {"a": 1}}
-    answer = await pair.http.post("/v1/chat/completions", json={"messages": [turn]})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == f"messages[0].{field}"
+Put = Callable[[Any], Any]
+
+
+def places(schema: Schema, put: Put) -> Iterator[Put]:
+    """For every field, and an item of every array: the smallest request with a value there. `put`: for the schema."""
+    for one in branches(schema):
+        if one.get("type") == "object":
+            right = sample(one) if "properties" in one else {}
+            for name, inner in one.get("properties", {}).items():
+                yield (at := lambda value, name=name, right=right: put({**right, name: value}))
+                yield from places(inner, at)
+        elif one.get("type") == "array":
+            yield (at := lambda value: put([value]))
+            yield from places(one["items"], at)
+
+
+def size(answer: httpx.Response) -> int:
+    """Bytes, with the headers."""
+    return len(answer.content) + sum(len(name) + len(value) for name, value in answer.headers.raw)
+
+
+async def refused(http: httpx.AsyncClient, url: str, content: bytes) -> int:
+    """1: it was, and its answer is short."""
+    answer = await http.post(url, content=content)
+    if answer.is_success:
+        return 0
+    assert size(answer) <= MOST, (url, content[:300], answer.text[:300])
+    return 1
+
+
+@pytest.mark.parametrize("url", REQUESTS)
+async def test_long_fields_over_http_come_back_cut(url: str, pair: Cluster) -> None:
+    schema, http = DOCUMENT[REQUESTS[url]], pair.direct()
+    puts = list(places(schema, lambda value: value))
+    count = 0
+    for i, put in enumerate(puts):
+        count += await refused(http, url, json.dumps(put(WORDS[i % len(WORDS)])).encode())
+    assert count > len(puts) / 2, "most of it is refused"
+    right = sample(schema)
+    for text in TEXTS:
+        for strange in ({text: 1}, {**right, text: 1}, {**right, "model": text}, {"a": {text: 1}}, text, [text]):
+            assert await refused(http, url, json.dumps(strange).encode())
+        assert await refused(http, url, text.encode()) and await refused(http, url, b'{"a": ' + text.encode())
+    deep = b'{"' + b'x": {"' * 500 + b'\\ud800": 1' + b"}" * 501
+    wide = b'{"a": {"' + b"x" * SIZE + b'": "\\ud800"}}'
+    for strange in (deep, wide, b"[" * SIZE, b'{"n": ' + b"9" * SIZE + b"}"):
+        assert await refused(http, url, strange)
+
+
+SCHEMAS = [
+    lambda text: {"$ref": f"#/{text}"},
+    lambda text: {"$ref": text},
+    lambda text: {"$schema": text},
+    lambda text: {"type": text},
+    lambda text: {"format": text},
+    lambda text: {"pattern": text},
+    lambda text: {"pattern": f"a{{{text}"},
+    lambda text: {"pattern": f"a{{{'9' * 4000}}}"},
+    lambda text: {"required": text},
+    lambda text: {"required": [1], "title": text},
+    lambda text: {text: 1, "not": {}},
+    lambda text: {"properties": {text: {"type": "nonsense"}}},
+    lambda text: {"properties": {text: {"uniqueItems": True}}},
+    lambda text: {"$defs": {text: {"uniqueItems": True}}, "$ref": f"#/$defs/{text}"},
+    lambda text: {"enum": [text], "type": "integer"},
+    lambda text: {"const": text, "maxLength": 3},
+    lambda text: {"minimum": int("9" * 4000)},
+    lambda text: {"patternProperties": {text: 1}},
+    lambda text: {"dependentRequired": {text: 1}},
+]  # fmt: skip
+
+
+async def test_long_parts_of_schemas_come_back_cut(pair: Cluster) -> None:
+    chat, text, http = "/v1/chat/completions", [{"role": "user", "content": "a"}], pair.direct()
+    count = 0
+    for make in SCHEMAS:
+        for long in ("x" * 20_000, "é/~%" * 5_000):
+            schema = make(long)
+            form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+            tool = {"type": "function", "function": {"name": "a", "parameters": schema, "strict": True}}
+            for more in ({"response_format": form}, {"tools": [tool], "tool_choice": "required"}):
+                count += await refused(http, chat, json.dumps({"messages": text, **more}).encode())
+    assert count > len(SCHEMAS)
+
+
+async def test_long_paths_and_headers_come_back_cut(pair: Cluster) -> None:
+    admin = f"http://127.0.0.1:{pair.router.ports['admin_http']}"
+    text = "x" * HEADER
+    short = {"content-type": "application/json"}
+    asked = [
+        ("POST", f"{at}{path}", {**short, name: text})
+        for at, paths in (("", (*REQUESTS, "/v1/models")), (admin, ("/warmup", "/drain/x", "/start_profile")))
+        for path in paths
+        for name in ("x-request-id", "content-encoding", "content-type", "host", "origin", "authorization", "x-api-key")
+    ]
+    long = "x" * 50_000
+    asked += [
+        (method, f"{at}/{path}{long}", short)
+        for at in ("", admin)
+        for path in ("", "v1/", "v1/messages/", "v1/models/", "drain/", "explain/")
+        for method in ("GET", "POST", "PUT")
+    ]
+    asked += [("POST", "/v1/messages", {**short, "x-request-id": text}), ("GET", "/v1/models/x?" + long, short)]
+    count = 0
+    for method, url, headers in asked:
+        answer = await pair.http.request(method, url, headers=headers, content=b"{")
+        assert size(answer) <= MOST, (method, url[:99], headers, answer.text[:300])
+        count += answer.is_error
+    assert count > len(asked) * 0.9
+
+
+def filled(kind: type[Message], text: str, deep: int = 3) -> Iterator[Message]:
+    """Messages with one text each, at every place that takes one."""
+    for field in kind.DESCRIPTOR.fields:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            continue
+        if field.type == FieldDescriptor.TYPE_STRING:
+            yield kind(**{field.name: [text] if field.is_repeated else text})
+        elif field.message_type is not None and deep:
+            for inner in filled(field.message_type._concrete_class, text, deep - 1):
+                yield kind(**{field.name: [inner] if field.is_repeated else inner})
+
+
+def completed(request: Message) -> Message:
+    """With a right prompt, if the request has none."""
+    if isinstance(request, inference_pb2.GenerateRequest) and not request.HasField("prompt"):
+        request.prompt.token_ids.ids.append(1)
+    return request
+
+
+async def test_long_fields_over_grpc_come_back_cut(pair: Cluster) -> None:
+    calls = [
+        (inference_pb2_grpc.InferenceStub, pair.public, "Generate", inference_pb2.GenerateRequest),
+        (inference_pb2_grpc.InferenceStub, pair.public, "Tokenize", inference_pb2.TokenizeRequest),
+        (inference_pb2_grpc.InferenceStub, pair.public, "Detokenize", inference_pb2.DetokenizeRequest),
+        (health_pb2_grpc.HealthStub, pair.public, "Check", health_pb2.HealthCheckRequest),
+    ]
+    names = {"DrainWorker": admin_pb2.DrainWorkerRequest, "ExplainRequest": admin_pb2.ExplainRequestRequest}
+    names |= {"StartProfiles": admin_pb2.StartProfilesRequest, "StopProfiles": admin_pb2.StopProfilesRequest}
+    count = 0
+    for text in TEXTS:
+        for stub, channel, method, kind in calls:
+            for request in filled(kind, text):
+                count += await refused_call(getattr(stub(channel), method)(completed(request), timeout=20))
+        for method, kind in names.items():
+            for request in filled(kind, text):
+                assert await refused_call(getattr(pair.admin, method)(request, timeout=20)), method
+    assert count > 10
+
+
+async def refused_call(call: Any) -> int:
+    try:
+        async for _ in call if hasattr(call, "__aiter__") else _once(call):
+            pass
+    except grpc.aio.AioRpcError as error:
+        size = sum(len(key) + len(value) for key, value in error.trailing_metadata())
+        assert size <= MOST and len(error.details().encode()) <= MOST / 2, error.details()[:300]
+        assert error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED, "the client could not take the headers"
+        return 1
+    return 0
+
+
+async def _once(call: Any) -> Any:
+    yield await call
