@@ -1,4 +1,4 @@
-"""Deliberate breaks, one line each, over engine and kernels: does a test notice? `python -m millrace_testing.mutants`
+"""Deliberate breaks, one line each: does a test notice? `python -m millrace_testing.mutants`
 
 The tree is copied once; each break is made in the copy, its tests run there until one fails, and it is taken back. The
 exit code is 1 when a break survives, or when its fragment is no longer found exactly once.
@@ -17,6 +17,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from millrace_testing import mutants_router
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 900.0  # of the tests of one break; a test that hangs has noticed it
@@ -167,6 +169,7 @@ MUTANTS = (
        "if tokens and not excused:", "if tokens:", "engine/test_progress.py"),
     of("forecast-of-the-slowest", f"{ENGINE}/step/forecast.py",
        "seconds = min(", "seconds = max(", "engine/test_forecast.py"),
+    *(of(*row) for row in mutants_router.BREAKS),
 )  # fmt: skip
 
 
