@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import enum
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.pace import FEW, LEAST_S, RECENT, TICK_S, TIMES, PatientClock, Slowest
+from millrace_common.transitions import Transitions
 
 GAPS = st.lists(st.floats(0.001, 60.0), min_size=FEW, max_size=3 * RECENT)
 
@@ -54,3 +57,25 @@ def test_a_clock_that_ticks_in_time_goes_like_any_other() -> None:
         real += TICK_S
         clock.tick()
     assert abs(clock.now() - 100 * TICK_S) < 1e-6
+
+
+# ------------------------------------------------------------------------------------- the table of a state machine
+
+
+class Light(enum.Enum):
+    RED = enum.auto()
+    GREEN = enum.auto()
+    BROKEN = enum.auto()
+
+
+LIGHT = Transitions({Light.RED: {Light.GREEN}, Light.GREEN: {Light.RED, Light.BROKEN}, Light.BROKEN: ()})
+
+
+def test_a_legal_move_is_the_new_state() -> None:
+    assert LIGHT.move(Light.RED, Light.GREEN, "a light") is Light.GREEN
+    assert LIGHT.final == {Light.BROKEN}
+
+
+def test_an_illegal_move_names_who_made_it() -> None:
+    with pytest.raises(AssertionError, match=r"light 7: illegal transition Light.RED -> Light.BROKEN"):
+        LIGHT.move(Light.RED, Light.BROKEN, "light 7")

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import httpx
 from millrace.v1 import admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
+from millrace_router.apis import public_http
 from millrace_router.main import Router
 from router.fake_worker import DECODE, PREFILL, FakeWorker
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -56,6 +57,11 @@ class Cluster:
     @property
     def decodes(self) -> list[FakeWorker]:
         return [worker for worker in self.workers if worker.role == DECODE]
+
+    def direct(self) -> httpx.AsyncClient:
+        """A client of the same HTTP API without a socket, for thousands of requests."""
+        app = public_http.build(self.router.inference, None)
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router", timeout=60)
 
     def metric(self, name: str, **labels: str) -> float:
         return self.router.metrics.registry.get_sample_value(name, labels) or 0.0

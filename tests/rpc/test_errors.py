@@ -50,7 +50,7 @@ def test_rows_are_consistent(reason: Reason) -> None:
 
 @BOTH
 @pytest.mark.parametrize("reason", Reason)
-async def test_round_trip(running, call, reason: Reason) -> None:
+async def test_an_error_of_every_reason_survives_the_wire(running, call, reason: Reason) -> None:
     running.service.error = MillraceError(reason, "größer als erlaubt", param="sampling.top_p", retry_after_s=2.5)
     raw = await call(running)
     assert raw.code() is TABLE[reason].code
@@ -100,7 +100,7 @@ async def test_statuses_of_others_get_the_nearest_reason(running) -> None:
     assert from_rpc_error(await error_of_unary(running)).reason is Reason.WORKER_LOST
 
 
-def test_a_stream_that_grpc_itself_calls_broken_is_tried_again_and_no_lost_worker() -> None:
+def test_a_stream_that_grpc_calls_broken_is_tried_again() -> None:
     nothing = grpc.aio.Metadata()
     error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, details="Internal error from Core")
     found = from_rpc_error(error)

@@ -15,7 +15,8 @@ import pytest
 import uvicorn
 from millrace_rpc import http_connection
 from millrace_rpc.http_connection import MAX_HEAD_BYTES, ConnectionLimits, Ending, body_of
-from millrace_rpc.http_server import HttpServer
+from millrace_rpc.http_server import HttpServer, listen
+from millrace_testing.ipv6 import needs_ipv6
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
@@ -119,6 +120,14 @@ async def test_headers_are_bounded_in_size_and_time(port: int, monkeypatch: pyte
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET / HTTP/1.1\r\nx-endless: " + b"a" * MAX_HEAD_BYTES)
     assert (await asyncio.wait_for(reader.readline(), 120)).startswith(b"HTTP/1.1 413")
+    writer.close()
+    monkeypatch.setattr(http_connection, "MAX_HEAD_BYTES", 1000)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for piece in (b"GET / HTTP/1.1\r\n", *[b"x: " + b"a" * 300 + b"\r\n"] * 4):
+        writer.write(piece)
+        for _ in range(10):  # the server, on the same event loop, reads each by itself
+            await asyncio.sleep(0)
+    assert (await asyncio.wait_for(reader.readline(), 120)).startswith(b"HTTP/1.1 413"), "all pieces together count"
     writer.close()
     monkeypatch.setattr(http_connection, "MAX_HEAD_S", 0.1)
     assert await said(port, b"GET / HTTP/1.1\r\n") == b""
@@ -314,3 +323,26 @@ async def test_a_client_that_takes_no_answer_is_cut_off(
             await asyncio.sleep(0)
     done = [call for call in transport.calls if call in ("pause_reading", "resume_reading", "write_eof")]
     assert done == before and [call for call in transport.calls if call in ("close", "abort")] == ["close", "abort"]
+
+
+# ------------------------------------------------------------------------------------- addresses of both families
+
+
+@pytest.mark.parametrize(
+    ("address", "connect"),
+    [
+        ("127.0.0.1:0", "127.0.0.1"),
+        ("localhost:0", "127.0.0.1"),
+        pytest.param("[::1]:0", "::1", marks=needs_ipv6),
+    ],
+)
+def test_a_client_gets_through(address: str, connect: str) -> None:
+    with listen(address) as server:
+        with socket.create_connection((connect, server.getsockname()[1]), 5):
+            connection, _ = server.accept()
+        connection.close()
+
+
+def test_a_taken_port_is_an_error() -> None:
+    with listen("127.0.0.1:0") as first, pytest.raises(OSError):
+        listen(f"127.0.0.1:{first.getsockname()[1]}")

@@ -12,8 +12,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from millrace.v1 import inference_pb2
 from millrace_rpc import server as rpc_server
-from millrace_rpc.client import CHANNEL_OPTIONS
-from millrace_rpc.server import NOT_SERVING, SERVING, Server
+from millrace_rpc.client import CHANNEL_OPTIONS, channel
+from millrace_rpc.health import NOT_SERVING, SERVING, UNKNOWN
+from millrace_rpc.server import Server
 
 NAME = "millrace.v1.Inference"
 
@@ -90,3 +91,43 @@ def test_run_uses_uvloop_and_returns_after_main() -> None:
 def test_every_option_is_known_to_grpc(name: str) -> None:
     """It ignores others in silence: a misspelt ping interval once made servers hang up on idle clients after 30 s."""
     assert name.encode() + b"\0" in Path(cygrpc.__file__).read_bytes()
+
+
+# ------------------------------------------------------------------------------------- health
+
+
+async def heard(call: grpc.aio.UnaryStreamCall) -> int:
+    return (await asyncio.wait_for(call.read(), 120)).status
+
+
+def watch(ch: grpc.aio.Channel, service: str = "") -> grpc.aio.UnaryStreamCall:
+    return health_pb2_grpc.HealthStub(ch).Watch(health_pb2.HealthCheckRequest(service=service))
+
+
+async def test_a_watcher_that_leaves_takes_nothing_from_the_others(running) -> None:
+    async with channel(f"127.0.0.1:{running.server.port}") as ch:
+        stays, leaves = watch(ch), watch(ch)
+        assert [await heard(stays), await heard(leaves)] == [NOT_SERVING, NOT_SERVING]
+        leaves.cancel()
+        later = watch(ch)  # after the one that left
+        assert await heard(later) == NOT_SERVING
+        for serving, status in ((True, SERVING), (False, NOT_SERVING)):
+            running.server.set_serving(serving)
+            assert [await heard(stays), await heard(later)] == [status, status]
+
+
+async def test_what_changes_nothing_is_not_told(running) -> None:
+    async with channel(f"127.0.0.1:{running.server.port}") as ch:
+        call = watch(ch)
+        assert await heard(call) == NOT_SERVING
+        running.server.set_serving(False)
+        running.server.set_serving(True)
+        assert await heard(call) == SERVING
+
+
+async def test_an_unknown_service_is_said_to_be_unknown(running) -> None:
+    async with channel(f"127.0.0.1:{running.server.port}") as ch:
+        assert await heard(watch(ch, "millrace.v1.Nothing")) == UNKNOWN
+        with pytest.raises(grpc.aio.AioRpcError, match=r"no service 'millrace\.v1\.Nothing'") as caught:
+            await health_pb2_grpc.HealthStub(ch).Check(health_pb2.HealthCheckRequest(service="millrace.v1.Nothing"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND

@@ -1,6 +1,6 @@
 """The OpenAPI document of the public HTTP port, made from the types of requests and answers.
 
-It is fuzzed against a running router (tests/router/openai/test_openapi.py), so that it stays true.
+It is fuzzed against a running router (tests/router/apis/openai/test_openapi.py), so that it stays true.
 """
 
 from __future__ import annotations

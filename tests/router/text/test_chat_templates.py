@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from millrace.v1 import common_pb2
 from millrace_router.apis.anthropic.types import MessagesRequest
 from millrace_router.apis.openai.chat import ChatRequest, Conversation
 from millrace_router.apis.openai.responses_request import ResponsesRequest
+from millrace_router.text.chat_format import Style
 from millrace_router.text.markers import DEEPSEEK, DSML, KIMI, THINK, THINK_END
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_rpc.errors import MillraceError
-from router.harness import BOS, EOS, TEMPLATE, write_tokenizer
+from router.harness import BOS, EOS, TEMPLATE, Cluster, write_tokenizer
+from router.scripted import HELLO, TOOLS, prompt_of, say
+from router.text.test_parsers import FORMS, WEATHER
 
 from router import templates
 
@@ -101,7 +106,7 @@ def prompt(tokenizer: Tokenizer, *messages: dict[str, Any], thinking: bool = Fal
 
 
 @pytest.mark.parametrize("thinking", [False, True])
-def test_v32_turns(thinking: bool, v32: Tokenizer) -> None:
+def test_v32_shows_turns_and_where_thoughts_begin(thinking: bool, v32: Tokenizer) -> None:
     mark = THINK if thinking else THINK_END
     assert prompt(v32, USER, thinking=thinking) == f"{BOS}{ASKED}{mark}"
     assert prompt(v32, SYSTEM, USER, thinking=thinking) == f"{BOS}Be brief.{ASKED}{mark}"
@@ -109,16 +114,10 @@ def test_v32_turns(thinking: bool, v32: Tokenizer) -> None:
     assert prompt(v32, USER, SAID, AGAIN, thinking=thinking) == f"{earlier}{ASKED_AGAIN}{mark}"
 
 
-def test_v32_tools(v32: Tokenizer) -> None:
+def test_v32_shows_tools_calls_and_results(v32: Tokenizer) -> None:
     assert prompt(v32, USER, tools=(TOOL,)) == f"{BOS}{DECLARED}{ASKED}{THINK_END}"
     assert prompt(v32, SYSTEM, USER, tools=(TOOL,)) == f"{BOS}Be brief.{DECLARED}{ASKED}{THINK_END}"
     assert prompt(v32, USER, CALLS, *RESULTS) == f"{BOS}{ASKED}{THINK_END}{CALLED}{TOLD}{THINK_END}"
-
-
-def test_a_tool_without_a_description_is_shown_without_one(v32: Tokenizer) -> None:
-    about = {name: value for name, value in TOOL["function"].items() if name != "description"}
-    shown = prompt(v32, USER, tools=({"type": "function", "function": about},))
-    assert f"<functions>\n{json.dumps(about)}\n</functions>" in shown
 
 
 def test_v32_shows_the_form_of_the_answer(v32: Tokenizer) -> None:
@@ -131,8 +130,10 @@ def test_v32_shows_the_form_of_the_answer(v32: Tokenizer) -> None:
     messages = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
     for request in (
         ChatRequest.model_validate({"messages": [SYSTEM, USER], **chat}),
-        ResponsesRequest.model_validate({"instructions": "Be brief.", "input": "Weather?", **responses}),
-        MessagesRequest.model_validate({"max_tokens": 9, "system": "Be brief.", "messages": [USER], **messages}),
+        ResponsesRequest.model_validate({"instructions": "Be brief.", "input": "Weather?", **responses}).as_chat(),
+        MessagesRequest.model_validate(
+            {"max_tokens": 9, "system": "Be brief.", "messages": [USER], **messages}
+        ).as_chat(),
     ):
         asked = request.as_chat()
         assert v32.render(asked.messages, asked.tools, asked.arguments) == wanted
@@ -159,7 +160,7 @@ def test_thoughts_and_calls_of_every_api(v32: Tokenizer) -> None:
         ]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "sunny"}]},
     ]})  # fmt: skip
-    asked = [request.as_chat() for request in (chat, responses, messages)]
+    asked = [request.as_chat() for request in (chat, responses.as_chat(), messages.as_chat())]
     one, two, three = [v32.render(each.messages, (), {"thinking": True}) for each in asked]
     assert one == two == three and f"{THINK}I ask.{THINK_END}\n\n<{DSML}function_calls>" in one
 
@@ -188,12 +189,6 @@ def test_what_v32_refuses(messages: tuple[dict[str, Any], ...], words: str, v32:
     assert refusal.value.param == "messages"
 
 
-def test_a_template_of_the_folder_goes_first(tmp_path: Path) -> None:
-    folder = write_tokenizer(tmp_path, None, (DSML,))
-    (folder / "chat_template.jinja").write_text("mine")
-    assert prompt(Tokenizer.load(folder), USER) == "mine"
-
-
 CALL_ALONE = {**CALLS, "tool_calls": [{"id": "functions.weather:0", "function": {"name": "weather"}}]}
 RESULT = {"role": "tool", "tool_call_id": "functions.weather:0", "content": "sunny"}
 AGENT = SYSTEM, USER, CALL_ALONE, RESULT
@@ -207,65 +202,56 @@ def of_form(template: str, folder: Path, *markers: str) -> Tokenizer:
     return Tokenizer.load(write_tokenizer(folder, template, (THINK, THINK_END, *markers)))
 
 
+class Form(NamedTuple):
+    """How a template shows turns: behind the last question, behind an earlier one, calls, and results."""
+
+    template: str
+    last: str
+    earlier: str
+    calls: Callable[..., str]
+    results: Callable[..., str]
+
+
 def v3_calls(*arguments: str) -> str:
-    """Calls of one function, as V3 and R1 write them."""
     calls = (f"{DEEPSEEK.call}function{SEP}weather\n```json\n{text}\n```{DEEPSEEK.call_end}" for text in arguments)
     return DEEPSEEK.calls + "\n".join(calls) + DEEPSEEK.calls_end
 
 
-def v3_results(*results: str, between: str = "") -> str:
-    told = between.join(f"<｜tool▁output▁begin｜>{result}<｜tool▁output▁end｜>" for result in results)
-    return f"<｜tool▁outputs▁begin｜>{told}<｜tool▁outputs▁end｜>"
+def v31_calls(*arguments: str) -> str:
+    calls = (f"{DEEPSEEK.call}weather{SEP}{text}{DEEPSEEK.call_end}" for text in arguments)
+    return DEEPSEEK.calls + "".join(calls) + DEEPSEEK.calls_end
 
 
-def test_r1(tmp_path: Path) -> None:
-    made = of_form(templates.R1, tmp_path, *DEEPSEEK)
+def v31_results(*told: str, between: str = "") -> str:
+    return between.join(f"<｜tool▁output▁begin｜>{result}<｜tool▁output▁end｜>" for result in told)
+
+
+def v3_results(*told: str, between: str = "") -> str:
+    return f"<｜tool▁outputs▁begin｜>{v31_results(*told, between=between)}<｜tool▁outputs▁end｜>"
+
+
+LINES = functools.partial(v3_results, between="\n")
+DEEPSEEKS = {
+    "R1": Form(templates.R1, "<think>\n", "", v3_calls, v3_results),
+    "V3_0324": Form(templates.V3_0324, "", "", v3_calls, LINES),
+    "R1_0528": Form(templates.R1_0528, "", "", v3_calls, LINES),
+    "V31": Form(templates.V31, THINK_END, THINK_END, v31_calls, v31_results),
+    "V31, thinking": Form(templates.V31, THINK, THINK_END, v31_calls, v31_results),
+}
+
+
+@pytest.mark.parametrize("name", DEEPSEEKS)
+def test_a_conversation_is_shown_as_the_model_knows_it(name: str, tmp_path: Path) -> None:
+    form = DEEPSEEKS[name]
+    shown = functools.partial(prompt, of_form(form.template, tmp_path, *DEEPSEEK), thinking="thinking" in name)
     asked = f"{BOS}Be brief.{USER_MARK}Weather?{ASSISTANT}"
-    assert prompt(made, SYSTEM, USER) == f"{asked}<think>\n"
-    second = f"{asked}Sunny.{EOS}{USER_MARK}Really?{ASSISTANT}<think>\n"
-    assert prompt(made, SYSTEM, USER, SAID, AGAIN) == second
-    begun = f"{asked}{v3_calls('{}')}{EOS}{v3_results('sunny')}"
-    assert prompt(made, *AGENT) == begun
-    assert prompt(made, *LATER) == f"{begun}Sunny.{EOS}{USER_MARK}Really?{ASSISTANT}<think>\n"
-    assert prompt(made, *TWO) == f"{asked}Wait.{v3_calls(ARGUMENTS, '{}')}{EOS}{v3_results('sunny', 'snow')}"
-
-
-def test_r1_as_it_came_first(tmp_path: Path) -> None:
-    """It would take an empty text for an answer without calls."""
-    made = of_form(templates.R1_FIRST, tmp_path, *DEEPSEEK)
-    calls = f"{ASSISTANT}{v3_calls('{}')}{EOS}"
-    assert prompt(made, *AGENT) == f"{BOS}Be brief.{USER_MARK}Weather?{calls}{v3_results('sunny')}"
-
-
-@pytest.mark.parametrize("form", ["V3_0324", "R1_0528"])
-def test_v3_0324_and_r1_0528(form: str, tmp_path: Path) -> None:
-    made = of_form(getattr(templates, form), tmp_path, *DEEPSEEK)
-    asked = f"{BOS}Be brief.{USER_MARK}Weather?{ASSISTANT}"
-    assert prompt(made, SYSTEM, USER) == asked
-    assert prompt(made, SYSTEM, USER, SAID, AGAIN) == f"{asked}Sunny.{EOS}{USER_MARK}Really?{ASSISTANT}"
-    begun = f"{asked}{v3_calls('{}')}{EOS}{v3_results('sunny')}"
-    assert prompt(made, *AGENT) == begun
-    assert prompt(made, *LATER) == f"{begun}Sunny.{EOS}{USER_MARK}Really?{ASSISTANT}"
-    told = v3_results("sunny", "snow", between="\n")
-    assert prompt(made, *TWO) == f"{asked}Wait.{v3_calls(ARGUMENTS, '{}')}{EOS}{told}"
-
-
-@pytest.mark.parametrize("thinking", [False, True])
-def test_v31(thinking: bool, tmp_path: Path) -> None:
-    made = of_form(templates.V31, tmp_path, *DEEPSEEK)
-    mark = THINK if thinking else THINK_END
-    asked = f"{BOS}Be brief.{USER_MARK}Weather?{ASSISTANT}"
-    assert prompt(made, SYSTEM, USER, thinking=thinking) == f"{asked}{mark}"
-    again = f"Sunny.{EOS}{USER_MARK}Really?{ASSISTANT}{mark}"
-    assert prompt(made, SYSTEM, USER, SAID, AGAIN, thinking=thinking) == f"{asked}{THINK_END}{again}"
-    call = f"{DEEPSEEK.call}weather{SEP}{{}}{DEEPSEEK.call_end}"
-    told = "<｜tool▁output▁begin｜>sunny<｜tool▁output▁end｜>"
-    begun = f"{asked}{THINK_END}{DEEPSEEK.calls}{call}{DEEPSEEK.calls_end}{EOS}{told}"
-    assert prompt(made, *AGENT, thinking=thinking) == begun
-    assert prompt(made, *LATER, thinking=thinking) == f"{begun}{again}"
-    first = f"{DEEPSEEK.call}weather{SEP}{ARGUMENTS}{DEEPSEEK.call_end}"
-    two = f"{asked}{THINK_END}Wait.{DEEPSEEK.calls}{first}{call}{DEEPSEEK.calls_end}{EOS}{told}"
-    assert prompt(made, *TWO, thinking=thinking) == f"{two}<｜tool▁output▁begin｜>snow<｜tool▁output▁end｜>"
+    again = f"Sunny.{EOS}{USER_MARK}Really?{ASSISTANT}{form.last}"
+    begun = f"{asked}{form.earlier}{form.calls('{}')}{EOS}{form.results('sunny')}"
+    assert shown(SYSTEM, USER) == f"{asked}{form.last}"
+    assert shown(SYSTEM, USER, SAID, AGAIN) == f"{asked}{form.earlier}{again}"
+    assert shown(*AGENT) == begun and shown(*LATER) == f"{begun}{again}"
+    two = f"{asked}{form.earlier}Wait.{form.calls(ARGUMENTS, '{}')}{EOS}{form.results('sunny', 'snow')}"
+    assert shown(*TWO) == two
 
 
 V3_CALL = f"function{SEP}tool_call_name\n```json\ntool_call_arguments\n```"
@@ -322,7 +308,7 @@ def kimi(kind: str, name: str, text: str) -> str:
         ("KIMI_THINKING", "<think>I ask.</think>", "<think></think>"),
     ],
 )
-def test_kimi(form: str, agent: str, later: str, tmp_path: Path) -> None:
+def test_kimi_shows_turns_calls_and_thoughts(form: str, agent: str, later: str, tmp_path: Path) -> None:
     """`agent`: thoughts before a call that still has no answer. `later`: those of all before an answer."""
     made = of_form(getattr(templates, form), tmp_path, *KIMI)
     turn = "<|im_assistant|>assistant<|im_middle|>"
@@ -364,3 +350,144 @@ def test_calls_without_a_text(template: str, shown: str, tmp_path: Path) -> None
     made = of_form(template, tmp_path, *DEEPSEEK)
     assert prompt(made, USER, CALL_ALONE, RESULT) == shown
     assert prompt(made, USER, {**CALL_ALONE, "content": ""}, RESULT) == shown
+
+
+# ------------------------------------------------------------------------------------- calls of earlier turns
+
+
+TEXTS = {
+    name: getattr(templates, name)
+    for name in ("R1", "R1_FIRST", "V3_0324", "R1_0528", "V31", "KIMI_K2", "KIMI_FIRST", "KIMI_THINKING")
+}
+EACH_CALL = (
+    "{% for m in messages %}{% for c in m.tool_calls or () %}<CALL>{% endfor %}{{ m.content or '' }}{% endfor %}"
+)
+OBJECTS = {  # templates that read an object
+    "V32": None,
+    "items": EACH_CALL.replace("<CALL>", "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}"),
+    "tojson": EACH_CALL.replace("<CALL>", "{{ c.function.arguments | tojson }}"),
+}
+EITHER = EACH_CALL.replace(
+    "<CALL>", "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}"
+)
+BROKEN = ["{", '{"city": "Os', "[]", "777", '"{}"', "Oslo", '{"a": NaN}', '{"a": "\\ud800"}', '{"a": 1} so']
+
+
+def of_template(folder: Path, template: str | None) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(folder, template, (THINK, THINK_END, *DEEPSEEK, DSML)))
+
+
+def shown(tokenizer: Tokenizer, arguments: Any) -> str:
+    """The prompt after a call with these arguments."""
+    call = {"id": "functions.weather:0", "function": {"name": "weather", "arguments": arguments}}
+    turns = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "sunny"},
+        {"role": "user", "content": "Really?"},
+    ]
+    return tokenizer.render(Conversation.model_validate({"messages": turns}).as_chat().messages)
+
+
+@pytest.mark.parametrize("name", [*TEXTS, *OBJECTS])
+def test_arguments_that_no_tool_takes_are_shown(name: str, tmp_path: Path) -> None:
+    tokenizer = of_template(tmp_path, TEXTS.get(name) or OBJECTS[name])
+    for arguments in BROKEN:
+        prompt = shown(tokenizer, arguments)
+        assert "Really?" in prompt
+        if name in TEXTS:
+            assert arguments in prompt, "as they were sent"
+        elif name == "V32":
+            line = f'<{DSML}parameter name="INVALID_JSON" string="true">{arguments}</{DSML}parameter>'
+            assert line in prompt
+        elif name == "items":
+            assert f"INVALID_JSON={arguments};" in prompt
+        else:
+            assert json.dumps({"INVALID_JSON": arguments}) in prompt
+
+
+@pytest.mark.parametrize("template", [*TEXTS.values(), *OBJECTS.values(), EITHER])
+def test_none_are_an_empty_object(template: str | None, tmp_path: Path) -> None:
+    tokenizer = of_template(tmp_path, template)
+    (prompt,) = {shown(tokenizer, arguments) for arguments in ("", " ", "null", None, {}, "{}")}
+    assert "INVALID_JSON" not in prompt
+
+
+@pytest.mark.parametrize("template", [*TEXTS.values(), *OBJECTS.values(), EITHER])
+def test_an_object_and_its_text_are_shown_alike(template: str | None, tmp_path: Path) -> None:
+    arguments = {"city": "Zürich", "days": [1, 2]}
+    text = json.dumps(arguments, ensure_ascii=False)
+    tokenizer = of_template(tmp_path, template)
+    prompt = shown(tokenizer, arguments)
+    assert prompt == shown(tokenizer, text) and "Zürich" in prompt
+    assert r"\"city\"" not in prompt, "not quoted twice"
+
+
+@pytest.mark.parametrize("style", Style)
+async def test_a_call_that_was_cut_off_goes_back(serve: Callable, style: Style) -> None:
+    """In all APIs, at any place: the next turn gets its answer."""
+    made = await serve(style.name.lower())
+    written = FORMS[style](("weather", WEATHER))
+    for at in range(len(written) - len(WEATHER) - 20, len(written), 17):
+        for goes_back in (chat, responses, messages):
+            say(made, written[:at], finish=common_pb2.FINISH_REASON_LENGTH)
+            path, body = await goes_back(made)
+            say(made, "Done.")
+            answer = await made.http.post(path, json=body)
+            assert answer.status_code == 200, (at, answer.text)
+            assert "Done." in answer.text and "sunny" in prompt_of(made)
+
+
+async def chat(made: Cluster) -> tuple[str, dict[str, Any]]:
+    body = {"messages": HELLO, "tools": TOOLS}
+    message = (await made.http.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+    calls = message.get("tool_calls", ())
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "sunny"} for call in calls]
+    return "/v1/chat/completions", body | {"messages": [*HELLO, message, *(results or [user("sunny")])]}
+
+
+async def responses(made: Cluster) -> tuple[str, dict[str, Any]]:
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    body = {"input": HELLO, "tools": tools}
+    output = (await made.http.post("/v1/responses", json=body)).json()["output"]
+    calls = [item["call_id"] for item in output if item["type"] == "function_call"]
+    results = [{"type": "function_call_output", "call_id": call, "output": "sunny"} for call in calls]
+    return "/v1/responses", body | {"input": [*HELLO, *output, *(results or [user("sunny")])]}
+
+
+async def messages(made: Cluster) -> tuple[str, dict[str, Any]]:
+    tools = [{"name": tool["function"]["name"], "input_schema": {}} for tool in TOOLS]
+    body = {"messages": HELLO, "tools": tools, "max_tokens": 999}
+    content = (await made.http.post("/v1/messages", json=body)).json()["content"]
+    calls = [block["id"] for block in content if block["type"] == "tool_use"]
+    results = [{"type": "tool_result", "tool_use_id": call, "content": "sunny"} for call in calls]
+    said = [{"role": "assistant", "content": content}, user(results) if results else user("sunny")]
+    return "/v1/messages", body | {"messages": [*HELLO, *said]}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def test_ids_of_other_servers_become_those_of_kimi(tmp_path: Path) -> None:
+    """A model writes what it is shown: without a name in the id, it would write calls without names."""
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, templates.KIMI_K2, KIMI))
+
+    def turn(*calls: tuple[str, str]) -> list[dict[str, Any]]:
+        made = [{"id": call_id, "function": {"name": name}} for name, call_id in calls]
+        results = [{"role": "tool", "tool_call_id": call_id, "content": "x"} for _, call_id in calls]
+        return [{"role": "assistant", "tool_calls": made}, *results]
+
+    def ids(*turns: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
+        chat = Conversation.model_validate(
+            {"messages": [user("?"), *(each for some in turns for each in some)]}
+        ).as_chat()
+        prompt = tokenizer.render(chat.messages)
+        heads = [part.partition(KIMI.sep)[0] for part in prompt.split(KIMI.call)[1:]]
+        return heads, [part.partition("\n")[0] for part in prompt.split("## Return of ")[1:]]
+
+    own = "functions.time:0", "functions.weather:1"
+    assert ids(turn(("time", own[0])), turn(("weather", own[1]))) == ([*own], [*own])
+    assert ids(turn(("time", "call_a"), ("weather", "call_b"))) == ([*own], [*own])
+    assert ids(turn(("time", own[0])), turn(("time", own[0]))) == (["functions.time:0", "functions.time:1"],) * 2
+    assert ids(turn(("time", "functions.weather:0"))) == (["functions.time:0"],) * 2

@@ -1,24 +1,32 @@
-"""Log-probabilities in the OpenAI API, of tokens that are parts of characters, special or without a text among them."""
+"""Parts of answers: log-probabilities of any tokens, blocks of content and calls, and events."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from millrace.v1 import common_pb2
+from millrace_router.apis.blocks import ContentBlocks, Kind, Step
 from millrace_router.apis.openai.answers import AnswerShape
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import AnswerText, Delta
+from millrace_router.http.answers import event
+from millrace_router.text import markers
+from millrace_router.text.call_stream import CallDelta
+from millrace_router.text.chat_format import ChatFormat, Style
 from millrace_router.text.markers import THINK_END
-from millrace_router.text.message import MessageParser
+from millrace_router.text.message import MessageParser, Said
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_testing import paths
 from router.harness import BOS, write_tokenizer
+from router.text.test_parsers import CERTAIN, WEATHER, v31
 
 TEXTS = st.text(st.sampled_from("ab é日本🚀👨‍👩‍👧 h\u0301\n"), max_size=6)
 FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -84,7 +92,7 @@ def outputs(draw: st.DrawFn, of: Tokenizer) -> tuple[list[int], list[list[int]],
     return ids, [ids[a:b] for a, b in itertools.pairwise(cuts)], tops
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), keep=st.booleans(), stops=st.sampled_from([[], ["b"], ["本"], ["é", "🚀\n"], ["\ufffd"]]))
 def test_of_plain_text(data: st.DataObject, keep: bool, stops: list[str], tokenizers: list[Tokenizer]) -> None:
     tokenizer = data.draw(st.sampled_from(tokenizers))
@@ -110,7 +118,7 @@ def test_of_plain_text(data: st.DataObject, keep: bool, stops: list[str], tokeni
         assert sorted(top.values()) == sorted(-float(other) for other in {i, *others}), "one for each token"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), keep=st.booleans())
 def test_bytes_of_a_chat_are_those_of_its_text(data: st.DataObject, keep: bool, tokenizers: list[Tokenizer]) -> None:
     tokenizer = data.draw(st.sampled_from(tokenizers))
@@ -140,3 +148,77 @@ def test_parts_of_characters(tmp_path: Path) -> None:
     _, logprobs = told(tokenizer, made, chat=True, keep=False, stream=False)
     assert [token["token"] for token in logprobs["content"]][1:5] == ["\\xc3", "\\xa9", BOS, "\\xf0"]
     assert [token["bytes"] for token in logprobs["content"]][1:5] == [[0xC3], [0xA9], [], [0xF0]]
+
+
+# ------------------------------------------------------------------------------------- blocks
+
+
+PARTS = [
+    *("So.", markers.THINK_END, "Hello ", "\n"),
+    *(v31(("weather", WEATHER)), v31(("time", ""), ("time", "{}")), *markers.DEEPSEEK),
+]  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.sampled_from(PARTS), max_size=8), st.data())
+def test_nothing_is_lost_however_the_text_is_cut(parts: list[str], data: st.DataObject) -> None:
+    text = "".join(parts)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)) | {0, len(text)})
+    pieces = [text[a:b] for a, b in itertools.pairwise(cuts)] or [""]
+    parser, blocks, told, open_ = parser_of(), ContentBlocks(), {}, None
+    for i, piece in enumerate(pieces):
+        for step, block, new in blocks.push(parser.push(piece, last=i + 1 == len(pieces)), last=i + 1 == len(pieces)):
+            if step is Step.BEGIN:
+                assert open_ is None and block.index == len(told) and not new
+                open_, told[block.index] = block, ""
+            else:
+                assert block is open_
+                told[block.index] += new
+            if step is Step.END:
+                open_ = None
+    assert open_ is None and [block.text for block in blocks.all] == list(told.values())
+    whole = parser_of().push(text, last=True)
+    for kind, said in ((Kind.THOUGHTS, whole.thoughts), (Kind.TEXT, whole.text)):
+        assert "".join(block.text for block in blocks.all if block.kind is kind) == said
+    calls = [(block.name, block.text) for block in blocks.all if block.kind is Kind.CALL]
+    assert calls == [(call.name, call.arguments) for call in whole.calls]
+    assert len({block.id for block in blocks.all if block.kind is Kind.CALL}) == len(calls)
+
+
+def parser_of() -> MessageParser:
+    return MessageParser(ChatFormat(Style.V31, reasons=True), thinking=True, offer=CERTAIN)
+
+
+def test_the_rest_of_a_call_stands_before_the_text_behind_it() -> None:
+    blocks = ContentBlocks()
+    list(blocks.push(Said.of("", [CallDelta(0, "f", "{")]), last=False))
+    list(blocks.push(Said.of("", [CallDelta(0, "", "}"), "Done.", CallDelta(1, "g", "{}")]), last=True))
+    assert [(block.kind, block.name, block.text) for block in blocks.all] == [
+        (Kind.CALL, "f", "{}"), (Kind.TEXT, "", "Done."), (Kind.CALL, "g", "{}"),
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------- events
+
+
+BREAKS = [c for c in map(chr, range(sys.maxunicode)) if len(f"a{c}b".splitlines()) > 1]
+
+
+def data(told: bytes) -> object:
+    (line,) = [line for line in told.decode().splitlines() if line]
+    return json.loads(line.removeprefix("data: "))
+
+
+def test_an_event_has_one_line_of_data() -> None:
+    value = {"text": "".join(f"é{c}" for c in BREAKS), **dict.fromkeys(BREAKS, "a")}
+    assert len(BREAKS) > 8 and data(event(value)) == value
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_chunk_has_one_line_of_data(chat: bool) -> None:
+    answer = Answer("", "".join(BREAKS), 1, False, None)  # type: ignore[arg-type]
+    shape, text = AnswerShape(chat, answer, Tokenizer.load(paths.TINY), False), "x".join(BREAKS)
+    told = data(shape.push(Delta(0, Said("", text), [5], [], 0, 1, 0, 0, 0, True)))
+    assert isinstance(told, dict)
+    (choice,) = told["choices"]
+    assert (choice["delta"]["content"] if chat else choice["text"]) == text and told["model"] == "".join(BREAKS)

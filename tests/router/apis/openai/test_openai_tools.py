@@ -55,7 +55,7 @@ async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> tuple[str, str,
 
 
 @pytest.mark.parametrize("style", Style)
-async def test_calls(serve: Callable, style: Style) -> None:
+async def test_calls_are_read_at_once_and_streamed(serve: Callable, style: Style) -> None:
     made, form = await serve(style.name.lower()), FORMS[style]
     async with client_of(made) as client:
         count = say(made, "I look." + form(*CALLS))
@@ -101,32 +101,6 @@ async def test_what_cannot_be_read_as_a_call_is_text(serve: Callable, style: Sty
             assert begin in text and end in text, "whole, with its marks"
 
 
-async def test_results_of_calls_reach_the_template(serve: Callable) -> None:
-    made = await serve("takes")
-    turns = [
-        *HELLO,
-        {
-            "role": "assistant",
-            "content": None,
-            "reasoning_content": "Hm.",
-            "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}],
-        },
-        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "sunny"}]},
-    ]
-    body = {"messages": turns, "max_tokens": 2, "tools": TOOLS}
-    assert (await made.http.post("/v1/chat/completions", json=body)).status_code == 200
-    prompt = prompt_of(made)
-    assert prompt.startswith('[{"type": "function"') and prompt.endswith("sunny") and "## Tools" not in prompt
-    tokens = (await made.http.post("/tokenize", json={"messages": turns, "tools": TOOLS})).json()
-    assert tokens["tokens"] == list(made.prefills[0].submitted[-1].token_ids) and tokens["count"] == len(
-        tokens["tokens"]
-    )
-    assert (await made.http.post("/detokenize", json={"tokens": tokens["tokens"]})).json() == {"prompt": prompt}
-    body["tool_choice"] = "none"
-    assert (await made.http.post("/v1/chat/completions", json=body)).status_code == 200
-    assert "weather" not in prompt_of(made).split("Weather?")[0]
-
-
 @pytest.mark.parametrize("style", Style)
 async def test_a_required_call_is_in_the_grammar(serve: Callable, folders: dict[str, Path], style: Style) -> None:
     made, form = await serve(style.name.lower()), FORMS[style]
@@ -147,30 +121,25 @@ async def test_a_required_call_is_in_the_grammar(serve: Callable, folders: dict[
 
 
 @functools.cache
-def compiler_of(folder: Path) -> LlguidanceCompiler:
-    tokenizer = HfTokenizer.from_file(str(folder / "tokenizer.json"))
-    return LlguidanceCompiler(folder, tokenizer.get_vocab_size(), [tokenizer.token_to_id(EOS)])
+def tokenizer_of(folder: Path) -> HfTokenizer:
+    return HfTokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@functools.cache
+def compiled(folder: Path, lark: str, marks: tuple[str, ...]) -> Callable[[], Any]:
+    tokenizer = tokenizer_of(folder)
+    compiler = LlguidanceCompiler(folder, tokenizer.get_vocab_size(), [tokenizer.token_to_id(EOS)])
+    return compiler.compile(Grammar(GrammarKind.LARK, lark, marks=marks), threading.Event())
 
 
 def allowed(folder: Path, grammar: common_pb2.Grammar, text: str) -> bool:
     """Whether an output of this text is complete for a worker."""
-    core = Grammar(GrammarKind.LARK, grammar.lark, marks=tuple(grammar.marks))
-    matcher = compiler_of(folder).compile(core, threading.Event())()
-    tokenizer = HfTokenizer.from_file(str(folder / "tokenizer.json"))
+    matcher = compiled(folder, grammar.lark, tuple(grammar.marks))()
+    tokenizer = tokenizer_of(folder)
     end = tokenizer.token_to_id(EOS)
     if not all(matcher.accept(token) for token in tokenizer.encode(text, add_special_tokens=False).ids):
         return False
     return bool(matcher.mask.view(np.uint32)[end // 32] >> np.uint32(end % 32) & 1)
-
-
-@pytest.mark.parametrize("style", Style)
-async def test_one_call_at_a_time(serve: Callable, style: Style) -> None:
-    made = await serve(style.name.lower())
-    async with client_of(made) as client:
-        say(made, FORMS[style](*CALLS))
-        *_, calls, finish = await streamed(client, tools=TOOLS, parallel_tool_calls=False, stop=["☂"] * 16)
-        assert calls == CALLS[:1] and finish == "tool_calls"
-        await made.quiet()
 
 
 async def test_strict_tools_constrain_what_is_called_but_not_whether(serve: Callable, folders: dict[str, Path]) -> None:
@@ -217,10 +186,9 @@ async def test_marks_are_not_spelled_out(serve: Callable, folders: dict[str, Pat
     async with client_of(made) as client:
         say(made, "No.")
         await streamed(client, tools=strict)
-    grammar, tokenizer = grammar_of(made), HfTokenizer.from_file(str(folders["v31"] / "tokenizer.json"))
+    grammar, tokenizer = grammar_of(made), tokenizer_of(folders["v31"])
     assert set(grammar.marks) == set(markers.DEEPSEEK)
-    core = Grammar(GrammarKind.LARK, grammar.lark, marks=tuple(grammar.marks))
-    factory = compiler_of(folders["v31"]).compile(core, threading.Event())
+    factory = compiled(folders["v31"], grammar.lark, tuple(grammar.marks))
 
     def ids(text: str, spelled: bool = False) -> list[int]:
         if not spelled:
@@ -279,7 +247,7 @@ async def test_schemas_that_cannot_be_kept_are_refused_before_any_work(serve: Ca
     assert answer.status_code == 200, "a tool that is not strict promises nothing"
 
 
-async def test_thoughts(serve: Callable) -> None:
+async def test_thoughts_stand_beside_the_content(serve: Callable) -> None:
     made = await serve("r1")
     async with client_of(made) as client:
         thoughts = "So.\n\nYes."
@@ -324,7 +292,7 @@ async def test_thinking_is_an_argument_of_the_template(serve: Callable) -> None:
             assert (grammar.after_token_id == end) is grammar.HasField("after_token_id") is thinking
 
 
-async def test_response_formats(pair: Cluster) -> None:
+async def test_response_formats_become_grammars(pair: Cluster) -> None:
     class City(BaseModel):
         name: str
 
@@ -347,60 +315,6 @@ async def test_response_formats(pair: Cluster) -> None:
         ):  # the client's own schema is understood; the fake is cut off
             await client.chat.completions.parse(model="tiny", messages=HELLO, response_format=City, max_tokens=2)
     assert json.loads(grammar_of(pair).json_schema)["title"] == "City"
-
-
-DEEP = json.loads('{"a":' * 90 + "1" + "}" * 90)
-BAD: dict[str, tuple[dict[str, Any], str, str]] = {  # what is wrong: (fields, param, words)
-    "no tools": ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
-    "unknown name": (
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
-        "tool_choice.function.name", "'x'",
-    ),
-    "two of a name": ({"tools": [TOOLS[1], TOOLS[1]]}, "tools[1].function.name", "is there already"),
-    "bad name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "{1,64}"),
-    "too many": ({"tools": [TOOLS[1]] * 129}, "tools", "at most 128"),
-    "surrogate": (
-        {"tools": [{"type": "function", "function": {"name": "a", "description": "\ud800"}}]},
-        "tools[0].function.description", "UTF-8",
-    ),
-    "both": ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "combined"),
-    "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is required"),
-    "regex of a schema": (
-        {"response_format": {"type": "json_object", "regex": "a"}}, "response_format.regex", "no meaning",
-    ),
-    "unknown format": ({"response_format": {"type": "xml"}}, "response_format.type", "must be 'text', "),
-    "empty regex": ({"guided_regex": ""}, "guided_regex", "0 bytes"),
-    "long regex": ({"guided_regex": "a" * 70_000}, "guided_regex", "4096"),
-    "deep schema": (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}},
-        "response_format", "more than 64 deep",
-    ),
-    "deeper schema": ({"tools": json.loads("[" * 300 + "]" * 300)}, "tools", "deep"),
-    "ignore_eos": ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "guided_regex"),
-    "min_tokens": ({"guided_regex": "a", "min_tokens": 1}, "min_tokens", "guided_regex"),
-    "content": ({"messages": [{"role": "user"}]}, "messages[0].content", "is required"),
-    "calls of a user": (
-        {"messages": [{"role": "user", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]},
-        "messages[0].tool_calls", "assistant",
-    ),
-    "functions": ({"functions": [{"name": "f"}]}, "functions", "use tools"),
-    "modalities": ({"modalities": ["text", "audio"]}, "modalities[1]", "must be 'text'"),
-    "tool without a type": ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type", "is required"),
-    "suffix": ({"suffix": "x"}, "suffix", "not supported"),
-    "echo": ({"echo": True}, "echo", "not supported"),
-    "template": ({"chat_template_kwargs": {"a": "\ud800"}}, "chat_template_kwargs.a", "UTF-8"),
-}  # fmt: skip
-
-
-async def test_refusals(serve: Callable) -> None:
-    made = await serve("v31")
-    for name, (fields, param, words) in BAD.items():
-        body = json.dumps({"messages": HELLO, "max_tokens": 2} | fields)
-        answer = await made.http.post("/v1/chat/completions", content=body)
-        error = answer.json()["error"]
-        assert answer.status_code == 400 and error["param"] == param and words in error["message"], (name, error)
-        assert error["message"].startswith(param), name
-    assert not any(worker.submitted for worker in made.workers)
 
 
 async def test_a_grammar_that_only_workers_can_refuse(pair: Cluster) -> None:
@@ -436,23 +350,6 @@ async def test_answers_go_back_as_the_clients_objects(serve: Callable) -> None:
     assert len({tuple(request.token_ids) for request in made.prefills[0].submitted[1:]}) == 1
 
 
-async def test_nulls_are_absent_fields(serve: Callable) -> None:
-    made, messages = await serve("v31"), {"messages": HELLO, "max_tokens": 2}
-    schema = {"type": "object", "properties": {"a": {"enum": ["a", None], "default": None}}}
-    nulls = {"strict": None, "defer_loading": None}
-    for path, body in (
-        ("/v1/chat/completions", {**messages, "stream_options": {"include_usage": None}}),
-        ("/v1/responses", {"input": [{"role": "user", "content": "x", "phase": None}], "text": {"format": None}}),
-        ("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": schema, **nulls}]}),
-        ("/v1/messages", {**messages, "tools": [{"name": "f", "input_schema": schema, **nulls}]}),
-        ("/v1/messages", {**messages, "tool_choice": {"type": "auto", "disable_parallel_tool_use": None}}),
-    ):
-        say(made, "Done.")
-        answer = await made.http.post(path, json=body)
-        assert answer.status_code == 200, answer.text
-        assert "tools" not in body or json.dumps(schema) in prompt_of(made), "nulls within JSON stay"
-
-
 def test_a_template_chooses_the_format_by_a_mark_in_a_comment(folders: dict[str, Path], tmp_path: Path) -> None:
     """Whatever the folder's own template and vocabulary say."""
     marks = {Style.V3: "<｜tool▁calls▁begin｜> ```json", Style.V31: "<｜tool▁calls▁begin｜>", Style.V32: markers.DSML,
@@ -474,3 +371,61 @@ def test_formats_are_found_out(folders: dict[str, Path], model_folder: Path, tmp
     other = tmp_path / "other.jinja"
     other.write_text("{{ tools }}")
     assert Tokenizer.load(model_folder, str(other)).format.takes_tools
+
+
+# ------------------------------------------------------------------------------------- parameters of tools
+
+
+OBJECT, TEXT, NULL = {"type": "object"}, {"type": "string"}, {"type": "null"}
+PLACE = {"properties": {"city": TEXT}, "required": ["city"]}
+A, B = ({"properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in ("a", "b"))
+ENDLESS = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}  # no grammar holds it: such a call is not forced
+SCHEMAS: list[tuple[Any, Any]] = [  # of parameters, and what becomes of them; None: 400
+    ({}, OBJECT),
+    ({"description": "Any."}, OBJECT | {"description": "Any."}),
+    (PLACE, OBJECT | PLACE),
+    (OBJECT | PLACE, OBJECT | PLACE),
+    ({"type": ["object", "null"]} | PLACE, OBJECT | PLACE),
+    ({"anyOf": [PLACE, NULL, TEXT]}, OBJECT | {"anyOf": [PLACE]}),
+    ({"oneOf": [OBJECT | A, NULL, OBJECT | B]}, OBJECT | {"oneOf": [OBJECT | A, OBJECT | B]}),
+    ({"enum": [{"a": 1}, 1, None]}, OBJECT | {"enum": [{"a": 1}]}),
+    ({"const": {"a": 1}}, OBJECT | {"const": {"a": 1}}),
+    ({"allOf": [PLACE, OBJECT]}, OBJECT | {"allOf": [PLACE, OBJECT]}),
+    ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": PLACE}}, OBJECT | {"$ref": "#/$defs/a~1b", "$defs": {"a/b": PLACE}}),
+    (ENDLESS, OBJECT | ENDLESS),
+    *((schema, None) for schema in (
+        TEXT, {"type": ["string", "null"]}, {"type": []}, {"type": "dict"}, {"enum": [1, "a"]}, {"enum": []},
+        {"const": 7}, {"anyOf": [TEXT, NULL]}, {"oneOf": [{"enum": [1]}, False]}, {"anyOf": []},
+        {"allOf": [PLACE, TEXT]},
+        OBJECT | {"anyOf": [TEXT]}, {"$ref": "#/$defs/a", "$defs": {"a": TEXT}}, True, False, [], "object", 7,
+    )),
+]  # fmt: skip
+
+
+async def test_parameters_are_of_an_object(serve: Callable, folders: dict[str, Path]) -> None:
+    """In every API, whether or not the call is forced: arguments are an object, so no grammar makes a 777."""
+    made = await serve("v31")
+    for given, wanted in SCHEMAS:
+        await check(made, folders["v31"], given, wanted)
+
+
+async def check(made: Cluster, folder: Path, given: Any, wanted: Any) -> None:
+    messages = {"messages": HELLO, "max_tokens": 9}
+    function = {"name": "f", "parameters": given}
+    named = {"type": "function", "function": {"name": "f"}}
+    choice = "auto" if given == ENDLESS else named
+    for path, body, where in (
+        ("chat/completions", messages | {"tool_choice": choice, "tools": [{"type": "function", "function": function}]},
+         "tools[0].function.parameters"),
+        ("responses", {"input": "x", "tools": [{"type": "function", **function}]}, "tools[0].parameters"),
+        ("messages", messages | {"tools": [{"name": "f", "input_schema": given}]}, "tools[0].input_schema"),
+    ):  # fmt: skip
+        say(made, v31(("f", "{}")))
+        answer = await made.http.post(f"/v1/{path}", json=body)
+        if wanted is None:
+            assert answer.status_code == 400 and where in answer.json()["error"]["message"], answer.text
+            continue
+        assert answer.status_code == 200 and f"Parameters: {json.dumps(wanted)}" in prompt_of(made), answer.text
+        if body.get("tool_choice") == named:
+            grammar = grammar_of(made)
+            assert not any(allowed(folder, grammar, v31(("f", text))) for text in ("777", "null", "[]"))

@@ -12,20 +12,18 @@ os.environ |= {"LANGSMITH_TRACING": "false", "OPENAI_AGENTS_DISABLE_TRACING": "1
 import agents
 import pytest
 from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, RunConfig, Runner, function_tool
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from millrace_router.text import markers
 from pydantic import BaseModel
+from router.apis.openai.test_openai_tools import client_of
 from router.harness import Cluster
-from router.openai.test_openai_tools import client_of
 from router.scripted import grammar_of, prompt_of, say
 from router.text.test_parsers import v31, v32
 
 
 class City(BaseModel):
-    """A city."""
-
     name: str
     inhabitants: int
 
@@ -59,23 +57,10 @@ async def langchain(request: pytest.FixtureRequest, serve: Callable) -> tuple[Cl
     return made, model
 
 
-async def test_langchain_texts(langchain: tuple[Cluster, Callable[..., ChatOpenAI]]) -> None:
-    made, model = langchain
-    messages = [SystemMessage("Be brief."), HumanMessage("Hello"), AIMessage("Hi"), HumanMessage("How are you?")]
-    count = say(made, "I am well.")
-    answer = await model(temperature=0, max_tokens=99).ainvoke(messages)
-    assert answer.text == "I am well." and answer.usage_metadata["output_tokens"] == count
-    assert prompt_of(made).index("Be brief.") < prompt_of(made).index("Hello") < prompt_of(made).index("How are you?")
-    count = say(made, "I am well.")
-    whole = None
-    async for chunk in model(stream_usage=True).astream(messages):
-        whole = chunk if whole is None else whole + chunk
-    assert whole.text == "I am well." and whole.usage_metadata["output_tokens"] == count
-    await made.quiet()
-
-
 @pytest.mark.parametrize("stream", [False, True])
-async def test_langchain_tools(stream: bool, langchain: tuple[Cluster, Callable[..., ChatOpenAI]]) -> None:
+async def test_langchain_runs_tools_in_both_apis(
+    stream: bool, langchain: tuple[Cluster, Callable[..., ChatOpenAI]]
+) -> None:
     made, model = langchain
     able = model().bind_tools([weather])
     messages: list[Any] = [HumanMessage("Weather?")]
@@ -168,33 +153,11 @@ async def test_openai_agents_run_tools(stream: bool, agent: tuple[Cluster, Calla
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_openai_agents_hand_over(stream: bool, agent: tuple[Cluster, Callable[..., Agent]]) -> None:
-    made, new = agent
-    expert = new("Expert", instructions="You know cities.", tools=[look_up])
-    first = new("First", instructions="Ask the expert.", handoffs=[expert])
-    say(made, v32(("transfer_to_expert", "{}")))
-    say(made, v32(("look_up", '{"city": "Oslo"}')))
-    say(made, "Sunny.")
-    result = await run(first, "Weather?", stream)
-    assert result.final_output == "Sunny." and result.last_agent.name == "Expert"
-    assert "You know cities." in prompt_of(made) and "Ask the expert." not in prompt_of(made)
-
-
-@pytest.mark.parametrize("stream", [False, True])
 async def test_openai_agents_typed_output(stream: bool, agent: tuple[Cluster, Callable[..., Agent]]) -> None:
     made, new = agent
     say(made, OSLO.model_dump_json())
     result = await run(new(output_type=City), "A city?", stream)
     assert result.final_output == OSLO and "inhabitants" in grammar_of(made).json_schema
-
-
-async def test_openai_agents_hosted_tools_are_left_out(serve: Callable) -> None:
-    made: Cluster = await serve("v32")
-    model = OpenAIResponsesModel(model="tiny", openai_client=client_of(made))
-    say(made, "Sunny.")
-    helper = Agent(name="x", model=model, tools=[agents.WebSearchTool(), look_up])
-    result = await run(helper, "Weather?", False)
-    assert result.final_output == "Sunny." and "look_up" in prompt_of(made)
 
 
 @pytest.mark.parametrize("api", ["chat_completions", "responses"])

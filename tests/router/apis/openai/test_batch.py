@@ -28,7 +28,7 @@ async def millrace(*arguments: str | Path, key: str = "sk-some-secret-0123456789
     return process.returncode, told.decode()
 
 
-async def test_every_api(cluster: Callable, tmp_path: Path) -> None:
+async def test_a_batch_of_every_api_is_answered(cluster: Callable, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(json.dumps({"keys": [{"name": "one", "key": "sk-some-secret-0123456789abcdefgh"}]}))
     made: Cluster = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), api_keys=str(tmp_path / "keys"))
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

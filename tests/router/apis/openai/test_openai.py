@@ -27,7 +27,7 @@ async def client(pair: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-async def test_chat(pair: Cluster, client: openai.AsyncOpenAI) -> None:
+async def test_a_chat_is_answered_as_the_client_expects(pair: Cluster, client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=8, seed=0, user="me")
     ChatCompletion.model_validate(answer.model_dump(), strict=True)
     (choice,) = answer.choices
@@ -39,7 +39,7 @@ async def test_chat(pair: Cluster, client: openai.AsyncOpenAI) -> None:
     await pair.quiet()
 
 
-async def test_chat_stream(pair: Cluster, client: openai.AsyncOpenAI) -> None:
+async def test_a_chat_stream_is_put_together_with_its_usage(pair: Cluster, client: openai.AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(
         model="tiny",
         messages=HELLO,
@@ -92,7 +92,7 @@ async def test_chat_logprobs_and_n(pair: Cluster, client: openai.AsyncOpenAI) ->
     assert answer.usage.completion_tokens == 6
 
 
-async def test_completions(pair: Cluster, client: openai.AsyncOpenAI) -> None:
+async def test_a_completion_of_every_form_of_prompt_is_the_same(pair: Cluster, client: openai.AsyncOpenAI) -> None:
     for prompt in ("hello", [10, 20], ["hello"], [[10, 20]]):
         answer = await client.completions.create(model="tiny", prompt=prompt, max_tokens=8, seed=0, logprobs=1)
         Completion.model_validate(answer.model_dump(), strict=True)

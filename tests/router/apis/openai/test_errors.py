@@ -73,7 +73,7 @@ async def http_error(made: Cluster, path: str, body: bytes) -> tuple[int, dict[s
     return answer.status_code, answer.json()["error"]
 
 
-async def test_same_answer_on_both(pair: Cluster) -> None:
+async def test_a_bad_field_gets_the_same_answer_on_both(pair: Cluster) -> None:
     for name, (reason, param, fields, message_fields, sampling) in BAD.items():
         fields = {"model": "tiny", "prompt": "hello"} | fields
         values = {"prompt": {"text": "hello"}, "sampling": sampling} | message_fields
@@ -92,7 +92,9 @@ async def test_same_answer_on_both(pair: Cluster) -> None:
     ("messages", "words"),
     [([], "messages must not be empty"), ([{"role": "robot", "content": "x"}], "messages[0].role must be one of")],
 )
-async def test_chat_messages(pair: Cluster, messages: list[dict[str, str]], words: str) -> None:
+async def test_bad_messages_get_the_same_answer_on_both(
+    pair: Cluster, messages: list[dict[str, str]], words: str
+) -> None:
     prompt = inference_pb2.Prompt(chat={"messages": messages})
     by_grpc = await grpc_error(pair, inference_pb2.GenerateRequest(prompt=prompt))
     body = json.dumps({"model": "tiny", "messages": messages}).encode()
@@ -101,7 +103,7 @@ async def test_chat_messages(pair: Cluster, messages: list[dict[str, str]], word
     assert by_grpc.message.startswith(words)
 
 
-async def test_malformed_bodies(pair: Cluster) -> None:
+async def test_a_malformed_body_is_refused_with_its_field(pair: Cluster) -> None:
     cases = {
         b"{": "not valid JSON",
         b"[1]": "must be a JSON object",
@@ -163,7 +165,7 @@ def test_the_first_unknown_field_of_many_is_enough() -> None:
         parse(CompletionRequest, json.dumps({"prompt": "x"} | dict.fromkeys(map(str, range(MANY)), 1)).encode())
 
 
-async def test_malformed_message(pair: Cluster) -> None:
+async def test_a_malformed_message_is_refused(pair: Cluster) -> None:
     raw = inference_pb2.GenerateRequest(model="xx", prompt={"text": "hello"}).SerializeToString()
     for data in (raw.replace(b"xx", b"\xff\xfe"), b"\xff\xff\xff"):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -182,7 +184,7 @@ async def test_a_fault_of_ours_has_the_same_shape(pair: Cluster) -> None:
     assert (status, error["code"], error["message"]) == (500, "internal", "ZeroDivisionError: a fault")
 
 
-async def test_oversized(cluster: Any) -> None:
+async def test_an_oversized_request_is_refused_on_both(cluster: Any) -> None:
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), limits={"message_bytes": 1000})
     text = "x" * 2000
     by_grpc = await grpc_error(made, inference_pb2.GenerateRequest(prompt={"text": text}))
@@ -192,7 +194,7 @@ async def test_oversized(cluster: Any) -> None:
     assert by_http["code"] == "message_too_large" and "limit is 1000" in by_http["message"]
 
 
-async def test_expired_deadline(pair: Cluster) -> None:
+async def test_an_expired_deadline_is_refused_on_both(pair: Cluster) -> None:
     status, error = await http_error(pair, "/v1/completions", b'{"prompt": "x", "timeout_s": 0}')
     assert status == 408 and error["code"] == "deadline_exceeded"
     assert not any(worker.submitted for worker in pair.workers)

@@ -6,11 +6,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
-from router.harness import Cluster
+from router.harness import events
 from router.scripted import HELLO, SCHEMA, prompt_of, say
-from router.text.test_parsers import v31, v32
+from router.text.test_parsers import v32
 
 WEB = {"type": "web_search", "external_web_access": False}
 OPENAI = [  # types of tools that OpenAI's clients know beside functions
@@ -29,11 +28,6 @@ APIS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {  # path: (
     "/v1/responses": ({"input": HELLO}, {"type": "function", "name": "f", "parameters": SCHEMA}, OPENAI),
     "/v1/messages": (CHAT, {"name": "f", "input_schema": SCHEMA}, ANTHROPIC),
 }
-
-
-def events(answer: httpx.Response) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in answer.text.split("\n") if line.startswith("data: ")]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 def texts(told: Any) -> list[str]:
@@ -63,7 +57,7 @@ async def test_tools_that_are_no_functions_are_left_out_and_named(path: str, ser
             assert [tool["name"] for tool in answer.json()["tools"]] == [f"f{i}" for i in range(0, len(others), 2)]
         prompts.append(prompt_of(made))
         say(made, "Done.")
-        streamed = events(await made.http.post(path, json=body | {"tools": tools, "stream": True}))
+        streamed = events((await made.http.post(path, json=body | {"tools": tools, "stream": True})).text)
         first = streamed[0].get("response") or streamed[0].get("message") or streamed[0]
         assert first.get("ignored") == ignored
         if "chat" in path:
@@ -125,22 +119,6 @@ async def test_a_choice_of_a_tool_that_is_left_out_is_refused(path: str, serve: 
     assert not made.prefills[0].submitted
 
 
-@pytest.mark.parametrize("path", APIS)
-async def test_the_position_of_a_tool_in_an_error_is_that_of_the_request(path: str, serve: Callable) -> None:
-    made = await serve("v31")
-    body, function, kinds = APIS[path]
-    other = {"type": kinds[0], "name": "x"}
-    bad = json.loads(json.dumps(function).replace('"f"', '"a b"'))
-    cases = (
-        ([other, other, bad], "tools[2]"),
-        ([function, other, function], "tools[2]"),
-        ([{"type": 5}], "[0].type must"),
-    )
-    for tools, where in cases:
-        answer = await made.http.post(path, json=body | {"tools": tools})
-        assert answer.status_code == 400 and where in answer.json()["error"]["message"], answer.text
-
-
 # ------------------------------------------------------------------------------------------------------------- Codex
 
 STRING = {"type": "string"}
@@ -200,7 +178,7 @@ HEADERS = {
 }  # fmt: skip
 
 
-async def test_codex(serve: Callable) -> None:
+async def test_codex_works_over_two_calls(serve: Callable) -> None:
     """Two turns with a call each. What is sent back has the fields that Codex keeps of the items."""
     made = await serve("v32")
     items = [
@@ -212,7 +190,7 @@ async def test_codex(serve: Callable) -> None:
         say(made, "Hm.</think>I look." + v32(("exec_command", '{"cmd": "ls"}')))
         answer = await made.http.post("/v1/responses", json=codex(items), headers=HEADERS)
         assert answer.status_code == 200, answer.text
-        told = events(answer)
+        told = events(answer.text)
         assert {"response.created", "response.output_item.done", "response.completed"} <= {it["type"] for it in told}
         done = [event["item"] for event in told if event["type"] == "response.output_item.done"]
         assert [item["type"] for item in done] == ["reasoning", "message", "function_call"]
@@ -231,7 +209,7 @@ async def test_codex(serve: Callable) -> None:
             {"type": "function_call_output", "call_id": call["call_id"], "output": output},
         ]
     say(made, "So.</think>Two files.")
-    told = events(await made.http.post("/v1/responses", json=codex(items), headers=HEADERS))
+    told = events((await made.http.post("/v1/responses", json=codex(items), headers=HEADERS)).text)
     assert told[-1]["type"] == "response.completed" and "Two files." in texts(told[-1])
     prompt = prompt_of(made)
     assert prompt.index("coding agent") < prompt.index("List the files.") < prompt.index("a.py") < prompt.index("b.py")
@@ -309,14 +287,6 @@ async def test_items_without_which_the_model_would_miss_something_are_refused(
     assert answer.status_code == 400 and error["param"] == "input[1].type" and item["type"] in error["message"]
 
 
-async def test_strict_tools_refuses_what_hosted_tools_did(serve: Callable) -> None:
-    made = await serve("v31", strict_tools=True)
-    answer = await made.http.post("/v1/responses", json={"input": [text("user", "x"), {"type": "web_search_call"}]})
-    error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == "input[1].type"
-    assert error["message"].startswith("input[1].type 'web_search_call'")
-
-
 # ------------------------------------------------------------------------------------------------------- Claude Code
 
 EPHEMERAL = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
@@ -349,7 +319,7 @@ def claude(messages: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-async def test_claude_code(serve: Callable) -> None:
+async def test_claude_code_works_over_two_calls(serve: Callable) -> None:
     made = await serve("v32")
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219,oauth-2025-04-20",
                "x-app": "cli", "anthropic-dangerous-direct-browser-access": "true"}  # fmt: skip
@@ -365,7 +335,7 @@ async def test_claude_code(serve: Callable) -> None:
         say(made, "Hm.</think>I look." + (v32(("Bash", '{"city": "ls"}')) if output else ""))
         answer = await made.http.post("/v1/messages?beta=true", json=claude(messages), headers=headers)
         assert answer.status_code == 200, answer.text
-        told = events(answer)
+        told = events(answer.text)
         assert count.json()["input_tokens"] == len(made.prefills[0].submitted[-1].token_ids)
         assert told[0]["message"]["ignored"] == {
             "tools[2]": "web_search_20250305", "tools[3]": "bash_20250124", "tools[4]": "text_editor_20250728"
@@ -385,12 +355,3 @@ async def test_claude_code(serve: Callable) -> None:
     prompt = prompt_of(made)
     assert prompt.index("Claude Code") < prompt.index("List the files.") < prompt.index("a.py") < prompt.index("denied")
     assert "web_search" not in prompt and made.prefills[0].submitted
-
-
-async def test_chat_says_what_it_left_out_beside_a_call(serve: Callable) -> None:
-    made: Cluster = await serve("v31")
-    function = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
-    custom = {"type": "custom", "custom": {"name": "c", "format": {"type": "text"}}}
-    say(made, v31(("f", '{"city": "Oslo"}')))
-    answer = (await made.http.post("/v1/chat/completions", json=CHAT | {"tools": [custom, function]})).json()
-    assert answer["ignored"] == {"tools[0]": "custom"} and answer["choices"][0]["finish_reason"] == "tool_calls"

@@ -1,6 +1,4 @@
-"""A client that takes nothing of its stream for a minute loses it; one that takes a little keeps it. The test owns the
-minute; the sockets are real.
-"""
+"""Streams that their clients do not take, and streams in which nothing is said. The test owns the minute."""
 
 from __future__ import annotations
 
@@ -11,57 +9,26 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import anthropic
 import grpc
+import httpx
 import pytest
 from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_router.apis import public_http
 from millrace_router.apis.grpc import service as grpc_service
+from millrace_router.flow.heartbeat import Heartbeat
 from millrace_router.http.guard import GrpcGuard, HttpGuard
 from millrace_router.queue.tenant import DEFAULT
 from millrace_rpc.errors import from_rpc_error
 from millrace_rpc.http_connection import Connection, ConnectionLimits
 from millrace_rpc.http_server import HttpServer
 from millrace_rpc.server import Server
-from router.fake_worker import UNIFIED, Behaviour, FakeWorker, expected, output
-from router.harness import Cluster
+from router.fake_worker import UNIFIED, Behaviour, FakeWorker, expected, failure, hangs, output
+from router.harness import Clock, Cluster
 
 PROMPT = [10, 20, 30]
 LIMIT_S = 60.0
-
-
-class Timer:
-    def __init__(self, at: float, call: Callable[[], object]) -> None:
-        self.at, self.call, self.cancelled = at, call, False
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-class Clock:
-    """An event loop's times and timers."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.timers: list[Timer] = []
-
-    def time(self) -> float:
-        return self.now
-
-    def call_at(self, when: float, call: Callable[[], object]) -> Timer:
-        self.timers.append(Timer(when, call))
-        return self.timers[-1]
-
-    def call_later(self, delay: float, call: Callable[[], object]) -> Timer:
-        return self.call_at(self.now + delay, call)
-
-    def run_to(self, when: float) -> None:
-        while due := [timer for timer in self.timers if not timer.cancelled and timer.at <= when]:
-            timer = min(due, key=lambda timer: timer.at)
-            self.timers.remove(timer)
-            self.now = timer.at
-            timer.call()
-        self.now = when
 
 
 def produces(tokens: int) -> Behaviour:
@@ -140,7 +107,7 @@ def lost(made: Cluster, api: str) -> float:
     return made.metric("millrace_requests_total", api=api, status="slow_client")
 
 
-async def test_over_http(made: Cluster, paused: list[Connection]) -> None:
+async def test_an_http_client_that_takes_nothing_loses_its_stream(made: Cluster, paused: list[Connection]) -> None:
     clock = Clock()
     async with over_http(made, clock, 1 << 20) as client:
         await made.until(lambda: bool(paused), 20)
@@ -159,7 +126,7 @@ async def test_over_http(made: Cluster, paused: list[Connection]) -> None:
     assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
 
 
-async def test_over_http_a_little_in_a_minute_is_enough(made: Cluster, paused: list[Connection]) -> None:
+async def test_an_http_client_that_takes_a_little_keeps_its_stream(made: Cluster, paused: list[Connection]) -> None:
     """Then the whole minute begins again."""
     clock = Clock()
     async with over_http(made, clock, 1 << 20) as client:
@@ -182,9 +149,7 @@ async def test_over_http_a_little_in_a_minute_is_enough(made: Cluster, paused: l
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_over_http_the_end_of_an_answer_waits_no_longer(
-    made: Cluster, paused: list[Connection], stream: bool
-) -> None:
+async def test_the_end_of_an_http_answer_waits_no_longer(made: Cluster, paused: list[Connection], stream: bool) -> None:
     clock, tokens = Clock(), 20_000
     async with over_http(made, clock, tokens, stream) as client:
         await made.until(lambda: bool(paused) and (not stream or outputs(made) == tokens), 20)
@@ -198,9 +163,9 @@ async def test_over_http_the_end_of_an_answer_waits_no_longer(
 
 
 @contextlib.asynccontextmanager
-async def over_grpc(made: Cluster, clock: Clock, tokens: int) -> AsyncIterator[Any]:
+async def over_grpc(made: Cluster, clock: Clock, tokens: int, does: Behaviour | None = None) -> AsyncIterator[Any]:
     """A call whose client reads only when it is told to."""
-    made.workers[0].script.append(produces(tokens))
+    made.workers[0].script.append(does or produces(tokens))
     server = Server([grpc_service.SERVICE], [GrpcGuard(None)])
     service = grpc_service.InferenceService(made.router.inference, clock)
     server.grpc.add_generic_rpc_handlers((service.handlers(),))
@@ -225,7 +190,7 @@ async def stuck(made: Cluster) -> None:
     await made.until(unread, 20)
 
 
-async def test_over_grpc(made: Cluster) -> None:
+async def test_a_grpc_client_that_takes_nothing_loses_its_stream(made: Cluster) -> None:
     clock = Clock()
     async with over_grpc(made, clock, 1 << 20) as call:
         got = list((await call.read()).token_ids)
@@ -246,7 +211,7 @@ async def test_over_grpc(made: Cluster) -> None:
     assert lost(made, "grpc") == 1 and made.metric("millrace_requests_total", api="grpc", status="cancelled") == 0
 
 
-async def test_over_grpc_a_message_in_a_minute_is_enough(made: Cluster) -> None:
+async def test_a_grpc_client_that_takes_a_message_keeps_its_stream(made: Cluster) -> None:
     clock = Clock()
     async with over_grpc(made, clock, 1 << 20) as call:
         for minute in range(1, 4):
@@ -262,7 +227,7 @@ async def test_over_grpc_a_message_in_a_minute_is_enough(made: Cluster) -> None:
         await made.quiet()
 
 
-async def test_over_grpc_a_client_that_left_is_not_slow(made: Cluster) -> None:
+async def test_a_grpc_client_that_left_is_not_slow(made: Cluster) -> None:
     clock = Clock()
     async with over_grpc(made, clock, 1 << 20) as call:
         await call.read()
@@ -271,3 +236,170 @@ async def test_over_grpc_a_client_that_left_is_not_slow(made: Cluster) -> None:
         await made.quiet()
         clock.run_to(2 * LIMIT_S)
     assert not lost(made, "grpc") and made.metric("millrace_requests_total", api="grpc", status="cancelled") == 1
+
+
+async def test_a_grpc_client_of_a_silent_worker_is_not_slow(made: Cluster) -> None:
+    """Who has taken everything may wait for longer than a minute."""
+    clock = Clock()
+    async with over_grpc(made, clock, 100, hangs(after=2)) as call:
+        got: list[int] = []
+        while len(got) < 2:
+            got += (await call.read()).token_ids
+        (stream,) = made.router.inference.active
+        await made.until(lambda: stream._turn is not None)
+        clock.run_to(3 * LIMIT_S)
+        assert made.router.inference.active and not made.workers[0].aborted
+    await made.quiet()
+    assert not lost(made, "grpc")
+
+
+# ------------------------------------------------------------------------------------- streams in which nothing is said
+
+
+QUESTION = {"model": "tiny", "max_tokens": 4, "stream": True}
+ASKED = [{"role": "user", "content": "hello"}]
+BODIES = {
+    "/v1/completions": QUESTION | {"prompt": "hello", "seed": 0},
+    "/v1/chat/completions": QUESTION | {"messages": ASKED, "seed": 0},
+    "/v1/responses": {"model": "tiny", "max_output_tokens": 4, "stream": True, "input": "hello", "seed": 0},
+    "/v1/messages": QUESTION | {"messages": ASKED, "seed": 0},
+}
+COMMENT, PING = ": keep-alive", 'event: ping\ndata: {"type":"ping"}'
+
+
+def test_a_beat_for_every_ten_seconds_of_silence() -> None:
+    clock, beats = Clock(), []
+    beat = Heartbeat(10.0, clock)
+    beat.start(lambda: beats.append(clock.now))
+    clock.run_to(35.0)
+    assert beats == [10, 20, 30]
+    beat.sent_at = 35.0  # a token
+    clock.run_to(44.9)
+    assert beats == [10, 20, 30]
+    beat.sent_at = 44.9
+    clock.run_to(70.0)
+    assert beats == [10, 20, 30, 54.9, 64.9]
+
+
+class Waiting:
+    """A worker that says nothing until it may: before its first token, and after it."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.first, self.rest = asyncio.Event(), asyncio.Event()
+        self._fails = fails
+
+    async def __call__(
+        self, worker: FakeWorker, request: worker_pb2.EngineRequest
+    ) -> AsyncIterator[worker_pb2.SequenceOutput]:
+        await self.first.wait()
+        if self._fails:
+            yield failure(request, "INTERNAL")
+            return
+        yield output(request, 0)
+        await self.rest.wait()
+        yield output(request, 1, 3, finish=common_pb2.FINISH_REASON_STOP)
+
+
+@pytest.fixture
+async def impatient(cluster: Callable) -> Cluster:
+    return await cluster(FakeWorker(UNIFIED), connections={"keep_alive": 0.03})
+
+
+async def events(answer: httpx.Response) -> AsyncIterator[str]:
+    text = ""
+    async for piece in answer.aiter_text():
+        text += piece
+        *whole, text = text.split("\n\n")
+        for event in whole:
+            yield event
+    assert not text
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_silent_stream_says_that_it_lives(impatient: Cluster, path: str) -> None:
+    """Before the first token, and between two; what the client reads is otherwise that of a stream without silence."""
+    plain = await impatient.http.post(path, json=BODIES[path])
+    silence = PING if path == "/v1/messages" else COMMENT
+    waiting = Waiting()
+    impatient.workers[0].script.append(waiting)
+    seen, quiet = [], 0
+    async with impatient.http.stream("POST", path, json=BODIES[path]) as answer:
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+        async for event in events(answer):
+            seen.append(event)
+            quiet = quiet + 1 if event == silence else 0
+            if quiet == 3:
+                (waiting.rest if waiting.first.is_set() else waiting.first).set()
+    assert waiting.rest.is_set() and seen[:3] == [silence] * 3
+    told = "".join(text_in(event) for event in seen)
+    assert told and told == "".join(text_in(event) for event in plain.text.split("\n\n"))
+    await impatient.quiet()
+
+
+def text_in(event: str) -> str:
+    data = event.rpartition("data: ")[2]
+    if not data.startswith("{"):
+        return ""
+    value = json.loads(data)
+    choices = value.get("choices") or [{}]
+    delta = choices[0].get("delta") or value.get("delta") or {}
+    texts = choices[0].get("text"), delta if isinstance(delta, str) else delta.get("content") or delta.get("text")
+    return "".join(text for text in texts if text)
+
+
+ERRORS = {
+    "/v1/completions": lambda value: value["error"]["code"] == "internal",
+    "/v1/chat/completions": lambda value: value["error"]["code"] == "internal",
+    "/v1/responses": lambda value: value["type"] == "response.failed" and value["sequence_number"] == 2,
+    "/v1/messages": lambda value: value["type"] == "error" and value["error"]["type"] == "api_error",
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_failure_after_the_head_is_an_event_and_before_it_a_status(impatient: Cluster, path: str) -> None:
+    waiting = Waiting(fails=True)
+    impatient.workers[0].script.append(waiting)
+    seen = []
+    async with impatient.http.stream("POST", path, json=BODIES[path]) as answer:
+        assert answer.status_code == 200
+        async for event in events(answer):
+            seen.append(event)
+            waiting.first.set()
+    assert ERRORS[path](json.loads(seen[-1].rpartition("data: ")[2])), seen
+    impatient.router.inference.backend.config.connections.__dict__["keep_alive"] = 60.0
+    at_once = Waiting(fails=True)
+    at_once.first.set()
+    impatient.workers[0].script.append(at_once)
+    answer = await impatient.http.post(path, json=BODIES[path])
+    assert answer.status_code == 500 and "scripted INTERNAL" in answer.text
+    await impatient.quiet()
+
+
+async def test_anthropics_client_skips_pings_and_raises_late_errors(impatient: Cluster) -> None:
+    async with anthropic.AsyncAnthropic(base_url=impatient.url, api_key="none", max_retries=0) as client:
+        waiting = await delayed(impatient)
+        async with client.messages.stream(model="tiny", max_tokens=4, messages=ASKED) as stream:
+            waiting.first.set()
+            waiting.rest.set()
+            message = await stream.get_final_message()
+        assert len(message.content[0].text) == 4 and message.stop_reason == "end_turn"
+        waiting = await delayed(impatient, fails=True)
+        with pytest.raises(anthropic.APIStatusError, match="scripted INTERNAL"):
+            async with client.messages.stream(model="tiny", max_tokens=4, messages=ASKED) as stream:
+                waiting.first.set()
+                await stream.get_final_message()
+
+
+async def delayed(made: Cluster, *, fails: bool = False) -> Waiting:
+    """The next request's head comes before its first token: the clients return from their call with the head."""
+    waiting = Waiting(fails=fails)
+    made.workers[0].script.append(waiting)
+    return waiting
+
+
+async def test_a_client_that_leaves_in_silence_is_noticed(impatient: Cluster) -> None:
+    waiting = await delayed(impatient)
+    async with impatient.http.stream("POST", "/v1/completions", json=BODIES["/v1/completions"]):
+        pass
+    await impatient.quiet()
+    assert impatient.workers[0].aborted and not waiting.first.is_set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +11,11 @@ import anyio
 import openai
 import pytest
 from pydantic import BaseModel
-from router.anthropic.test_anthropic import client_of as anthropic_of
+from router.apis.anthropic.test_anthropic import client_of as anthropic_of
+from router.apis.openai.test_openai import text_of
+from router.apis.openai.test_openai_tools import client_of as openai_of
 from router.fake_worker import DECODE, PREFILL, FakeWorker, hangs
 from router.harness import Cluster
-from router.openai.test_openai import text_of
-from router.openai.test_openai_tools import client_of as openai_of
 from router.scripted import HELLO, grammar_of, say
 from router.text.test_parsers import v31
 
@@ -31,7 +30,7 @@ CALL = v31(("City", OSLO.model_dump_json()))
 ASKED: dict[str, Any] = {"model": "tiny", "messages": HELLO}
 
 
-async def test_openai_parses(serve: Callable) -> None:
+async def test_openais_client_parses_classes_and_strict_functions(serve: Callable) -> None:
     """Schemas and strict functions made of classes, at once and as a stream."""
     made = await serve("v31")
     async with openai_of(made) as client:
@@ -60,7 +59,7 @@ async def test_openai_parses(serve: Callable) -> None:
     await made.quiet()
 
 
-async def test_anthropic_parses(serve: Callable) -> None:
+async def test_anthropics_client_parses_classes(serve: Callable) -> None:
     made = await serve("v31")
     fields = {**ASKED, "max_tokens": 200}
     async with anthropic_of(made) as client:
@@ -76,25 +75,7 @@ async def test_anthropic_parses(serve: Callable) -> None:
     await made.quiet()
 
 
-@pytest.mark.parametrize("name", ["openai", "anthropic"])
-async def test_clients_without_asyncio(name: str, pair: Cluster) -> None:
-    def ask() -> tuple[str, str]:
-        if name == "openai":
-            with openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0) as client:
-                whole = client.chat.completions.create(**ASKED, max_tokens=8, seed=0).choices[0].message.content
-                chunks = client.chat.completions.create(**ASKED, max_tokens=8, seed=0, stream=True)
-                return whole, "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-        with anthropic.Anthropic(base_url=pair.url, api_key="none", max_retries=0) as client:
-            fields = {**ASKED, "max_tokens": 8, "extra_body": {"seed": 0}}
-            with client.messages.stream(**fields) as stream:
-                return client.messages.create(**fields).content[0].text, "".join(stream.text_stream)
-
-    whole, streamed = await asyncio.to_thread(ask)
-    assert whole == streamed == text_of(pair)
-    await pair.quiet()
-
-
-async def test_raw_responses(pair: Cluster) -> None:
+async def test_raw_responses_have_ids_and_events(pair: Cluster) -> None:
     headers = {"x-request-id": "mine-7"}
     async with openai_of(pair) as client, anthropic_of(pair) as other:
         create = client.chat.completions.with_raw_response.create
@@ -154,25 +135,3 @@ async def test_a_clients_timeout_ends_the_request(pair: Cluster) -> None:
                 await create(**ASKED, max_tokens=8)
         await pair.quiet()
     assert all(len(worker.aborted) == len(worker.submitted) for worker in pair.workers)
-
-
-async def test_accumulated_streams_keep_what_was_left_out(serve: Callable) -> None:
-    """A field that the clients do not know breaks none of their ways to put a stream together."""
-    made = await serve("v31")
-    tools = [{"type": "web_search"}, {"type": "function", "name": "City", "parameters": City.model_json_schema()}]
-    own = [{"type": "custom", "custom": {"name": "c"}}, openai.pydantic_function_tool(City)]
-    server = [{"type": "web_search_20250305", "name": "web_search"},
-              {"name": "City", "input_schema": City.model_json_schema()}]  # fmt: skip
-    async with openai_of(made) as client, anthropic_of(made) as other:
-        say(made, CALL)
-        async with client.responses.stream(model="tiny", input="x", tools=tools) as events:
-            response = await events.get_final_response()
-        say(made, CALL)
-        chunks = [chunk async for chunk in await client.chat.completions.create(**ASKED, tools=own, stream=True)]
-        say(made, CALL)
-        async with other.messages.stream(**ASKED, max_tokens=200, tools=server) as stream:
-            message = await stream.get_final_message()
-    assert response.model_extra["ignored"] == {"tools[0]": "web_search"}
-    assert chunks[0].model_extra["ignored"] == {"tools[0]": "custom"}
-    assert message.model_extra["ignored"] == {"tools[0]": "web_search_20250305"}
-    assert json.loads(response.output[0].arguments) == message.content[0].input == OSLO.model_dump()

@@ -16,21 +16,18 @@ import pytest
 from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_common.tls_config import Tls
+from millrace_router.http.answers import on_error
 from millrace_router.http.guard import MAX_HEADER_BYTES, HttpGuard
 from millrace_rpc.client import channel
-from millrace_rpc.errors import from_rpc_error
+from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_rpc.http_connection import MAX_HEAD_BYTES
 from millrace_rpc.tls import Identity
 from millrace_testing.certificates import Authority
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, output
-from router.harness import Cluster
+from router.harness import FIRST_KEY, SECOND_KEY, Cluster, bearer, write_keys
+from starlette.requests import Request
 
-SECRET, OTHER = "sk-first-secret-1-0123456789abcdef", "sk-second-secret-2-0123456789abcdef"
 BODY = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4, "seed": 0}
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 async def tokens(stub: inference_pb2_grpc.InferenceStub, key: str, **fields: object) -> list[int] | Reason:
@@ -46,17 +43,12 @@ async def tokens(stub: inference_pb2_grpc.InferenceStub, key: str, **fields: obj
 
 @pytest.fixture
 async def keyed(cluster: Callable, tmp_path: Path) -> Cluster:
-    entries = [
-        {"name": "one", "key": SECRET, "priority": 2},
-        {"name": "two", "key": OTHER, "requests_per_s": 0.01, "requests_burst": 2},
-    ]
-    (tmp_path / "keys").write_text(json.dumps({"keys": entries}))
-    workers = (FakeWorker(PREFILL), FakeWorker(DECODE))
-    return await cluster(*workers, api_keys=str(tmp_path / "keys"), metrics="127.0.0.1:0")
+    keys = write_keys(tmp_path, {"priority": 2}, {"requests_per_s": 0.01, "requests_burst": 2})
+    return await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), api_keys=keys, metrics="127.0.0.1:0")
 
 
 async def test_a_key_is_needed_for_everything_but_probes(keyed: Cluster) -> None:
-    assert await tokens(keyed.stub, SECRET) == expected([1, 2, 3], 4)
+    assert await tokens(keyed.stub, FIRST_KEY) == expected([1, 2, 3], 4)
     assert await tokens(keyed.stub, "sk-nobody") is Reason.UNAUTHENTICATED
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await keyed.stub.ListModels(inference_pb2.ListModelsRequest())
@@ -67,9 +59,9 @@ async def test_a_key_is_needed_for_everything_but_probes(keyed: Cluster) -> None
         answer = await keyed.http.get(path)
         assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
         assert answer.json()["error"]["type"] == "authentication_error"
-    assert (await keyed.http.get("/v1/models", headers=bearer(SECRET))).status_code == 200
-    assert (await keyed.http.get("/metrics", headers=bearer(SECRET))).status_code == 404, "they tell of all tenants"
-    answer = await keyed.http.post("/v1/completions", json=BODY, headers=bearer(SECRET))
+    assert (await keyed.http.get("/v1/models", headers=bearer(FIRST_KEY))).status_code == 200
+    assert (await keyed.http.get("/metrics", headers=bearer(FIRST_KEY))).status_code == 404, "they tell of all tenants"
+    answer = await keyed.http.post("/v1/completions", json=BODY, headers=bearer(FIRST_KEY))
     assert answer.status_code == 200
     assert keyed.metric("millrace_tenant_requests_total", tenant="one", status="ok") == 2
     assert keyed.metric("millrace_tenant_tokens_total", tenant="one", direction="output") == 8
@@ -77,7 +69,7 @@ async def test_a_key_is_needed_for_everything_but_probes(keyed: Cluster) -> None
 
 async def test_the_header_of_anthropics_clients(keyed: Cluster) -> None:
     question = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
-    async with anthropic.AsyncAnthropic(base_url=keyed.url, api_key=SECRET, max_retries=0) as client:
+    async with anthropic.AsyncAnthropic(base_url=keyed.url, api_key=FIRST_KEY, max_retries=0) as client:
         assert (await client.messages.count_tokens(**question)).input_tokens > 0
     async with anthropic.AsyncAnthropic(base_url=keyed.url, api_key="sk-nobody", max_retries=0) as client:
         with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
@@ -85,12 +77,12 @@ async def test_the_header_of_anthropics_clients(keyed: Cluster) -> None:
 
 
 async def test_a_tenant_that_is_gone_leaves_no_series(keyed: Cluster, tmp_path: Path) -> None:
-    for key in (SECRET, OTHER):
+    for key in (FIRST_KEY, SECOND_KEY):
         assert await tokens(keyed.stub, key) == expected([1, 2, 3], 4)
     probe = f"http://127.0.0.1:{keyed.router.ports['metrics']}/metrics"
     series = (await keyed.http.get(probe)).text
     assert 'tenant="one"' in series and 'tenant="two"' in series
-    (tmp_path / "keys").write_text(json.dumps({"keys": [{"name": "two", "key": OTHER}]}))
+    (tmp_path / "keys").write_text(json.dumps({"keys": [{"name": "two", "key": SECOND_KEY}]}))
     async with asyncio.timeout(120):
         while 'tenant="one"' in (series := (await keyed.http.get(probe)).text):
             await asyncio.sleep(0.1)
@@ -100,38 +92,23 @@ async def test_a_tenant_that_is_gone_leaves_no_series(keyed: Cluster, tmp_path: 
 
 async def test_a_rate_says_when_to_come_again(keyed: Cluster) -> None:
     for _ in range(2):
-        assert await tokens(keyed.stub, OTHER) == expected([1, 2, 3], 4)
-    assert await tokens(keyed.stub, OTHER) is Reason.RATE_LIMITED
-    answer = await keyed.http.post("/v1/completions", json=BODY, headers=bearer(OTHER))
+        assert await tokens(keyed.stub, SECOND_KEY) == expected([1, 2, 3], 4)
+    assert await tokens(keyed.stub, SECOND_KEY) is Reason.RATE_LIMITED
+    answer = await keyed.http.post("/v1/completions", json=BODY, headers=bearer(SECOND_KEY))
     assert answer.status_code == 429 and 80 <= int(answer.headers["retry-after"]) <= 100
-    assert await tokens(keyed.stub, SECRET) == expected([1, 2, 3], 4), "another key has its own rate"
+    assert await tokens(keyed.stub, FIRST_KEY) == expected([1, 2, 3], 4), "another key has its own rate"
 
 
-MISTAKES = {
-    "Generate": (inference_pb2.GenerateRequest(n=99), inference_pb2.GenerateRequest(model="another")),
-    "Tokenize": (inference_pb2.TokenizeRequest(), inference_pb2.TokenizeRequest(model="another")),
-    "Detokenize": (inference_pb2.DetokenizeRequest(token_ids=[10**6]), inference_pb2.DetokenizeRequest(model="no")),
-    "ListModels": (),
-}
-
-
-@pytest.mark.parametrize("method", MISTAKES)
-async def test_a_call_with_a_mistake_counts_for_the_rates_as_over_http(keyed: Cluster, method: str) -> None:
-    too_long = b"a" * (keyed.router.config.limits.message_bytes + 1)
-    bad = [b"\xff", too_long, *(message.SerializeToString() for message in MISTAKES[method])]
-    for data in bad:
-        keyed.router._keys._tenants["two"].requests.level = 1.5
-        kind = keyed.public.unary_stream if method == "Generate" else keyed.public.unary_unary
-        call = kind(f"/millrace.v1.Inference/{method}")(data, metadata=tuple(bearer(OTHER).items()), timeout=10)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await (call.read() if method == "Generate" else call)
-        assert from_rpc_error(caught.value).row.http in (400, 404, 413)
-        assert await tokens(keyed.stub, OTHER) is Reason.RATE_LIMITED, data[:100]
-    assert await tokens(keyed.stub, SECRET) == expected([1, 2, 3], 4)
+@pytest.mark.parametrize(("after_s", "header"), [(0.0, None), (0.1, "1"), (1.0, "1"), (1.2, "2"), (59.4, "60")])
+async def test_retry_after_is_whole_seconds_and_never_too_soon(after_s: float, header: str | None) -> None:
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "query_string": b"", "headers": []}
+    error = MillraceError(Reason.QUEUE_FULL, "x", retry_after_s=after_s)
+    answer = await on_error(Request({**scope, "server": ("x", 1), "scheme": "http"}), error)
+    assert answer.status_code == 429 and answer.headers.get("retry-after") == header
 
 
 async def test_a_key_caps_the_priority(keyed: Cluster) -> None:
-    await tokens(keyed.stub, SECRET, priority=50)
+    await tokens(keyed.stub, FIRST_KEY, priority=50)
     assert [worker.submitted[-1].priority for worker in keyed.workers] == [2, 2]
 
 
@@ -150,6 +127,8 @@ async def test_headers_are_bounded(cluster: Callable) -> None:
     made: Cluster = await cluster(FakeWorker(UNIFIED))
     answer = await made.http.get("/v1/models", headers={"x-much": "a" * MAX_HEADER_BYTES})
     assert answer.status_code == 413 and answer.json()["error"]["code"] == "message_too_large"
+    many = {f"x-many-{i}": "a" * 100 for i in range(MAX_HEADER_BYTES // 100)}
+    assert (await made.http.get("/v1/models", headers=many)).status_code == 413
     reader, writer = await asyncio.open_connection("127.0.0.1", made.router.ports["http"])
     writer.write(b"GET / HTTP/1.1\r\nx-endless: ")
     piece = b"a" * 4096
@@ -236,24 +215,27 @@ OTHERS = {  # requests that need no worker: over HTTP a path and a body, over gR
     "Tokenize": inference_pb2.TokenizeRequest(prompt={"text": "abc"}),
     "Detokenize": inference_pb2.DetokenizeRequest(token_ids=[65, 66]),
 }
-WITH_A_MISTAKE = {
+WITH_A_MISTAKE: dict[str, object] = {  # bytes: of a message that cannot be read, or has too many
     "/v1/completions": {"prompt": 7},
     "/tokenize": {},
     "Generate": inference_pb2.GenerateRequest(),
     "Tokenize": inference_pb2.TokenizeRequest(),
     "Detokenize": inference_pb2.DetokenizeRequest(token_ids=[1 << 30]),
+    "Generate garbage": b"\xff",
+    "Tokenize too much": b"a" * ((8 << 20) + 1),
 }
 
 
 async def outcome(keyed: Cluster, name: str, message: object) -> object:
     """An HTTP status, or a reason."""
     if name.startswith("/"):
-        return (await keyed.http.post(name, json=message, headers=bearer(OTHER))).status_code
-    call = getattr(keyed.stub, name)(message, metadata=tuple(bearer(OTHER).items()), timeout=10)
+        return (await keyed.http.post(name, json=message, headers=bearer(SECOND_KEY))).status_code
+    method, metadata = name.partition(" ")[0], tuple(bearer(SECOND_KEY).items())
+    kind = keyed.public.unary_stream if method == "Generate" else keyed.public.unary_unary
+    data = message if isinstance(message, bytes) else message.SerializeToString()
+    call = kind(f"/millrace.v1.Inference/{method}")(data, metadata=metadata, timeout=10)
     try:
-        if name == "Generate":
-            return [part async for part in call]
-        return await call
+        return await (call.read() if method == "Generate" else call)
     except grpc.aio.AioRpcError as error:
         return from_rpc_error(error).reason
 
@@ -270,4 +252,4 @@ async def test_what_needs_no_worker_counts_for_the_rate_of_requests(keyed: Clust
     assert await outcome(keyed, name, message) not in limited
     assert await outcome(keyed, name, message) in limited
     assert await outcome(keyed, "/v1/completions", {"prompt": 7}) == 429, "what is wrong is not looked for"
-    assert await tokens(keyed.stub, SECRET) == expected([1, 2, 3], 4)
+    assert await tokens(keyed.stub, FIRST_KEY) == expected([1, 2, 3], 4)

@@ -11,9 +11,9 @@ import pytest
 from anthropic.types import Message, ToolUseBlock
 from millrace.v1 import common_pb2
 from millrace_router.text import markers
+from router.apis.openai.test_openai import text_of
 from router.fake_worker import fails, failure, hangs, output
 from router.harness import Cluster
-from router.openai.test_openai import text_of
 from router.scripted import SCHEMA, grammar_of, prompt_of, say
 from router.text.test_parsers import WEATHER, v31, v32
 
@@ -57,7 +57,7 @@ def as_sent(message: Message) -> dict[str, Any]:
     return sent | {"content": [{k: v for k, v in block.items() if v is not None} for block in sent["content"]]}
 
 
-async def test_text(pair: Cluster) -> None:
+async def test_a_text_is_the_same_at_once_and_streamed(pair: Cluster) -> None:
     async with client_of(pair) as client:
         fields = {"model": "tiny", "max_tokens": 8, "messages": HELLO, "extra_body": {"seed": 0}}
         answer = await client.messages.create(**fields, system="Be brief.", metadata={"user_id": "me"})
@@ -73,7 +73,7 @@ async def test_text(pair: Cluster) -> None:
     await pair.quiet()
 
 
-async def test_stop_sequences(serve: Callable) -> None:
+async def test_a_stop_sequence_is_named_as_the_reason(serve: Callable) -> None:
     made = await serve("v31")
     said = await both(made, "one two three four", stop_sequences=["four", " three"])
     assert said.content[0].text == "one two"
@@ -82,7 +82,7 @@ async def test_stop_sequences(serve: Callable) -> None:
     assert (said.stop_reason, said.stop_sequence) == ("end_turn", None)
 
 
-async def test_calls(serve: Callable) -> None:
+async def test_calls_are_blocks_by_choice_of_the_client(serve: Callable) -> None:
     made = await serve("v31")
     said = await both(made, "I look." + v31(("weather", WEATHER), ("time", "")), tools=TOOLS)
     text, weather, time = said.content
@@ -108,7 +108,7 @@ async def test_arguments_that_were_cut_off_are_not_lost(serve: Callable) -> None
     assert WEATHER.startswith(call.input["INVALID_JSON"]) and said.stop_reason == "max_tokens"
 
 
-async def test_thoughts(serve: Callable) -> None:
+async def test_thoughts_are_blocks_when_asked_for(serve: Callable) -> None:
     made = await serve("v31")
     text = "So.\n\nYes." + markers.THINK_END + "Hello" + v31(("time", "{}"))
     said = await both(made, text, thinking=THINKING, tools=TOOLS)
@@ -123,7 +123,7 @@ async def test_thoughts(serve: Callable) -> None:
 
 
 @pytest.mark.parametrize(("more", "thoughts"), [([], 2), ([{"type": "text", "text": "Go on."}], 0)])
-async def test_an_agent(more: list[dict[str, str]], thoughts: int, serve: Callable) -> None:
+async def test_an_agent_sees_its_thoughts_again(more: list[dict[str, str]], thoughts: int, serve: Callable) -> None:
     """Two tools, one after the other; every answer goes back as it came. V3.2 sees its thoughts again until the user
     says more than results.
     """
@@ -188,64 +188,6 @@ async def test_a_schema_for_the_answer(serve: Callable) -> None:
         counted = await client.messages.count_tokens(model="tiny", messages=HELLO, output_config=form)
     assert json.loads(grammar_of(made).json_schema) == SCHEMA and json.dumps(SCHEMA) in prompt_of(made)
     assert counted.input_tokens == len(made.prefills[0].submitted[-1].token_ids)
-
-
-def user(*blocks: dict[str, Any]) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": list(blocks)}]}
-
-
-BAD: dict[str, tuple[dict[str, Any], str]] = {  # what is wrong: (fields, words)
-    "no messages": ({"messages": []}, "messages must not be empty"),
-    "image": (user({"type": "image", "source": {}}), "messages[0].content[0].type must be one of: 'text', "),
-    "image of a tool": (
-        user({"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}),
-        "messages[0].content[0].content[0].type must be 'text'",
-    ),
-    "call of a user": (
-        user({"type": "tool_use", "id": "1", "name": "f", "input": {}}),
-        "messages[0].content[0].type must not be 'tool_use' in a message of the user",
-    ),
-    "prefill": ({"messages": [*HELLO, {"role": "assistant", "content": "It"}]}, "messages[1].role must not"),
-    "role": ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role must be 'user', "),
-    "temperature": ({"temperature": -1.0}, "temperature must be"),
-    "max_tokens": ({"max_tokens": 0}, "max_tokens must be"),
-    "context": ({"max_tokens": 5000}, "max_tokens 5000 together exceed it"),
-    "no max_tokens": ({"max_tokens": None}, "max_tokens is required"),
-    "stop": ({"stop_sequences": ["x"] * 17}, "stop_sequences must have at most 16"),
-    "tool": ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].input_schema is required"),
-    "server": ({"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]}, "mcp_servers is not supported"),
-    "tool name": ({"tools": [TOOLS[0] | {"name": "a b"}]}, "tools[0].name must match"),
-    "choice": ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name is required with type tool"),
-    "choice of another": ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name 'x' is"),
-    "thinking": ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-    "deep": (
-        user({"type": "tool_use", "id": "1", "name": "f", "input": json.loads('{"a":' * 300 + "1" + "}" * 300)}),
-        "messages is nested more than",
-    ),
-    "arguments": ({"thinking": THINKING, "chat_template_kwargs": {str(i): i for i in range(16)}}, "at most 16 entries"),
-    "container": ({"container": "x"}, "container is not supported: nothing is run here"),
-    "fallbacks": ({"fallbacks": [{"model": "x"}]}, "fallbacks is unknown or not supported"),
-    "schema": (
-        {"output_config": {"format": {"type": "json_schema", "schema": {"title": "x" * 70_000}}}},
-        "output_config.format has a json_schema that cannot be used",
-    ),
-    "unknown": ({"colour": "red"}, "colour is unknown or not supported"),
-}  # fmt: skip
-
-
-async def test_refusals(serve: Callable) -> None:
-    made = await serve("v31")
-    for name, (fields, words) in BAD.items():
-        body = {"max_tokens": 8, "messages": HELLO} | fields
-        answer = await made.http.post("/v1/messages", json=body, headers={"x-request-id": "mine"})
-        told = answer.json()
-        assert answer.status_code == 400 and words in told["error"]["message"], (name, told)
-        assert told == {
-            "type": "error",
-            "error": {"type": "invalid_request_error", "message": told["error"]["message"]},
-            "request_id": "mine",
-        }
-    assert not any(worker.submitted for worker in made.workers)
 
 
 async def test_errors_become_the_clients_exceptions(pair: Cluster) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import ssl
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from millrace_common.tls_config import PEERS, Tls
 from millrace_router.config import RouterConfig
 from millrace_rpc.access import HEADER, MAY, Access, token
 from millrace_rpc.client import channel
-from millrace_rpc.errors import from_rpc_error
+from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_rpc.tls import Identity
 from millrace_testing.certificates import Authority
 from router.fake_worker import DECODE, PREFILL, FakeWorker, expected
@@ -132,8 +133,30 @@ async def test_with_mutual_tls_operators_have_a_certificate_of_theirs(cluster: C
             assert good or all("tls.peers.admin" in answer.json()["error"]["message"] for answer in answers)
 
 
+WORKERS = "/millrace.v1.WorkerService/"
+
+
+@pytest.mark.parametrize(
+    ("method", "allowed"),
+    [
+        (WORKERS + "Drain", {"router", "admin"}),
+        (WORKERS + "GetInfo", {"router", "admin", "worker"}),
+        (WORKERS + "WatchLoad", {"router", "admin", "worker"}),
+        ("/millrace.v1.PrefillService/Link", {"router", "worker"}),
+        ("/millrace.v1.DecodeService/Link", {"router"}),
+        ("/millrace.v1.KvService/ReadInfo", {"worker"}),
+        ("/millrace.v1.Unknown/Call", set()),
+    ],
+)
+def test_a_method_has_its_own_callers_or_those_of_its_service(method: str, allowed: set[str]) -> None:
+    access = Access(Tls.model_validate({"cert": "c", "key": "k", "ca": "a", "require_client_cert": True}), b"")
+    for peer, names in PEERS.items():
+        with contextlib.nullcontext() if peer in allowed else pytest.raises(MillraceError, match="is for"):
+            access.check(method, names, "")
+
+
 @pytest.mark.parametrize("key", ["admin", "admin_http"])
-def test_admin_ports_that_others_reach_are_not_opened_without_proof_of_who_calls(key: str) -> None:
+def test_admin_ports_that_others_reach_need_a_secret(key: str) -> None:
     for address in ("0.0.0.0:50052", "[::]:0", "10.0.0.1:1"):
         with pytest.raises(ValueError, match="secret: is needed with"):
             RouterConfig.model_validate({"model": "m", key: address})

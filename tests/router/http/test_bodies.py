@@ -1,11 +1,14 @@
-"""Bodies that are slow, many, large or not wanted: the router keeps its memory, its streams and its connections."""
+"""Bodies that are slow, many, large, encoded or no text: the router keeps its memory and its connections."""
 
 from __future__ import annotations
 
 import asyncio
+import gzip
 import http.client
 import json
 import threading
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,16 +26,17 @@ from millrace_router.config import BodyLimits as Pace
 from millrace_router.config import RouterConfig
 from millrace_router.flow.bodies import Bodies
 from millrace_router.http import json_shape
-from millrace_router.http.answers import body_deadline
+from millrace_router.http.answers import body_deadline, read_body
+from millrace_router.http.encodings import decoded
 from millrace_router.http.json_shape import JsonShape, shape
 from millrace_rpc.errors import MillraceError
 from pydantic import ValidationError
-from router.edge.test_browsers import POSTS
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker
-from router.harness import Cluster
+from router.harness import FIRST_KEY, SECOND_KEY, Cluster, bearer, write_keys
+from router.http.test_http import POSTS
+from starlette.requests import Request
 
-ONE, TWO = "sk-first-secret-1-0123456789abcdef", "sk-second-secret-2-0123456789abcdef"
-KEY, OTHER = {"authorization": f"Bearer {ONE}"}, {"authorization": f"Bearer {TWO}"}
+KEY, OTHER = bearer(), bearer(SECOND_KEY)
 PATH = "/v1/completions"
 
 
@@ -55,13 +59,9 @@ async def last_answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]
 
 @pytest.fixture
 async def keyed(cluster: Callable, tmp_path: Path) -> Cluster:
-    keys = [
-        {"name": "one", "key": ONE},
-        {"name": "two", "key": TWO, "requests_per_s": 0.001, "requests_burst": 1},
-    ]
-    (tmp_path / "keys").write_text(json.dumps({"keys": keys}))
+    keys = write_keys(tmp_path, None, {"requests_per_s": 0.001, "requests_burst": 1})
     bodies = {"held": 2000, "held_by_tenant": 1500}
-    settings = {"api_keys": str(tmp_path / "keys"), "limits": {"message_bytes": 1000}, "bodies": bodies}
+    settings = {"api_keys": keys, "limits": {"message_bytes": 1000}, "bodies": bodies}
     return await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), **settings)
 
 
@@ -72,7 +72,7 @@ async def test_a_body_that_is_not_wanted_is_not_read(keyed: Cluster) -> None:
     """Its answer comes at once, is the last one of the connection, and no 100 (Continue) asks for the body."""
     for headers, status in (
         (["expect: 100-continue"], 401),
-        (["expect: 100-continue", f"authorization: Bearer {ONE}"], 413),
+        (["expect: 100-continue", f"authorization: Bearer {FIRST_KEY}"], 413),
     ):
         reader, writer = await connect(keyed)
         writer.write(head(10**9, *headers))
@@ -98,27 +98,18 @@ async def test_a_large_body_is_not_received_from_a_tenant_over_its_rate(keyed: C
     assert spent.status_code == 200
     keyed.router.config.limits.__dict__["message_bytes"] = 8 << 20
     reader, writer = await connect(keyed)
-    writer.write(head(5_000_000, f"authorization: Bearer {TWO}"))
+    writer.write(head(5_000_000, f"authorization: Bearer {SECOND_KEY}"))
     status, error = await last_answer(reader)
     assert status == 429 and error["code"] == "rate_limited"
     writer.close()
 
 
 async def test_a_mistake_costs_the_tokens_that_a_prompt_of_its_length_has(cluster: Callable, tmp_path: Path) -> None:
-    keys = [{"name": "one", "key": ONE, "tokens_per_s": 1, "tokens_burst": 1000}]
-    (tmp_path / "keys").write_text(json.dumps({"keys": keys}))
-    made: Cluster = await cluster(FakeWorker(UNIFIED), api_keys=str(tmp_path / "keys"))
+    keys = write_keys(tmp_path, {"tokens_per_s": 1, "tokens_burst": 1000})
+    made: Cluster = await cluster(FakeWorker(UNIFIED), api_keys=keys)
     assert (await made.http.post(PATH, content=b" " * 6000, headers=KEY)).status_code == 400
     answer = await made.http.post(PATH, json=POSTS[PATH], headers=KEY)
     assert answer.status_code == 429 and 490 <= int(answer.headers["retry-after"]) <= 501
-
-
-@pytest.mark.parametrize("body", [b"{", b'{"prompt": 1}', b'{"prompt": "a", "n": 99}', b"a" * 1001])
-async def test_a_request_with_a_mistake_is_counted_too(keyed: Cluster, body: bytes) -> None:
-    first = await keyed.http.post(PATH, content=body, headers=OTHER)
-    assert first.status_code in (400, 413)
-    assert (await keyed.http.post(PATH, json=POSTS[PATH], headers=OTHER)).status_code == 429
-    assert (await keyed.http.post(PATH, json=POSTS[PATH], headers=KEY)).status_code == 200
 
 
 async def test_clients_read_why_their_large_body_was_refused(pair: Cluster) -> None:
@@ -185,10 +176,10 @@ def test_bytes_are_bounded_in_all_and_by_tenant() -> None:
 async def test_bodies_that_are_held_back_take_no_more_than_their_share(keyed: Cluster) -> None:
     bodies = keyed.router.inference.bodies
     held, asked = await connect(keyed), json.dumps(POSTS[PATH]).encode()
-    held[1].write(head(1000, f"authorization: Bearer {ONE}") + asked + b" " * (900 - len(asked)))
+    held[1].write(head(1000, f"authorization: Bearer {FIRST_KEY}") + asked + b" " * (900 - len(asked)))
     await keyed.until(lambda: bodies._held == 900)
     refused = await connect(keyed)
-    refused[1].write(head(1000, f"authorization: Bearer {ONE}") + b" " * 900)
+    refused[1].write(head(1000, f"authorization: Bearer {FIRST_KEY}") + b" " * 900)
     status, error = await last_answer(refused[0])
     assert status == 429 and "of one that are being received" in error["message"]
     assert (await keyed.http.post(PATH, json=POSTS[PATH], headers=KEY)).status_code == 200, "a short one has room"
@@ -289,3 +280,176 @@ async def test_the_event_loop_turns_while_a_large_body_is_read(
     answer = await asked
     assert answer.status_code == 200, answer.text
     assert waited == (["parse", "render"] if "messages" in LARGE[path] or "input" in LARGE[path] else ["parse"])
+
+
+# ------------------------------------------------------------------------------------- encodings and texts
+
+
+BODY = json.dumps({"prompt": "hello", "max_tokens": 2}).encode()
+MOST = 10_000
+PATHS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/tokenize", "/detokenize",
+)  # fmt: skip
+
+
+def raw_deflate(data: bytes) -> bytes:
+    stream = zlib.compressobj(wbits=-15)
+    return stream.compress(data) + stream.flush()
+
+
+ENCODED = {
+    "gzip": gzip.compress, "x-gzip": gzip.compress, "GZIP": gzip.compress, "identity, gzip": gzip.compress,
+    "deflate": zlib.compress, "Deflate": raw_deflate, "identity": bytes, "": bytes,
+}  # fmt: skip
+
+
+@given(st.binary(max_size=MOST), st.sampled_from(sorted(ENCODED)))
+def test_what_was_encoded_is_decoded(data: bytes, coding: str) -> None:
+    assert decoded(ENCODED[coding](data), coding, MOST) == data
+
+
+@given(st.binary(min_size=1, max_size=200), st.sampled_from(["gzip", "deflate"]), st.data())
+def test_a_broken_body_is_refused(data: bytes, coding: str, drawn: st.DataObject) -> None:
+    whole = ENCODED[coding](data)
+    cut = whole[: drawn.draw(st.integers(0, len(whole) - 1))]
+    for body in (cut, whole + b"x", whole + whole):
+        with pytest.raises(MillraceError, match=f"the body is not valid {coding}") as caught:
+            decoded(body, coding, MOST)
+        assert caught.value.reason is Reason.INVALID_ARGUMENT
+
+
+@given(st.binary(max_size=200), st.sampled_from(["gzip", "deflate"]))
+def test_no_bytes_do_anything_else_than_be_refused(data: bytes, coding: str) -> None:
+    try:
+        assert len(decoded(data, coding, MOST)) <= MOST
+    except MillraceError as error:
+        assert error.row.http in (400, 413)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_a_bomb_is_not_unpacked(coding: str) -> None:
+    bomb = ENCODED[coding](bytes(100 << 20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(MillraceError, match="more than 10000 bytes") as caught:
+            decoded(bomb, coding, MOST)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert caught.value.reason is Reason.MESSAGE_TOO_LARGE and peak < 1 << 20
+
+
+async def test_encodings_over_http(pair: Cluster) -> None:
+    for coding, encode in ENCODED.items():
+        answer = await pair.http.post("/v1/completions", content=encode(BODY), headers={"content-encoding": coding})
+        assert answer.status_code == 200, (coding, answer.text)
+    for path in PATHS:
+        for coding in ("br", "zstd", "compress", "gzip, gzip", "nothing"):
+            answer = await pair.http.post(path, content=BODY, headers={"content-encoding": coding})
+            assert answer.status_code == 415 and coding in answer.json()["error"]["message"], (path, coding)
+            assert answer.headers["accept-encoding"] == "gzip, deflate"
+        answer = await pair.http.post(path, content=b"\x1f\x8b\x08", headers={"content-encoding": "gzip"})
+        assert answer.status_code == 400 and "not valid gzip" in answer.json()["error"]["message"]
+        bomb = gzip.compress(bytes(100 << 20))
+        answer = await pair.http.post(path, content=bomb, headers={"content-encoding": "gzip"})
+        assert answer.status_code == 413
+
+
+async def test_a_decoded_body_counts_with_all_that_it_became() -> None:
+    data, counts = BODY * 50, list[int]()
+    packed = gzip.compress(data)
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": packed, "more_body": False}
+
+    request = Request({"type": "http", "headers": [(b"content-encoding", b"gzip")]}, receive)
+    assert await read_body(request, 10**6, take=counts.append) == data
+    assert counts == [len(packed), len(data) - len(packed)]
+
+
+async def test_a_byte_order_mark_is_no_part_of_the_body(pair: Cluster) -> None:
+    assert (await pair.http.post("/v1/completions", content=b"\xef\xbb\xbf" + BODY)).status_code == 200
+
+
+async def test_a_body_is_json_whatever_its_type_says(pair: Cluster) -> None:
+    for kind in ("application/json; charset=utf-8", "text/plain", "multipart/form-data", "x", None):
+        headers = {} if kind is None else {"content-type": kind}
+        answer = await pair.http.post("/v1/completions", content=BODY, headers=headers)
+        assert answer.status_code == 200, (kind, answer.text)
+
+
+NOT_TEXT = {
+    BODY.decode().encode("utf-16"): "not valid UTF-8",
+    BODY.decode().encode("utf-16-le"): "not valid JSON",
+    BODY.decode().encode("utf-32"): "not valid",
+    b'{"prompt": "\xed\xa0\x80"}': "not valid UTF-8",
+    b'{"prompt": "\xff"}': "not valid UTF-8",
+    b'{"prompt": "a\x00b"}': "not valid JSON",
+    b"\x00": "not valid JSON",
+    b"": "not valid JSON",
+    b"null": "must be a JSON object",
+    b"[" * 100_000: "not valid JSON",
+    b'{"prompt": ' + b"1" * 5_000 + b"}": "not valid JSON",
+}
+
+
+async def test_a_body_that_is_no_text_is_refused(pair: Cluster) -> None:
+    http = pair.direct()
+    for path in PATHS:
+        for body, words in NOT_TEXT.items():
+            answer = await http.post(path, content=body)
+            assert answer.status_code == 400 and words in answer.json()["error"]["message"], (path, body, answer.text)
+
+
+SURROGATE = '"\\ud800"'
+PLACES = {  # where a lone surrogate is: (JSON, path)
+    "a value": ('{"model": %s}', "model"),
+    "a name": ('{%s: 1}', '["\\ud800"]'),
+    "a name of a null": ('{%s: null}', '["\\ud800"]'),
+    "an ignored field": ('{"metadata": {"a": [%s]}}', "metadata.a[0]"),
+    "a name in an ignored field": ('{"metadata": {%s: 1}}', 'metadata["\\ud800"]'),
+    "a refused field": ('{"conversation": %s}', "conversation"),
+    "deep": ('{"messages": [{"content": [{"text": %s}]}]}', "messages[0].content[0].text"),
+    "a name in an array": ('{"messages": [{%s: ""}]}', 'messages[0]["\\ud800"]'),
+    "a name in a schema": ('{"tools": [{"input_schema": {%s: {}}}]}', 'tools[0].input_schema["\\ud800"]'),
+}  # fmt: skip
+
+
+async def test_a_lone_surrogate_anywhere_is_refused_with_its_place(pair: Cluster) -> None:
+    http = pair.direct()
+    for path in PATHS:
+        for name, (form, place) in PLACES.items():
+            for spelled in (SURROGATE, SURROGATE.upper().replace("U", "u"), '"\\udfff"', '"a\\ud800\\ud800"'):
+                answer = await http.post(path, content=form % spelled)
+                error = answer.json()["error"]
+                assert answer.status_code == 400 and "lone surrogate" in error["message"], (path, name, error)
+                if spelled == SURROGATE:
+                    assert error["message"].startswith(place), (name, error)
+                    assert error.get("param", place) == place
+        pairs = await http.post(path, content='{"metadata": {"\\ud83d\\ude00": 1}}')
+        assert "surrogate" not in pairs.text
+
+
+@pytest.mark.parametrize("name", ["x-request-id", "x-session-id", "traceparent", "content-type", "content-encoding"])
+async def test_no_header_is_a_fault_of_ours(name: str, pair: Cluster) -> None:
+    """Any bytes; those that HTTP does not allow are refused by its parser."""
+    for value in (
+        b"\xff",
+        b"\xed\xa0\x80",
+        b"\xc3\xa9",
+        b"\x01",
+        b"\x00",
+        b"\x7f",
+        b"\\ud800",
+        b"a\tb",
+        b" ",
+        b"x" * 4000,
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", pair.router.ports["http"])
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n" % len(BODY)
+        writer.write(head + name.encode() + b": " + value + b"\r\n\r\n" + BODY)
+        status = int((await reader.read()).split(b" ", 2)[1])
+        assert status in (200, 400, 415), (value, status)
+        writer.close()
+        await writer.wait_closed()

@@ -13,10 +13,10 @@ from millrace_router.text import markers
 from openai.lib.responses_tool_runner import AsyncRegisteredFunction, AsyncResponsesToolRunner
 from openai.types.responses import Response, ResponseFunctionToolCall
 from pydantic import BaseModel
+from router.apis.openai.test_openai import text_of
+from router.apis.openai.test_openai_tools import client_of
 from router.fake_worker import fails, failure, hangs, output
 from router.harness import Cluster
-from router.openai.test_openai import text_of
-from router.openai.test_openai_tools import client_of
 from router.scripted import SCHEMA, grammar_of, prompt_of, say
 from router.text.test_parsers import WEATHER, v31, v32
 
@@ -93,7 +93,7 @@ def as_sent(items: list[Any]) -> list[dict[str, Any]]:
     return [item.model_dump(exclude={"id", "call_id"}, exclude_none=True) for item in items]
 
 
-async def test_text(pair: Cluster) -> None:
+async def test_a_text_has_its_usage_and_status(pair: Cluster) -> None:
     async with client_of(pair) as client:
         answer = await client.responses.create(
             model="tiny", input="hello", instructions="Be brief.", max_output_tokens=8, extra_body={"seed": 0}
@@ -107,7 +107,7 @@ async def test_text(pair: Cluster) -> None:
     await pair.quiet()
 
 
-async def test_calls(serve: Callable) -> None:
+async def test_calls_are_items_by_choice_of_the_client(serve: Callable) -> None:
     made = await serve("v31")
     said = await both(made, "I look." + v31(("weather", WEATHER), ("time", "{}")), tools=TOOLS)
     text, weather, time = said.output
@@ -124,7 +124,7 @@ async def test_calls(serve: Callable) -> None:
     assert call.status == said.status == "incomplete" and WEATHER.startswith(call.arguments)
 
 
-async def test_thoughts(serve: Callable) -> None:
+async def test_thoughts_are_items_with_their_effort(serve: Callable) -> None:
     made = await serve("v31")
     text = "So.\n\nYes." + markers.THINK_END + "Hello"
     said = await both(made, text, reasoning=HIGH | {"summary": "auto"}, include=["reasoning.encrypted_content"])
@@ -138,7 +138,7 @@ async def test_thoughts(serve: Callable) -> None:
     assert prompt_of(made).endswith(markers.THINK_END)
 
 
-async def test_an_agent(serve: Callable) -> None:
+async def test_an_agent_sends_everything_back(serve: Callable) -> None:
     """Two tools, one after the other; every answer goes back as it came, and nothing is kept in between. V3.2 sees its
     thoughts again.
     """
@@ -227,45 +227,6 @@ async def test_a_schema_for_the_answer(serve: Callable) -> None:
         assert json.loads(grammar_of(made).json_schema)["properties"] == City.model_json_schema()["properties"]
         await both(made, "{}", text={"format": {"type": "json_object"}, "verbosity": "low"})
         assert json.loads(grammar_of(made).json_schema) == {"type": "object"}
-
-
-KEPT = "this server keeps nothing: send the whole conversation as input"
-BAD: dict[str, tuple[dict[str, Any], str, str]] = {  # what is wrong: (fields, param, words)
-    "state": ({"previous_response_id": "resp_1"}, "previous_response_id", KEPT),
-    "conversation": ({"conversation": "conv_1"}, "conversation", KEPT),
-    "reference": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "must be one of: 'message'"),
-    "background": ({"background": True}, "background", "keep the connection open"),
-    "no input": ({"input": None}, "input", "input is required"),
-    "empty": ({"input": []}, "input", "input must not be empty"),
-    "image": (
-        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-        "input[0].content[0].type", "must be 'input_text' or 'output_text'",
-    ),
-    "role": ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "must be 'user'"),
-    "item": ({"input": [1]}, "input[0]", "must be an object, not 1"),
-    "temperature": ({"temperature": -1.0}, "temperature", "must be"),
-    "length": ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be"),
-    "context": ({"max_output_tokens": 5000}, "input", "and max_output_tokens 5000 together exceed it"),
-    "tool": ({"tools": [{"type": "function"}]}, "tools[0].name", "is required"),
-    "tool without a type": ({"tools": [{"name": "f"}]}, "tools[0].type", "is required"),
-    "tool name": ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "{1,64}"),
-    "choice": ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "'x'"),
-    "no tools": ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
-    "no schema": ({"text": {"format": {"type": "json_schema", "schema": 1}}}, "text.format.schema", "must be"),
-    "truncation": ({"truncation": "auto"}, "truncation", "truncation"),
-    "logprobs": ({"top_logprobs": 2}, "top_logprobs", "/v1/chat/completions"),
-    "unknown": ({"colour": "red"}, "colour", "colour is unknown"),
-}  # fmt: skip
-
-
-async def test_refusals(serve: Callable) -> None:
-    made = await serve("v31")
-    for name, (fields, param, words) in BAD.items():
-        answer = await made.http.post("/v1/responses", json={"input": "hello", "max_output_tokens": 8} | fields)
-        error = answer.json()["error"]
-        assert answer.status_code == 400 and error["param"] == param and words in error["message"], (name, error)
-        assert error["message"].startswith(param), name
-    assert not any(worker.submitted for worker in made.workers)
 
 
 async def test_errors_become_the_clients_exceptions(pair: Cluster) -> None:
