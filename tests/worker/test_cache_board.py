@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Collection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
-import pytest
 from millrace.v1 import worker_pb2
 from millrace_common.page_hash import page_hashes
 from millrace_serve.engine.core import CacheChange
@@ -52,7 +52,7 @@ def apply(held: set[bytes], stored: Collection[bytes], removed: Collection[bytes
     held |= set(stored)
 
 
-async def test_a_snapshot_of_every_replica_then_what_changes() -> None:
+async def test_snapshot_of_every_replica_then_what_changes() -> None:
     board, mirror = CacheBoard(2, "e"), Mirror()
     board.update(1, CacheChange(blocks(1, 2, 3), []))
     messages = board.watch(0.0)
@@ -65,7 +65,7 @@ async def test_a_snapshot_of_every_replica_then_what_changes() -> None:
     await messages.aclose()
 
 
-async def test_the_tiers_are_told_apart() -> None:
+async def test_tiers_are_told_apart() -> None:
     board, mirror = CacheBoard(1, "e"), Mirror()
     board.update(0, CacheChange(blocks(1, 2), [], blocks(*range(CHUNK + 1))))
     messages = board.watch(0.0)
@@ -110,7 +110,7 @@ async def test_engines_that_are_gone_have_cached_nothing() -> None:
     await messages.aclose()
 
 
-async def test_a_slow_watcher_gets_one_difference() -> None:
+async def test_slow_watcher_gets_one_difference() -> None:
     board, mirror, rng = CacheBoard(1, "e"), Mirror(), random.Random(3)
     messages = board.watch(0.0)
     mirror.take(await anext(messages))
@@ -149,20 +149,19 @@ async def until_holds(call: Messages, mirror: Mirror, wanted: set[bytes]) -> Non
             mirror.take(await call.read())
 
 
-@pytest.mark.parametrize("role", ["prefill", "unified"])
-async def test_a_worker_says_what_its_prefix_cache_holds(tmp_path, role: str) -> None:
-    async with workers(tmp_path, role) as (worker,):
-        await run(worker, role)
+async def test_worker_tells_what_its_prefix_cache_holds(tmp_path: Path) -> None:
+    async with workers(tmp_path, "unified") as (worker,):
+        await run(worker)
 
 
-async def run(worker: Worker, role: str) -> None:
+async def run(worker: Worker) -> None:
     prompt = [random.randrange(1000, 9000) for _ in range(200)]
     pages = set(page_hashes(prompt[:192]))
     mirror, late = Mirror(), Mirror()
     call = worker.stub.WatchCache(worker_pb2.WatchCacheRequest(min_interval_ms=1))
     mirror.take(await call.read())
     async with FakeLink(worker) as link:
-        wanted = request(prompt, max_tokens=1 if role == "prefill" else 4)
+        wanted = request(prompt, max_tokens=4)
         link.submit(wanted)
         await link.finish(wanted)
         await until_holds(call, mirror, pages)

@@ -13,7 +13,7 @@ def test_every_library_compiles_below_one_folder(tmp_path: Path) -> None:
     assert all(Path(folder).parent == tmp_path for folder in environ.values())
 
 
-def test_the_home_folder_is_spelt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_folder_is_spelt_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     assert caches.variables(Path("~/.cache/millrace"))["DG_JIT_CACHE_DIR"] == "/home/somebody/.cache/millrace/deep_gemm"
 

@@ -37,7 +37,7 @@ def test_those_after_ready_are_counted() -> None:
     assert [value(library) for library in ("triton", "deep_gemm", "flashinfer")] == [2, 2, 0]
 
 
-def test_a_pulse_carries_them() -> None:
+def test_pulse_carries_them() -> None:
     progress, sent = Progress(), list[Pulse]()
     with PulseThread(progress, sent.append):
         progress.compiled = lambda: {"triton": 3}

@@ -7,7 +7,7 @@ from millrace_serve.engine.config import Role
 from millrace_serve.worker.config import WorkerConfig
 
 
-def test_a_limit_can_be_set_without_the_others() -> None:
+def test_limit_can_be_set_without_the_others() -> None:
     config = load(WorkerConfig, None, ["role=decode", "engine=sim", "limits.max_running=3"])
     assert (config.role, config.limits.max_running, config.limits.max_model_len) == (Role.DECODE, 3, 8192)
 
@@ -65,7 +65,7 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "10.1.2.3", "fd00::1", "worker.example.org"])
-def test_a_port_that_others_reach_needs_a_secret_or_mutual_tls(host: str) -> None:
+def test_port_that_others_reach_needs_a_secret_or_mutual_tls(host: str) -> None:
     tls = {"cert": "c", "key": "k"}
     for few in ({}, {"tls": tls}):
         with pytest.raises(ValueError, match=rf"secret: is needed with host={re.escape(host)}, or mutual TLS"):
@@ -75,5 +75,5 @@ def test_a_port_that_others_reach_needs_a_secret_or_mutual_tls(host: str) -> Non
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost"])
-def test_a_port_of_this_machine_alone_needs_nothing(host: str) -> None:
+def test_port_of_this_machine_alone_needs_nothing(host: str) -> None:
     assert WorkerConfig(engine="sim", host=host).secret is None

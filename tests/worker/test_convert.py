@@ -3,7 +3,7 @@ import math
 import pytest
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
-from millrace_rpc.errors import MillraceError
+from millrace_rpc.errors import TABLE, MillraceError
 from millrace_serve.engine.core import (
     Failure,
     FinishReason,
@@ -29,7 +29,7 @@ def wire(**sampling: object) -> worker_pb2.EngineRequest:
     return worker_pb2.EngineRequest(id=convert.attempt_id(ID), token_ids=[5, 6, 7], sampling=params)
 
 
-def test_a_request_keeps_every_value_and_absent_ones_take_their_defaults() -> None:
+def test_request_keeps_every_value_and_absent_ones_take_their_defaults() -> None:
     given = wire(temperature=0.0, top_k=0, seed=2**64 - 1, logit_bias={7: -1.5}, logprobs=0, stop_token_ids=[9])
     given.num_prior_outputs, given.priority, given.timeout_ms = 1, -5, 1500
     request = convert.request(given, Route.IMPORT)
@@ -98,13 +98,25 @@ def test_bad_requests_are_refused_with_the_name_of_the_field(field: str, change)
         SequenceOutput(ID, 7, [], FinishReason.ABORT),
         SequenceOutput(ID, 7, [TokenOutput(1)], FinishReason.STOP, num_drafted=9, num_accepted=4),
         SequenceOutput(ID, 2, [TokenOutput(3, -0.5, (TopLogprob(3, -0.5), TopLogprob(4, -1.5)))], FinishReason.STOP),
+        SequenceOutput(ID, 2, [TokenOutput(3, -0.5, ()), TokenOutput(4, -1.5, (TopLogprob(4, -1.5),))]),
     ],
 )
 def test_outputs_survive_the_round_trip(output: SequenceOutput) -> None:
     assert convert.core_output(convert.wire_output(output)) == output
 
 
-def test_a_salt_is_bounded() -> None:
+@pytest.mark.parametrize("reason", Reason)
+def test_failure_on_the_wire_has_its_wait_in_milliseconds(reason: Reason) -> None:
+    wire = convert.wire_failure(Failure(reason, "why"))
+    assert (wire.reason, wire.message, wire.retry_after_ms) == (
+        reason,
+        "why",
+        round(1000 * TABLE[reason].retry_after_s),
+    )
+    assert convert.core_failure(wire) == Failure(reason, "why")
+
+
+def test_salt_is_bounded() -> None:
     params = common_pb2.SamplingParams(max_tokens=1)
     wire = worker_pb2.EngineRequest(id=convert.attempt_id(ID), token_ids=[5], sampling=params, cache_salt=b"s" * 64)
     assert convert.request(wire, Route.LOCAL).cache_salt == b"s" * 64

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 from millrace_common.page_hash import page_hashes
+from millrace_serve.engine.start.phases import Phases
+from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.rank import process
+from millrace_serve.worker.rank.parts import RankSpec
 from millrace_testing.fake_router import FakeLink, request
 from millrace_testing.procs import SIM, workers
 from millrace_testing.sim import expected, prompt_of
@@ -39,11 +43,10 @@ async def test_prefixes_survive_a_restart(tmp_path: Path) -> None:
             assert await worker.metric("millrace_disk_pages_total", way="refuse") == 15 * (start == "third")
 
 
-async def test_a_folder_that_cannot_be_used_safely_ends_the_start_with_one_line(tmp_path: Path) -> None:
+def test_disk_cache_that_is_a_file_refuses_the_start(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("")
-    tiers = ["limits.host_cache_gib=0.01", f"limits.disk_cache={tmp_path}/kv"]
-    with pytest.raises(AssertionError) as failure:
-        async with workers(tmp_path, "unified", sets=[*SIM, *tiers]):
-            pass
-    said = str(failure.value)
-    assert "kv cannot be used: Not a directory" in said and "Traceback" not in said
+    limits = {"host_cache_gib": 0.01, "disk_cache": tmp_path / "kv"}
+    config = WorkerConfig.model_validate({"engine": "sim", "role": "unified", "limits": limits})
+    parts = process._build(RankSpec(config, 0, "", "", ""), Phases())
+    with pytest.raises(process.StartRefused, match="kv cannot be used: Not a directory"):
+        process._add_disk_tier(parts, config)

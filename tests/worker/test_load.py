@@ -46,7 +46,7 @@ def test_what_the_disk_tier_moves_and_refuses_is_counted_by_its_way() -> None:
     assert {way: metrics.registry.get_sample_value(name, {"replica": "0", "way": way}) for way in ways} == ways
 
 
-def test_the_balance_of_experts_is_of_the_whole_worker() -> None:
+def test_balance_of_experts_is_of_the_whole_worker() -> None:
     board = LoadBoard(2, lambda: worker_pb2.WORKER_STATE_READY, "e")
     metrics = Metrics(WORKER, CollectorRegistry())
     for moves in (3, 7):

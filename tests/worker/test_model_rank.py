@@ -20,7 +20,7 @@ class Joined(Exception):
     pass
 
 
-def test_a_collective_waits_as_long_as_the_worker_may_take_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collective_waits_as_long_as_the_worker_may_take_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {}
 
     def init_parallel(*_: object, **options: object) -> None:
@@ -34,7 +34,7 @@ def test_a_collective_waits_as_long_as_the_worker_may_take_to_start(monkeypatch:
     assert told["timeout_s"] == 4800
 
 
-def test_a_machine_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_rank.torch.cuda, "is_available", lambda: False)
     config = WorkerConfig(role=Role.UNIFIED, model=TINY, device="cuda")
     with pytest.raises(ModelConfigError, match="device=cuda: torch sees no GPU here"):

@@ -106,18 +106,3 @@ async def test_tensor_parallel_ranks_hand_over_rank_by_rank(tmp_path: Path, refe
         assert answer.processes == 3
         await prefill.whole()
         await decode.whole()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("sizes", "victim"), [("tp=2", 0), ("tp=2", 1), ("dp=2", 1)])
-async def test_a_rank_that_is_stopped_is_named(tmp_path: Path, sizes: str, victim: int) -> None:
-    """Its partner waits for it, in a collective or in lockstep, and is not to blame."""
-    async with workers(tmp_path, "unified", sets=(*MODEL, sizes)) as [worker], FakeLink(worker) as link:
-        r = request(PROMPTS[0], max_tokens=400)
-        link.submit(r)
-        await link.first(r)
-        worker.ranks()[victim].suspend()
-        last = await link.finish(r, timeout_s=60)
-        assert last.failure.reason == "WORKER_LOST", last
-        assert re.match(rf"rank {victim} hangs: no sign of its process for \d\.\d s", last.failure.message)
-        await worker.until(lambda: not worker.process.running, "its end")

@@ -10,7 +10,7 @@ def output(room: int, first_index: int, num_tokens: int, finish: FinishReason | 
     return SequenceOutput(RequestId(room, 0), first_index, tokens, finish)
 
 
-def test_a_router_that_keeps_up_gets_every_step_by_itself() -> None:
+def test_router_that_keeps_up_gets_every_step_by_itself() -> None:
     box = LinkOutbox()
     for step in range(3):
         box.put(output(1, step, 1))
@@ -19,7 +19,7 @@ def test_a_router_that_keeps_up_gets_every_step_by_itself() -> None:
     assert not box
 
 
-def test_a_slow_router_gets_merged_outputs_with_the_end_last() -> None:
+def test_slow_router_gets_merged_outputs_with_the_end_last() -> None:
     first = SequenceOutput(RequestId(1, 0), 0, [TokenOutput(0)], num_cached_tokens=64, queued_s=0.5)
     error = Failure("STALLED", "late")
     end = SequenceOutput(first.id, 100, [], FinishReason.ERROR, error, num_drafted=90, num_accepted=40)
@@ -64,7 +64,7 @@ def test_nothing_is_lost_or_reordered(events: list[int | None]) -> None:
     assert {room: list(range(count)) for room, count in said.items()} == heard
 
 
-async def test_a_router_gets_the_latest_word_about_each_wait_after_the_outputs() -> None:
+async def test_router_gets_the_latest_word_about_each_wait_after_the_outputs() -> None:
     link, first, second = RouterLink("r"), RequestId(1, 0), RequestId(2, 0)
     link.tell(Wait(first))
     link.put(SequenceOutput(second, 0, [TokenOutput(7)]))

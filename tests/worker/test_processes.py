@@ -17,7 +17,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError, from_rpc_error
-from millrace_testing.damages import POINTER
 from millrace_testing.fake_router import FakeLink, request
 from millrace_testing.paths import TINY
 from millrace_testing.procs import SIM, Worker, gone, workers
@@ -72,7 +71,7 @@ async def health(worker: Worker) -> int:
     return (await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)).status
 
 
-async def test_a_unified_worker_generates_and_describes_itself(unified: Worker) -> None:
+async def test_unified_worker_generates_and_describes_itself(unified: Worker) -> None:
     info = await unified.info()
     assert (info.role, info.epoch, info.replicas, info.tp) == (worker_pb2.ROLE_UNIFIED, unified.epoch, 1, 1)
     assert info.worker_id == unified.epoch and info.model == "sim" and info.layout.fingerprint
@@ -95,7 +94,7 @@ async def test_a_unified_worker_generates_and_describes_itself(unified: Worker) 
     await unified.whole()
 
 
-async def test_requests_that_cannot_be_taken_end_in_one_error_and_the_link_goes_on(unified: Worker) -> None:
+async def test_requests_refused_get_one_error_and_the_link_goes_on(unified: Worker) -> None:
     async with FakeLink(unified) as link:
         bad = {
             "temperature": request([1], temperature=float("nan")),
@@ -119,7 +118,7 @@ async def test_requests_that_cannot_be_taken_end_in_one_error_and_the_link_goes_
         assert link.tokens(good) == expected([1, 2, 3], 8)
 
 
-async def test_a_request_that_is_said_twice_is_done_once(slow: Worker) -> None:
+async def test_request_sent_twice_is_done_once(slow: Worker) -> None:
     async with FakeLink(slow) as link:
         good = request([1, 2, 3], max_tokens=20)
         link.submit(good)
@@ -129,14 +128,30 @@ async def test_a_request_that_is_said_twice_is_done_once(slow: Worker) -> None:
         assert await slow.metric("millrace_worker_stale_messages_total", kind="submit") == 1
 
 
-async def test_links_are_refused_with_a_reason(unified: Worker) -> None:
+async def test_link_with_another_epoch_is_refused(unified: Worker) -> None:
     with pytest.raises(MillraceError) as caught:
         async with FakeLink(unified, epoch="another"):
             pass
     assert caught.value.reason is Reason.EPOCH_CHANGED
 
 
-async def test_abort_on_the_link_and_by_rpc(slow: Worker) -> None:
+async def test_routers_with_different_cache_keys_are_named_in_the_log(unified: Worker) -> None:
+    words = "have different secrets (secret): their prompts share no cached pages"
+    for key in (b"one", b""):
+        async with FakeLink(unified, router_id="a", cache_key_id=b"one"), FakeLink(unified, "", "b", key):
+            assert words not in unified.process.log_tail()
+    async with FakeLink(unified, router_id="c", cache_key_id=b"one"), FakeLink(unified, "", "d", b"two"):
+        assert f"routers d and c {words}" in unified.process.log_tail()
+
+
+async def test_profile_of_a_simulated_engine_is_refused(unified: Worker) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await unified.stub.StartProfile(worker_pb2.StartProfileRequest(), timeout=5)
+    error = from_rpc_error(caught.value)
+    assert error.reason is Reason.INVALID_ARGUMENT and "engine=sim" in error.message
+
+
+async def test_abort_on_the_link_or_by_rpc_ends_the_request(slow: Worker) -> None:
     async with FakeLink(slow) as link:
         on_link, by_rpc = request([1], max_tokens=1000), request([2], max_tokens=1000)
         for r in (on_link, by_rpc):
@@ -152,7 +167,7 @@ async def test_abort_on_the_link_and_by_rpc(slow: Worker) -> None:
         assert await slow.metric("millrace_worker_stale_messages_total", kind="abort") == 1
 
 
-async def test_a_dropped_link_aborts_its_work_and_nobody_elses(slow: Worker) -> None:
+async def test_link_dropped_aborts_its_own_requests_only(slow: Worker) -> None:
     async with FakeLink(slow) as stays:
         async with FakeLink(slow) as drops:
             lost, kept = request([1], max_tokens=5000), request([2], max_tokens=100)
@@ -164,7 +179,7 @@ async def test_a_dropped_link_aborts_its_work_and_nobody_elses(slow: Worker) -> 
         await slow.whole(timeout_s=2.0)
 
 
-async def test_a_slow_router_holds_up_nobody_and_loses_nothing(unified: Worker) -> None:
+async def test_slow_router_holds_up_nobody_and_loses_nothing(unified: Worker) -> None:
     async with FakeLink(unified) as fast, FakeLink(unified) as slow:
         slow.pause()
         ours = [request([i], max_tokens=3000) for i in range(1, 33)]
@@ -179,7 +194,7 @@ async def test_a_slow_router_holds_up_nobody_and_loses_nothing(unified: Worker) 
             assert slow.tokens(r) == expected(list(r.token_ids), 3000)
 
 
-async def test_freeze_gc_is_acknowledged_by_every_process_and_can_be_repeated(two: Worker) -> None:
+async def test_freeze_gc_again_is_answered_by_every_process(two: Worker) -> None:
     answers = await asyncio.gather(*(two.stub.FreezeGc(worker_pb2.FreezeGcRequest()) for _ in range(2)))
     assert all(answer.processes == 3 and answer.frozen_objects > 10_000 for answer in answers)
     assert (await two.info()).gc_freezes == 2
@@ -187,7 +202,7 @@ async def test_freeze_gc_is_acknowledged_by_every_process_and_can_be_repeated(tw
     assert await two.metric("millrace_gc_pause_seconds_count", process="rank", generation="2") >= 2
 
 
-async def test_flush_cache_and_own_warm_up(unified: Worker) -> None:
+async def test_flush_frees_the_idle_pages_and_warmup_follows(unified: Worker) -> None:
     async with FakeLink(unified) as link:
         r = request(prompt_of(640))
         link.submit(r)
@@ -200,7 +215,7 @@ async def test_flush_cache_and_own_warm_up(unified: Worker) -> None:
         await unified.whole()
 
 
-async def test_a_router_that_comes_later_costs_a_worker_nothing_of_its_prefix_cache(two: Worker) -> None:
+async def test_warmup_of_a_ready_worker_keeps_its_prefix_cache(two: Worker) -> None:
     """Each router has a worker warmed up that it meets, also one that was away or has restarted."""
     async with FakeLink(two) as link:
         prompt = prompt_of(640)
@@ -216,7 +231,7 @@ async def test_a_router_that_comes_later_costs_a_worker_nothing_of_its_prefix_ca
             assert computed == [1, 1], "of each replica"
 
 
-async def test_a_flush_waits_for_every_replica(two: Worker) -> None:
+async def test_flush_waits_for_every_replica(two: Worker) -> None:
     async with FakeLink(two) as link:
         requests = [request(prompt_of(640)) for _ in range(2)]
         for replica, r in enumerate(requests):
@@ -258,14 +273,13 @@ async def refusal(worker: Worker) -> Reason:
     return reason
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_drains_and_exits_with_0(tmp_path: Path, number: signal.Signals) -> None:
+async def test_signal_drains_and_exits_with_0(tmp_path: Path) -> None:
     async with workers(tmp_path, "unified", sets=SLOW) as [worker], FakeLink(worker) as link:
         family = worker.family()
         running = request([1], max_tokens=60)
         link.submit(running)
         await link.first(running)
-        worker.process.send(number)
+        worker.process.send(signal.SIGTERM)
         async with asyncio.timeout(120):
             while await health(worker) == health_pb2.HealthCheckResponse.SERVING:
                 await asyncio.sleep(0.01)
@@ -279,7 +293,7 @@ async def test_a_signal_drains_and_exits_with_0(tmp_path: Path, number: signal.S
         await gone(family)
 
 
-async def test_drain_cuts_off_what_does_not_end_in_time(tmp_path: Path) -> None:
+async def test_drain_out_of_time_fails_what_still_runs(tmp_path: Path) -> None:
     async with workers(tmp_path, "unified", sets=SLOW) as [worker], FakeLink(worker) as link:
         running = request([1], max_tokens=5000)
         link.submit(running)
@@ -292,20 +306,20 @@ async def test_drain_cuts_off_what_does_not_end_in_time(tmp_path: Path) -> None:
         assert (await http(worker, "/ready")) == (503, "draining\n")
 
 
-async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+async def test_second_signal_in_a_drain_ends_the_worker_at_once(tmp_path: Path) -> None:
     async with workers(tmp_path, "unified", sets=SLOW) as [worker], FakeLink(worker) as link:
         family = worker.family()
         running = request([1], max_tokens=5000)
         link.submit(running)
         await link.first(running)
-        worker.process.send(signal.SIGTERM)
-        await worker.until(lambda: "SIGTERM: draining" in worker.process.log_tail(), "the drain")
+        worker.process.send(signal.SIGINT)
+        await worker.until(lambda: "SIGINT: draining" in worker.process.log_tail(), "the drain")
         worker.process.send(signal.SIGTERM)
         assert await asyncio.wait_for(worker.process.wait(), 120) == 130
         await gone(family)
 
 
-async def test_a_dead_rank_fails_everything_and_ends_the_worker(tmp_path: Path) -> None:
+async def test_rank_killed_fails_everything_and_ends_the_worker(tmp_path: Path) -> None:
     async with workers(tmp_path, "unified", sets=(*SLOW, "dp=2")) as [worker], FakeLink(worker) as link:
         family = worker.family()
         running = request([1], max_tokens=5000)
@@ -319,7 +333,7 @@ async def test_a_dead_rank_fails_everything_and_ends_the_worker(tmp_path: Path) 
         await gone(family)
 
 
-async def test_ranks_do_not_survive_the_frontend(tmp_path: Path) -> None:
+async def test_frontend_killed_takes_its_ranks_along(tmp_path: Path) -> None:
     async with workers(tmp_path, "decode", sets=(*SIM, "dp=2")) as [worker]:
         family = worker.family()
         assert len(worker.ranks()) == 2
@@ -327,7 +341,7 @@ async def test_ranks_do_not_survive_the_frontend(tmp_path: Path) -> None:
         await gone(family, timeout_s=3)
 
 
-async def test_a_start_that_fails_says_why_and_exits_with_1(tmp_path: Path) -> None:
+async def test_start_that_fails_says_why_and_exits_with_1(tmp_path: Path) -> None:
     """A warm-up that cannot end in time stands for everything that goes wrong before READY."""
     worker = Worker("unified", tmp_path, (*SLOW, "timeouts={warmup: 0.01}"))
     try:
@@ -338,41 +352,22 @@ async def test_a_start_that_fails_says_why_and_exits_with_1(tmp_path: Path) -> N
         await worker.close()
 
 
-def shards(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
-
-
-def pointer(folder: Path) -> None:
-    shards(folder)[1].write_bytes(POINTER)
-
-
-def not_a_number(folder: Path) -> None:
-    tensors = load_file(shards(folder)[0])
-    tensors["model.norm.weight"][7] = float("nan")
-    save_file(tensors, shards(folder)[0])
-
-
 def too_large(folder: Path) -> None:
-    tensors = load_file(shards(folder)[0])
+    shard = min(folder.glob("*.safetensors"))
+    tensors = load_file(shard)
     tensors["lm_head.weight"].fill_(3e38)
-    save_file(tensors, shards(folder)[0])
+    save_file(tensors, shard)
 
 
 @pytest.mark.parametrize(
     ("change", "sets", "says"),
     [
-        (
-            lambda folder: None,
-            ("limits={max_model_len: 100000}",),
-            "max_model_len=100000 is more than the model's",
-        ),
-        (pointer, (), "model-00002-of-00003.safetensors: this is a Git LFS pointer"),
-        (not_a_number, (), "tensor model.norm.weight has a NaN or an infinite number"),
+        (lambda folder: None, ("limits={max_model_len: 100000}",), "max_model_len=100000 is more than the model's"),
         (too_large, ("dp=2",), "the model's logits have a NaN or an infinite number"),
     ],
-    ids=["settings", "pointer", "nan", "logits"],
+    ids=["settings", "logits"],
 )
-async def test_what_no_other_start_can_mend_is_one_line_and_exit_code_2(
+async def test_start_that_nothing_mends_is_one_line_and_exit_code_2(
     change: Callable[[Path], None], sets: tuple[str, ...], says: str, tmp_path: Path
 ) -> None:
     model = shutil.copytree(TINY, tmp_path / "model")
@@ -387,7 +382,7 @@ async def test_what_no_other_start_can_mend_is_one_line_and_exit_code_2(
         await worker.close()
 
 
-async def test_a_taken_port_and_a_bad_config_exit_with_a_message(unified: Worker, tmp_path: Path) -> None:
+async def test_port_taken_or_config_wrong_exits_with_a_message(unified: Worker, tmp_path: Path) -> None:
     for item, message in ((f"grpc_port={unified.facts['grpc']}", "cannot listen"), ("nonsense=1", "unknown key")):
         other = Worker("unified", tmp_path, (*SIM, item), name="other")
         with pytest.raises(AssertionError, match=message):

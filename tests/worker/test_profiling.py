@@ -1,4 +1,4 @@
-"""Profiles: the frontend's end with scripted ranks, a rank's end with torch, and what a worker without either says."""
+"""Profiles: the frontend's end with scripted ranks, a rank's end with torch, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ import json
 from collections import deque
 from pathlib import Path
 
-import grpc
 import pytest
 import torch
-from millrace.v1 import worker_pb2
 from millrace_common.reasons import Reason
-from millrace_rpc.errors import MillraceError, from_rpc_error
+from millrace_rpc.errors import MillraceError
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend.profiling import Profiling
 from millrace_serve.worker.messages import ProfileDone, StartProfile, StopProfile
 from millrace_serve.worker.rank.profiler import RankProfiler
 from millrace_testing.paths import TINY
-from millrace_testing.procs import workers
 
 
 class ScriptedRanks:
@@ -64,7 +61,7 @@ async def test_start_and_stop_are_idempotent() -> None:
     profiling.close()
 
 
-async def test_a_forgotten_profile_ends() -> None:
+async def test_forgotten_profile_ends() -> None:
     ranks = ScriptedRanks()
     profiling = make(ranks)
     await profiling.start(0.01)
@@ -74,7 +71,7 @@ async def test_a_forgotten_profile_ends() -> None:
     assert len(ranks.told) == 2
 
 
-async def test_a_caller_that_goes_away_leaves_no_profile_behind() -> None:
+async def test_caller_that_goes_away_leaves_no_profile_behind() -> None:
     ranks = ScriptedRanks()
     profiling = make(ranks)
     ranks.answering.clear()
@@ -117,7 +114,7 @@ async def test_ranks_that_fail() -> None:
     profiling.close()
 
 
-async def test_a_profile_that_could_not_be_written_is_not_the_one_before() -> None:
+async def test_profile_that_could_not_be_written_is_not_the_one_before() -> None:
     """It may have ended by itself, and then only the log has the error."""
     ranks = ScriptedRanks()
     profiling = make(ranks)
@@ -139,18 +136,10 @@ def test_a_rank_writes_what_it_computed(tmp_path: Path) -> None:
     assert rank.handle(StopProfile()) == ProfileDone(str(path), ""), "again"
 
 
-def test_a_rank_without_a_folder(tmp_path: Path) -> None:
+def test_rank_without_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     answer = RankProfiler(3).handle(StartProfile(str(tmp_path / "file"), "x"))
     assert "rank 3" in answer.error and answer.path == ""
-
-
-async def test_a_simulated_worker_says_so(tmp_path: Path) -> None:
-    async with workers(tmp_path, "unified") as [worker]:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await worker.stub.StartProfile(worker_pb2.StartProfileRequest(), timeout=5)
-        error = from_rpc_error(caught.value)
-        assert error.reason is Reason.INVALID_ARGUMENT and "engine=sim" in error.message
 
 
 def operators(path: Path) -> set[str]:

@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.pace import LEAST_S, TICK_S
 from millrace_serve.worker.frontend.rank_watch import LEAST_COUNTED, RankWatch
 from millrace_serve.worker.messages import PULSE_S, Pulse
+from millrace_testing.examples import examples
 
 CEILING_S = 600.0
 LATE_S = PULSE_S + 3 * TICK_S  # by which a hang may be found later than it could
@@ -60,15 +61,15 @@ class Worker:
 
 
 @given(st.lists(st.floats(0.001, 100.0), min_size=1, max_size=4), st.floats(1.0, 300.0))
-@settings(deadline=None, max_examples=30)
+@examples(10)
 def test_ranks_that_go_on_at_their_pace_are_never_lost(steps: list[float], seconds: float) -> None:
     """However slow they are; a rank's step is within the limit that the slowest of them tells."""
     assert Worker(*(Fake(step_s, limit_s=max(LEAST_S, 20 * step_s)) for step_s in steps)).run(seconds) == ""
 
 
 @given(st.integers(0, 3), st.floats(0.001, 5.0), st.booleans())
-@settings(deadline=None, max_examples=40)
-def test_a_rank_that_stops_is_always_lost_within_the_bound(victim: int, step_s: float, stopped: bool) -> None:
+@examples(15)
+def test_rank_that_stops_is_always_lost_within_the_bound(victim: int, step_s: float, stopped: bool) -> None:
     limit_s = max(LEAST_S, 20 * step_s)
     ranks = [Fake(step_s, limit_s) for _ in range(4)]
     worker = Worker(*ranks)
@@ -84,7 +85,7 @@ def test_a_rank_that_stops_is_always_lost_within_the_bound(victim: int, step_s: 
     assert worker.now - at <= (LEAST_S if stopped else limit_s) + LATE_S
 
 
-def test_an_idle_rank_owes_nothing_but_pulses() -> None:
+def test_idle_rank_owes_nothing_but_pulses() -> None:
     idle = Fake(waiting=True, stuck=True)
     worker = Worker(idle)
     assert worker.run(3600) == ""
@@ -132,7 +133,7 @@ def test_while_one_rank_announces_none_owes_progress() -> None:
     assert worker.run(10).startswith("rank 1 hangs")
 
 
-def test_an_announcement_has_a_ceiling() -> None:
+def test_announcement_has_a_ceiling() -> None:
     rank = Fake(doing="a profile", stuck=True)
     worker = Worker(rank)
     assert worker.run(CEILING_S - 1) == ""
@@ -147,7 +148,7 @@ def test_announcements_one_after_the_other_have_a_ceiling_each() -> None:
     assert worker.run(CEILING_S - 10) == ""
 
 
-def test_a_step_without_a_known_limit_has_the_ceiling() -> None:
+def test_step_without_a_known_limit_has_the_ceiling() -> None:
     rank = Fake(limit_s=math.inf)
     worker = Worker(rank)
     assert worker.run(5) == ""
@@ -160,7 +161,7 @@ PARTS = st.floats(0.0, 1 - LEAST_COUNTED)
 
 
 @given(PARTS, PARTS, st.floats(1.0, 60.0))
-@settings(deadline=None, max_examples=60)
+@examples(20)
 def test_steps_that_are_slow_because_a_rank_gets_no_cpu_are_no_hang(one: float, other: float, seconds: float) -> None:
     """A step takes 1.5 s of unstarved time, and a rank waits for the most starved one."""
     step_s = 1.5 / (1 - max(one, other))
@@ -169,8 +170,8 @@ def test_steps_that_are_slow_because_a_rank_gets_no_cpu_are_no_hang(one: float, 
 
 
 @given(PARTS, st.booleans())
-@settings(deadline=None, max_examples=60)
-def test_a_hang_of_starved_ranks_is_found_in_unstarved_time(starved: float, stopped: bool) -> None:
+@examples(20)
+def test_hang_of_starved_ranks_is_found_in_unstarved_time(starved: float, stopped: bool) -> None:
     ranks = Fake(starved=starved), Fake(starved=starved)
     worker = Worker(*ranks)
     assert worker.run(5) == ""
@@ -182,7 +183,7 @@ def test_a_hang_of_starved_ranks_is_found_in_unstarved_time(starved: float, stop
     assert worker.now - at <= (LEAST_S + LATE_S) / (1 - starved) + LATE_S
 
 
-def test_a_rank_whose_pulses_get_no_cpu_is_no_hang() -> None:
+def test_rank_whose_pulses_get_no_cpu_is_no_hang() -> None:
     rank = Fake(waiting=True)
     worker = Worker(rank)
     assert worker.run(5) == ""
@@ -193,7 +194,7 @@ def test_a_rank_whose_pulses_get_no_cpu_is_no_hang() -> None:
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_a_stopped_rank_is_not_starved_any_more(seen: bool) -> None:
+def test_stopped_rank_is_not_starved_any_more(seen: bool) -> None:
     """If it is seen from here. Else the best guess is what it said last."""
     rank = Fake(waiting=True, told=0.5)
     worker = Worker(rank, seen=seen)

@@ -38,12 +38,14 @@ from millrace_serve.worker.messages import (
     ToEngine,
     WeightsSet,
 )
+from millrace_serve.worker.rank import pulse as pulse_module
 from millrace_serve.worker.rank.pulse import PulseThread
 
 
 class Nobody(Launcher):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.graces: list[float] = []  # of its stops
         self.endpoint: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def bind(self) -> str:
@@ -52,7 +54,8 @@ class Nobody(Launcher):
     async def start(self, config: WorkerConfig, frontend: str, group: str, on_exit: OnExit) -> None:
         self.endpoint.set_result(frontend)
 
-    async def stop(self, grace_s: float) -> None: ...
+    async def stop(self, grace_s: float) -> None:
+        self.graces.append(grace_s)
 
 
 @pytest.fixture
@@ -85,7 +88,7 @@ def ready(config: WorkerConfig, endpoint: str) -> RankReady:
     )  # fmt: skip
 
 
-async def test_a_report_that_cannot_be_handled_ends_the_worker(
+async def test_report_that_cannot_be_handled_ends_the_worker(
     make: Callable[..., Ranks], context: zmq.Context[Any], tmp_path: Path
 ) -> None:
     """What it said is lost, and somebody may wait for it: better all of them know."""
@@ -104,7 +107,7 @@ async def test_a_report_that_cannot_be_handled_ends_the_worker(
     assert "illegal transition" in str(starting.exception())
 
 
-async def test_a_rank_that_hangs_ends_the_worker(
+async def test_rank_that_hangs_ends_the_worker(
     make: Callable[..., Ranks], context: zmq.Context[Any], tmp_path: Path
 ) -> None:
     """Its process goes on, and its main thread does not. What else the rank says is no progress, and what it announces
@@ -133,7 +136,26 @@ async def test_a_rank_that_hangs_ends_the_worker(
         await asking
 
 
-async def test_ranks_that_end_before_they_answer_leave_no_question_to_the_next_ones(
+async def test_rank_that_ends_is_lost_once_by_its_last_words(
+    make: Callable[..., Ranks], context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    """Those beside it have no work to end, and are stopped at once."""
+    config, launcher, lost = WorkerConfig(engine="sim"), Nobody(tmp_path), list[str]()
+    ranks = make(config, launcher, lambda rank, report: None, lost.append)
+    starting = asyncio.create_task(ranks.start())
+    rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
+    rank.send(FromRank(0, ready(config, f"ipc://{tmp_path}/rank")))
+    await asyncio.wait_for(starting, 120)
+    rank.send(FromRank(0, RankFailed("no memory", refused=True)))
+    assert ranks._inbox._socket.poll(20_000)  # it has come, and the loop has not had a turn
+    ranks._on_exit(0, "exit code 1")
+    ranks._on_exit(0, "exit code 1")
+    assert lost == ["rank 0 failed: no memory"] and ranks.refused
+    await ranks.stop(5.0)
+    assert launcher.graces == [0.0]
+
+
+async def test_ranks_that_end_before_an_answer_leave_no_question_to_the_next(
     make: Callable[..., Ranks], context: zmq.Context[Any], tmp_path: Path
 ) -> None:
     config, launcher = WorkerConfig(engine="sim"), Nobody(tmp_path)
@@ -219,7 +241,7 @@ async def test_what_nobody_asked_for_is_dropped_and_counted(
     assert await asyncio.wait_for(asking, 120) == [7]
 
 
-async def test_a_rank_that_is_lost_between_two_warm_up_requests_ends_the_start() -> None:
+async def test_rank_that_is_lost_between_two_warm_up_requests_ends_the_start() -> None:
     """The requests that ran have failed; one that begins afterwards would wait for its whole time-out."""
     loop = asyncio.get_running_loop()
     ranks = SimpleNamespace(refused=False)
@@ -247,7 +269,7 @@ async def test_ranks_may_be_stopped_by_two_at_once() -> None:
     await asyncio.wait_for(stops[0], 120)
 
 
-def test_an_announcement_is_with_the_frontend_before_the_work_begins() -> None:
+def test_announcement_is_with_the_frontend_before_the_work_begins() -> None:
     """Also one from another thread. Then the work may keep the interpreter's lock for as long as it likes."""
     progress, sent = Progress(), list[Pulse]()
     with PulseThread(progress, sent.append):
@@ -276,8 +298,11 @@ def test_pulses_come_by_themselves_and_say_how_far_the_rank_is() -> None:
         assert (pulse.marks, pulse.waiting, pulse.limit_s) == (2, False, LEAST_S)
 
 
-def test_a_rank_that_comes_no_further_writes_its_stacks_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_rank_that_comes_no_further_writes_its_stacks_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What waits, or is announced, is no reason."""
+    monkeypatch.setattr(pulse_module, "PULSE_S", 0.02)
     progress, written, pulses = Progress(), queue.Queue[str](), queue.Queue[Pulse]()
     progress.limit_s = 0.0
 

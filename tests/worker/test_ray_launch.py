@@ -146,7 +146,7 @@ def test_rays_node_is_told_every_port_and_its_client_server_is_left_out(fake_ray
 
 
 @pytest.mark.parametrize(("address", "host"), [("10.0.0.1", "10.0.0.1"), ("fd00::1", "[fd00::1]")])
-def test_an_ipv6_address_stands_in_brackets(
+def test_ipv6_address_stands_in_brackets(
     fake_ray: list[str], monkeypatch: pytest.MonkeyPatch, address: str, host: str
 ) -> None:
     ray_launch = importlib.import_module("millrace_serve.worker.ray_launch")
@@ -157,7 +157,7 @@ def test_an_ipv6_address_stands_in_brackets(
 
 
 @pytest.mark.parametrize("address", [HOST, "::1"])
-def test_a_free_port_is_one_of_the_ranks_own_address(
+def test_free_port_is_one_of_the_ranks_own_address(
     fake_ray: list[str], monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     ray_launch = importlib.import_module("millrace_serve.worker.ray_launch")
@@ -184,7 +184,7 @@ async def test_who_waits_for_pods_says_so(
             await waiting
 
 
-async def test_a_lost_rank_is_named_with_its_pod(fake_ray: list[str]) -> None:
+async def test_lost_rank_is_named_with_its_pod(fake_ray: list[str]) -> None:
     ray_launch = importlib.import_module("millrace_serve.worker.ray_launch")
     ended: list[tuple[int, str]] = []
     for error in (RuntimeError("The actor died.\nMuch more."), asyncio.CancelledError()):

@@ -58,7 +58,7 @@ class Recorded:
         return (span.end_time - span.start_time) / 1e9
 
 
-async def test_a_prompt_for_another_worker() -> None:
+async def test_prompt_for_another_worker() -> None:
     recorded = Recorded()
     recorded.spans.begin(ID, Route.EXPORT, PARENT, 10)
     recorded.spans.on_outputs([FIRST])
@@ -74,7 +74,7 @@ async def test_both_phases_here() -> None:
     assert recorded.tree() == {"prefill": ("", ""), "queue": ("prefill", ""), "decode": ("", "")}
 
 
-async def test_an_import() -> None:
+async def test_import() -> None:
     recorded = Recorded()
     recorded.spans.begin(ID, Route.IMPORT, PARENT, 10)
     recorded.spans.waits_for_pages(ID)
@@ -104,7 +104,7 @@ async def test_what_nobody_traces_leaves_nothing() -> None:
     assert recorded.tree() == {}
 
 
-async def test_the_end_does_not_wait_for_calls_with_an_old_certificate(tmp_path: Path) -> None:
+async def test_end_does_not_wait_for_calls_with_an_old_certificate(tmp_path: Path) -> None:
     """The watch of a peer whose certificate is replaced at once is cancelled before it was sent."""
     now, authority = 0.0, Authority()
     mine = Identity(Tls.model_validate(authority.tls(tmp_path)), clock=lambda: now)
@@ -119,7 +119,7 @@ async def test_the_end_does_not_wait_for_calls_with_an_old_certificate(tmp_path:
     assert not peers._closing and not peers._replaced
 
 
-async def test_a_peer_is_called_with_the_new_certificate(tmp_path: Path) -> None:
+async def test_peer_is_called_with_the_new_certificate(tmp_path: Path) -> None:
     now = 0.0
     authority, successor = Authority(), Authority()
     mine = Identity(Tls.model_validate(authority.tls(tmp_path / "mine")), clock=lambda: now)

@@ -102,14 +102,15 @@ def ask(loop: Loop, room: int, count: int) -> float:
     return times[0] - asked
 
 
-def test_idle_loops_do_nothing_and_wake_at_once(loops: list[Loop]) -> None:
+def test_idle_loops_do_nothing_and_wake_at_once(loops: list[Loop], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace_serve.worker.rank.loop.QUIET_S", 0.2)
     for loop in loops:
         loop.thread.start()
     ask(loops[0], 1, 3)
-    assert all(loop.checked.wait(30) for loop in loops), "the pools are checked once, after a quiet second"
-    time.sleep(0.5)  # for the step behind the check
+    assert all(loop.checked.wait(30) for loop in loops), "the pools are checked once, after a quiet time"
+    time.sleep(0.2)  # for the step behind the check
     before, cpu_s = [loop.num_steps for loop in loops], time.process_time()
-    time.sleep(1.0)  # nothing may happen for as long
+    time.sleep(0.5)  # nothing may happen for longer than that
     assert [loop.num_steps for loop in loops] == before, "they stepped while nobody had work"
     assert time.process_time() - cpu_s < 0.02
     first = [ask(loops[room % 2], room, 2) for room in range(2, 12)]
@@ -118,10 +119,10 @@ def test_idle_loops_do_nothing_and_wake_at_once(loops: list[Loop]) -> None:
     assert all(count >= 20 for count in steps), "each has a part in the steps of the other"
 
 
-def test_a_replica_that_starts_late_is_waited_for(loops: list[Loop]) -> None:
+def test_replica_that_starts_late_is_waited_for(loops: list[Loop]) -> None:
     """Such as one that compiles for minutes: the others have joined with it, and sleep until it is ready."""
     loops[0].thread.start()
-    time.sleep(0.5)
+    time.sleep(0.2)
     assert loops[0].thread.is_alive()
     loops[1].thread.start()
     ask(loops[0], 1, 4)
@@ -129,7 +130,7 @@ def test_a_replica_that_starts_late_is_waited_for(loops: list[Loop]) -> None:
 
 
 @pytest.mark.parametrize("hosts", ["aa", "ab"])
-def test_a_loop_that_is_called_while_a_step_runs_does_not_spin(hosts: str, tmp_path: Path) -> None:
+def test_loop_that_is_called_while_a_step_runs_does_not_spin(hosts: str, tmp_path: Path) -> None:
     """A replica that begins to work by itself never answers the bell that rings for the same step."""
     slow = SETTINGS.model_copy(update={"step_s": 0.05})
     with zmq.Context() as context:
@@ -153,7 +154,7 @@ def test_a_loop_that_is_called_while_a_step_runs_does_not_spin(hosts: str, tmp_p
             loop.inbox.close()
 
 
-def test_a_prompt_is_in_the_step_behind_the_one_that_runs(tmp_path: Path) -> None:
+def test_prompt_is_in_the_step_behind_the_one_that_runs(tmp_path: Path) -> None:
     """It comes while a step runs. Launched at once, the next step would not have it: its first token would come behind
     three of the other request, not two.
     """
@@ -193,7 +194,7 @@ def test_one_slow_step_does_not_slow_those_behind_it(tmp_path: Path, monkeypatch
     assert times[-1] - asked < 2, times
 
 
-def test_a_follower_whose_inbox_fails_has_failed(tmp_path: Path) -> None:
+def test_follower_whose_inbox_fails_has_failed(tmp_path: Path) -> None:
     """As a leader: otherwise the frontend waits for its answers for ever."""
     context, failed = zmq.Context(), queue.Queue[Report]()
     inbox: Receiver[ToEngine] = Receiver(context, f"ipc://{tmp_path}/inbox", ToEngine)

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
 import torch
+from engine.harness import request as engine_request
+from engine.harness import said
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.pace import LEAST_S
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError, from_rpc_error
-from millrace_serve.engine.core import Load, Pause
-from millrace_serve.worker.config import WorkerConfig, WorkerTimeouts
-from millrace_serve.worker.frontend.lifecycle import Lifecycle, State
-from millrace_serve.worker.frontend.load import LoadBoard
-from millrace_serve.worker.frontend.weights import HotWeights
-from millrace_serve.worker.messages import SetWeights
+from millrace_serve.engine.config import Limits, Role
+from millrace_serve.engine.start.torch_factory import load_rank
+from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.damages import POINTER
 from millrace_testing.fake_router import FakeLink, FakePair, request
 from millrace_testing.other_weights import write_other
@@ -75,7 +72,7 @@ async def answers(worker: Worker, cached: int | None = None) -> list[list[int]]:
 # ------------------------------------------------------------------------------------- pauses, without a model
 
 
-async def test_a_pause_keeps_sequences_and_a_resume_goes_on_with_them(tmp_path: Path) -> None:
+async def test_pause_keeps_sequences_and_a_resume_goes_on_with_them(tmp_path: Path) -> None:
     """Longer than any silence that is taken for a hang."""
     async with workers(tmp_path, "unified", sets=(*SLOW, "dp=2")) as [worker], FakeLink(worker) as link:
         ours = [request(prompt_of(100), max_tokens=200) for _ in range(4)]
@@ -104,7 +101,7 @@ async def test_a_pause_keeps_sequences_and_a_resume_goes_on_with_them(tmp_path: 
         await worker.whole()
 
 
-async def test_a_pause_that_drops_ends_sequences_with_an_error_that_routers_retry(tmp_path: Path) -> None:
+async def test_pause_that_drops_fails_sequences_and_a_drain_does_not_wait(tmp_path: Path) -> None:
     async with workers(tmp_path, "unified", sets=SLOW) as [worker], FakeLink(worker) as link:
         one = request(prompt_of(100), max_tokens=500)
         link.submit(one)
@@ -114,19 +111,12 @@ async def test_a_pause_that_drops_ends_sequences_with_an_error_that_routers_retr
         assert (end.finish_reason, end.failure.reason) == (ERROR, Reason.NOT_READY) and "paused" in end.failure.message
         await worker.whole()
         await do(worker, "resume")
-        again = request(prompt_of(100))
+        again = request(prompt_of(100), max_tokens=500)
         link.submit(again)  # the link has stayed
-        await link.finish(again)
-
-
-async def test_a_paused_worker_drains_at_once(tmp_path: Path) -> None:
-    async with workers(tmp_path, "unified", sets=SLOW) as [worker], FakeLink(worker) as link:
-        one = request(prompt_of(100), max_tokens=500)
-        link.submit(one)
-        await link.first(one)
+        await link.first(again)
         await do(worker, "pause")
         assert (await worker.stub.Drain(worker_pb2.DrainRequest(timeout_s=60), timeout=10)).aborted == 1
-        assert (await link.finish(one)).failure.reason == Reason.DRAINING
+        assert (await link.finish(again)).failure.reason == Reason.DRAINING
 
 
 async def test_actions_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
@@ -193,7 +183,7 @@ async def through(prefill: Worker, decode: Worker, prompt: list[int]) -> None:
         assert to_decode.tokens(one) == expected(prompt, 8) and to_prefill.of(one)[0].cached_tokens == 0
 
 
-async def test_sleep_ends_leases_and_waits_for_none(tmp_path: Path) -> None:
+async def test_sleep_with_a_lease_ends_it_and_then_the_worker_stops(tmp_path: Path) -> None:
     """Pages of a prompt are parked for a decode worker that does not come."""
     async with workers(tmp_path, "prefill", sets=(*SIM, "timeouts.lease=100")) as [worker]:
         async with FakeLink(worker) as link:
@@ -207,232 +197,10 @@ async def test_sleep_ends_leases_and_waits_for_none(tmp_path: Path) -> None:
         await do(worker, "wake")
         await do(worker, "resume")
         await worker.whole()
-
-
-async def test_a_worker_that_sleeps_stops_in_good_order(tmp_path: Path) -> None:
-    async with workers(tmp_path, "unified", sets=SIM) as [worker]:
         await do(worker, "pause")
         await do(worker, "sleep")
         await worker.close()
         assert worker.process.returncode == 0
-
-
-async def test_a_damaged_checkpoint_leaves_the_old_weights(tmp_path: Path) -> None:
-    """A number that is none is found when some weights are the new ones already: then only others end the pause."""
-    damaged, nan = (Path(shutil.copytree(TINY, tmp_path / name)) for name in ("damaged", "nan"))
-    shard = damaged / "model-00002-of-00003.safetensors"
-    shard.write_bytes(POINTER)
-    file = nan / "model-00001-of-00003.safetensors"
-    tensors = load_file(file)
-    tensors["model.norm.weight"][0] = float("inf")
-    save_file(tensors, file)
-    async with workers(tmp_path, "unified", sets=MODEL, timeout_s=60) as [worker]:
-        expected = await answers(worker)
-        await do(worker, "pause")
-        with pytest.raises(MillraceError) as caught:
-            await do(worker, "load", path=str(damaged))
-        assert caught.value.reason is Reason.INVALID_ARGUMENT
-        assert f"rank 0: {shard}: this is a Git LFS pointer" in caught.value.message
-        await do(worker, "resume")
-        assert await answers(worker) == expected
-        await do(worker, "pause")
-        said = f"weights nan were not loaded: rank 0: {file}: tensor model.norm.weight has a NaN or an infinite number"
-        for action, fields in (("load", {"path": str(nan)}), ("resume", {})):
-            with pytest.raises(MillraceError, match=re.escape(said)):
-                await do(worker, action, **fields)
-        assert (await worker.info()).state_message == said
-        await do(worker, "load", path=str(TINY))
-        await do(worker, "resume")
-        assert await answers(worker) == expected
-        assert "Traceback" not in worker.process.log_tail(1000)
-
-
-# ------------------------------------------------------------------------------------- failures, of scripted ranks
-
-
-class Ranks:
-    """`errors`: of the next calls of `set_weights`. `says`: what comes of a pause; a test may say it later itself."""
-
-    def __init__(self, *errors: str) -> None:
-        self.errors, self.orders, self.sent = [*errors], list[SetWeights](), list[Pause]()
-        self.info = None
-        self.says: Callable[[bool], None] = lambda paused: None
-
-    async def set_weights(self, order: SetWeights) -> str:
-        self.orders.append(order)
-        return self.errors.pop(0)
-
-    def send(self, replica: int, message: Pause) -> None:
-        self.sent.append(message)
-        self.says(message.on)
-
-
-class ScriptedFrontend:
-    """Of a worker that is READY. `calls` gets what was called beside the ranks; `starts` may raise."""
-
-    def __init__(self, ranks: Ranks, starts: Callable[[], None] = lambda: None) -> None:
-        self.calls: list[str] = []
-        self.config = WorkerConfig(engine="sim", weights_root="/")
-        self.ranks, self.starts, self.version = ranks, starts, ""
-        self.lifecycle = Lifecycle(lambda state: None)
-        self.lifecycle.advance(State.READY, "")
-        self.board = LoadBoard(1, lambda: worker_pb2.WORKER_STATE_READY, "e")
-        ranks.says = self.says
-        self.requests = SimpleNamespace(check_admission=lambda: None)
-        self.show_version = lambda: None
-
-    def says(self, paused: bool) -> None:
-        self.board.update(0, Load(paused=paused))
-
-    async def forget(self, why: str) -> None:
-        self.calls.append(why)
-
-    async def start_ranks(self, path: Path | None) -> None:
-        self.calls.append(f"start {path}")
-        self.starts()
-
-    async def stop_ranks(self) -> None:
-        self.calls.append("stop")
-
-
-def scripted(ranks: Ranks, starts: Callable[[], None] = lambda: None) -> tuple[HotWeights, ScriptedFrontend]:
-    frontend: Any = ScriptedFrontend(ranks, starts)
-    return HotWeights(frontend), frontend
-
-
-async def test_a_load_that_fails_half_way_keeps_the_worker_out_until_one_succeeds() -> None:
-    ranks = Ranks("", "rank 1: OSError: the file ends", "", "")
-    weights, frontend = scripted(ranks)
-    life = frontend.lifecycle
-    await weights.pause(drop=False)
-    with pytest.raises(MillraceError, match="weights two were not loaded: rank 1: OSError") as caught:
-        await weights.load("/checkpoints/two", "")
-    assert caught.value.reason is Reason.INTERNAL
-    assert life.state is State.PAUSED and "weights two were not loaded" in life.message
-    with pytest.raises(MillraceError, match="load weights first: weights two were not loaded"):
-        await weights.resume()
-    await weights.load("/checkpoints/two", "2b")
-    assert [(order.version, order.check) for order in ranks.orders] == [
-        ("two", True), ("two", False), ("2b", True), ("2b", False)
-    ]  # fmt: skip
-    await weights.resume()
-    assert (life.state, life.message, frontend.version) == (State.READY, "", "2b")
-    assert frontend.calls == ["weights two are being loaded", "weights 2b are being loaded"]
-    assert ranks.sent == [Pause(True), Pause(False)]
-
-
-async def test_a_pause_soon_behind_a_resume_waits_for_its_own_end_of_steps() -> None:
-    """The engine's latest report may be from the first pause: one that goes on says so only with its next step."""
-    ranks = Ranks()
-    weights, frontend = scripted(ranks)
-    await weights.pause(drop=False)
-    ranks.says = lambda paused: None
-    await weights.resume()
-    again = asyncio.create_task(weights.pause(drop=False))
-    for says in (False, True):
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not again.done()
-        frontend.says(says)
-    await again
-    assert frontend.lifecycle.state is State.PAUSED and ranks.sent == [Pause(True), Pause(False), Pause(True)]
-
-
-async def test_a_check_that_fails_touches_nothing() -> None:
-    weights, frontend = scripted(Ranks("rank 0: no config.json"))
-    await weights.pause(drop=False)
-    with pytest.raises(MillraceError, match=r"cannot be loaded: rank 0: no config\.json"):
-        await weights.load("/x", "")
-    await weights.resume()
-    assert frontend.lifecycle.state is State.READY and frontend.calls == []
-
-
-@pytest.mark.parametrize("action", ["load", "wake"])
-async def test_only_checkpoints_below_the_root_are_read(tmp_path: Path, action: str) -> None:
-    root, outside = tmp_path / "root", tmp_path / "root-2"
-    for folder in (root / "one", outside):
-        folder.mkdir(parents=True)
-    (root / "escape").symlink_to(outside)
-    (root / "latest").symlink_to(root / "one")
-    (root / "loop").symlink_to(root / "loop")
-    (tmp_path / "entry").symlink_to(root)
-    ranks = Ranks(*["no"] * 3)
-    weights, frontend = scripted(ranks)
-    frontend.config = WorkerConfig(engine="sim", weights_root=tmp_path / "entry")
-    await weights.pause(drop=False)
-    if action == "wake":
-        await weights.sleep()
-        ranks.errors[:] = [""] * 3
-    for path in ("/etc", outside, root / "escape", root / "one" / ".." / ".." / "root-2", "root/one", "/x\0y"):
-        with pytest.raises(MillraceError, match=r"(?s)path .* is not below weights_root") as caught:
-            await getattr(weights, action)(str(path), "")
-        assert caught.value.param == "path" and caught.value.reason is Reason.INVALID_ARGUMENT
-    assert ranks.orders == [] and not any("start" in call for call in frontend.calls)
-    with contextlib.suppress(MillraceError):  # the ranks say no
-        await getattr(weights, action)(str(root / "latest"), "")
-    read = ranks.orders[0].path if action == "load" else frontend.calls[-1].removeprefix("start ")
-    assert read == str(root / "one"), "a link that is moved afterwards changes nothing"
-
-
-async def test_the_root_is_the_folder_of_the_model_unless_it_is_configured() -> None:
-    assert WorkerConfig(model=Path("/models/v3")).checkpoints == Path("/models")
-    assert WorkerConfig(model=Path("/models/v3"), weights_root=Path("/steps")).checkpoints == Path("/steps")
-    weights, _ = scripted(Ranks())
-    weights._frontend.config = WorkerConfig(engine="sim")
-    await weights.pause(drop=False)
-    with pytest.raises(MillraceError, match="path /x is not below weights_root"):
-        await weights.load("/x", "")
-
-
-async def test_no_other_call_of_operators_has_a_path() -> None:
-    requests = [method.input_type for method in worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].methods]
-    named = {f"{it.name}.{field.name}" for it in requests for field in it.fields if field.type == field.TYPE_STRING}
-    assert named == {"AbortRequest.reason", "SetWeightsRequest.path", "SetWeightsRequest.version"}
-
-
-@pytest.mark.parametrize(
-    "error", [MillraceError(Reason.STALLED, "the ranks took longer than 1 s"), OSError("no process took longer")]
-)
-async def test_ranks_that_do_not_wake_are_stopped_and_can_be_woken_again(error: Exception) -> None:
-    late = [error]
-
-    def starts() -> None:
-        if late:
-            raise late.pop()
-
-    ranks = Ranks()
-    weights, frontend = scripted(ranks, starts)
-    await weights.pause(drop=False)
-    await weights.sleep()
-    with pytest.raises(type(error), match="took longer"):
-        await weights.wake("", "")
-    assert frontend.calls == ["the worker goes to sleep", "stop", "start None", "stop"]
-    with pytest.raises(MillraceError, match="wake it first"):
-        await weights.resume()
-    await weights.wake("", "")
-    assert ranks.sent == [Pause(True), Pause(True)], "the new engines begin no step either"
-    await weights.resume()
-    assert frontend.lifecycle.state is State.READY
-
-
-async def test_a_wake_that_comes_half_way_leaves_no_weights_without_their_version() -> None:
-    """The ranks are up, and an engine does not say in time that it is paused."""
-    ranks = Ranks("")
-    weights, frontend = scripted(ranks, lambda: frontend.says(False))
-    await weights.pause(drop=False)
-    await weights.sleep()
-    ranks.says = lambda paused: None
-    frontend.config = WorkerConfig(engine="sim", weights_root="/", timeouts=WorkerTimeouts(stall=0.01))
-    with pytest.raises(MillraceError, match="the end of steps and copies took longer"):
-        await weights.wake("/checkpoints/two", "2b")
-    assert frontend.calls[-2:] == ["start /checkpoints/two", "stop"]
-    with pytest.raises(MillraceError, match="wake it first"):
-        await weights.resume()
-    ranks.says = frontend.says
-    await weights.wake("/checkpoints/two", "2b")
-    assert [(order.path, order.version) for order in ranks.orders] == [("", "2b")]
-    await weights.resume()
-    assert (frontend.lifecycle.state, frontend.version) == (State.READY, "2b")
 
 
 # ------------------------------------------------------------------------------------- other weights, of a model
@@ -443,14 +211,15 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_other(tmp_path_factory.mktemp("weights") / "step-2", seed=1)
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def references(other: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
-    """Answers of workers that have started with each checkpoint."""
-    found = []
+@pytest.fixture(scope="module")
+def references(other: Path) -> list[list[list[int]]]:
+    """Answers of engines that have started with each checkpoint."""
+    limits, found = Limits(num_pages=129, max_model_len=512, max_prefill_tokens=128), []
     for model in (TINY, other):
-        sets = (f"model={model}", *MODEL[1:])
-        async with workers(tmp_path_factory.mktemp("reference"), "unified", sets=sets) as [worker]:
-            found.append(await answers(worker))
+        rank = load_rank(limits, Role.UNIFIED, model, ParallelDims(), torch.device("cpu"), torch.float32)
+        batch = [engine_request(room, prompt, max_tokens=12, ignore_eos=True) for room, prompt in enumerate(PROMPTS)]
+        answers_of = said(rank.engine(), batch)
+        found.append([[token for token, _ in answers_of[room]] for room in range(len(PROMPTS))])
     assert all(ours != theirs for ours, theirs in zip(*found, strict=True))
     return found
 
@@ -468,7 +237,7 @@ async def load(worker: Worker, path: Path, version: str = "") -> str:
     return await do(worker, "resume") and loaded
 
 
-async def test_a_load_changes_answers_version_and_everything_that_names_the_weights(
+async def test_load_changes_answers_version_and_all_names_of_the_weights(
     model: Worker, other: Path, references: list[list[list[int]]]
 ) -> None:
     """Prompts that are in the prefix cache with the old weights are computed again with the new ones."""
@@ -489,7 +258,7 @@ async def test_a_load_changes_answers_version_and_everything_that_names_the_weig
     await model.whole()
 
 
-async def test_a_trainer_that_goes_away_interrupts_nothing(
+async def test_load_of_a_trainer_that_goes_away_ends_well(
     model: Worker, other: Path, references: list[list[list[int]]]
 ) -> None:
     await do(model, "pause")
@@ -503,7 +272,7 @@ async def test_a_trainer_that_goes_away_interrupts_nothing(
     await load(model, TINY)
 
 
-async def test_equal_weights_of_another_version_are_others(model: Worker) -> None:
+async def test_load_of_equal_weights_with_another_version_counts(model: Worker) -> None:
     fingerprints = set()
     for version in ("a", "b"):
         assert await load(model, TINY, version) == version
@@ -511,7 +280,7 @@ async def test_equal_weights_of_another_version_are_others(model: Worker) -> Non
     assert len(fingerprints) == 2
 
 
-async def test_a_load_ends_what_the_pause_kept(model: Worker, references: list[list[list[int]]]) -> None:
+async def test_load_ends_what_the_pause_kept(model: Worker, references: list[list[list[int]]]) -> None:
     async with await linked(model) as link:
         one = request(PROMPTS[1], max_tokens=400)
         link.submit(one)
@@ -525,7 +294,7 @@ async def test_a_load_ends_what_the_pause_kept(model: Worker, references: list[l
     assert await answers(model, cached=0) == references[0]
 
 
-async def test_a_checkpoint_that_does_not_fit_is_refused_and_the_old_weights_go_on(
+async def test_load_of_a_checkpoint_that_does_not_fit_is_refused(
     model: Worker, other: Path, references: list[list[list[int]]], tmp_path: Path
 ) -> None:
     def write(name: str, file: str, change: Any) -> Path:
@@ -565,8 +334,38 @@ async def test_a_checkpoint_that_does_not_fit_is_refused_and_the_old_weights_go_
     assert await answers(model) == references[0]
 
 
+async def test_load_of_damaged_weights_leaves_the_old_ones(
+    model: Worker, references: list[list[list[int]]], tmp_path: Path
+) -> None:
+    """A number that is none is found when some weights are the new ones already: then only others end the pause."""
+    damaged, nan = (Path(shutil.copytree(TINY, tmp_path / name)) for name in ("damaged", "nan"))
+    shard = damaged / "model-00002-of-00003.safetensors"
+    shard.write_bytes(POINTER)
+    file = nan / "model-00001-of-00003.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] = float("inf")
+    save_file(tensors, file)
+    await do(model, "pause")
+    with pytest.raises(MillraceError) as caught:
+        await do(model, "load", path=str(damaged))
+    assert caught.value.reason is Reason.INVALID_ARGUMENT
+    assert f"rank 0: {shard}: this is a Git LFS pointer" in caught.value.message
+    await do(model, "resume")
+    assert await answers(model) == references[0]
+    await do(model, "pause")
+    message = f"weights nan were not loaded: rank 0: {file}: tensor model.norm.weight has a NaN or an infinite number"
+    for action, fields in (("load", {"path": str(nan)}), ("resume", {})):
+        with pytest.raises(MillraceError, match=re.escape(message)):
+            await do(model, action, **fields)
+    assert (await model.info()).state_message == message
+    await do(model, "load", path=str(TINY))
+    await do(model, "resume")
+    assert await answers(model) == references[0]
+    assert "Traceback" not in model.process.log_tail(1000)
+
+
 @pytest.mark.long
-async def test_a_pair_whose_workers_change_one_after_the_other(
+async def test_pair_with_different_weights_is_refused_in_either_order(
     other: Path, references: list[list[list[int]]], tmp_path: Path
 ) -> None:
     """Workers of different versions do not pair, in either order; the prefill worker's cache is not read across."""
@@ -599,7 +398,7 @@ async def test_a_pair_whose_workers_change_one_after_the_other(
 
 
 @pytest.mark.long
-async def test_a_worker_wakes_with_what_it_had_or_with_another_checkpoint(
+async def test_wake_has_the_weights_of_before_or_another_checkpoint(
     model: Worker, other: Path, references: list[list[list[int]]]
 ) -> None:
     await do(model, "pause", drop=True)
@@ -621,7 +420,7 @@ async def test_a_worker_wakes_with_what_it_had_or_with_another_checkpoint(
 
 
 @pytest.mark.long
-async def test_a_sleep_ends_the_profile(tmp_path: Path) -> None:
+async def test_sleep_ends_the_profile(tmp_path: Path) -> None:
     """The ranks that wake are other processes."""
     folder, call = tmp_path / "traces", worker_pb2.StopProfileRequest()
     async with workers(tmp_path, "unified", sets=(*MODEL, f"profile_dir={folder}")) as [worker]:
@@ -636,7 +435,7 @@ async def test_a_sleep_ends_the_profile(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-async def test_pages_in_the_tiers_are_of_one_version(
+async def test_tiers_find_pages_of_the_same_version_alone(
     other: Path, references: list[list[list[int]]], tmp_path: Path
 ) -> None:
     """Copies in the host's memory go; pages on disk are found again by the version that wrote them."""
@@ -661,7 +460,7 @@ async def test_pages_in_the_tiers_are_of_one_version(
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [("dp=2", "spare_experts=1"), ("tp=2",)])
-async def test_all_ranks_change(
+async def test_load_changes_all_ranks(
     ranks: Sequence[str], other: Path, references: list[list[list[int]]], tmp_path: Path
 ) -> None:
     async with workers(tmp_path, "unified", sets=(*MODEL, *ranks)) as [worker]:
@@ -673,9 +472,7 @@ async def test_all_ranks_change(
 
 @pytest.mark.gpu
 @pytest.mark.timeout(1500)
-async def test_on_a_gpu_graphs_go_on_with_other_weights_and_sleep_gives_all_memory_back(
-    other: Path, tmp_path: Path
-) -> None:
+async def test_gpu_graphs_take_other_weights_and_sleep_frees_memory(other: Path, tmp_path: Path) -> None:
     """Nobody else may use the GPU meanwhile: all its memory is counted."""
     sets, found = (*MODEL[1:], "device=cuda", "memory_fraction=0.12"), []
     free_before = torch.cuda.mem_get_info()[0]
