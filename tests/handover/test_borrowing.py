@@ -35,7 +35,7 @@ from millrace_serve.handover import borrowing
 from millrace_serve.prefill.service import PrefillRole
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.messages import ReadDone, ReadPages, ReadStuck
-from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.config import WorkerConfig, WorkerTimeouts
 from millrace_serve.worker.frontend import load
 from millrace_serve.worker.frontend.load import LoadBoard
 from millrace_serve.worker.frontend.requests import ABORTED
@@ -89,10 +89,10 @@ class Bench:
         self.role.exports.expect(id, 0)
         return self.submitted
 
-    def submit(self, num_pages: int = 3, fingerprint: str = "f") -> None:
+    def submit(self, num_pages: int = 3, fingerprint: str = "f", length: int = len(PROMPT)) -> None:
         message = prefill_pb2.PrefillRequest()
         message.request.id.room, message.request.id.attempt = ID.room, ID.attempt
-        message.request.token_ids.extend(PROMPT)
+        message.request.token_ids.extend(PROMPT[:length])
         worker = worker_pb2.KvSourceRef(address="p:1", epoch="e", fingerprint=fingerprint)
         message.prefix.CopyFrom(prefill_pb2.KvPrefixRef(worker=worker, replica=2, num_pages=num_pages))
         self.role.submit(None, message)  # type: ignore[arg-type]
@@ -172,15 +172,28 @@ async def test_further_loans_of_a_lender_are_measured_and_forgotten(
     assert bench.board.loan_s == 0
 
 
-async def test_no_more_is_asked_for_than_leaves_a_token_to_compute(bench: Bench) -> None:
-    bench.submit(num_pages=1000)
+@pytest.mark.parametrize(("length", "pages"), [(200, 3), (193, 3), (192, 2)])
+async def test_loan_leaves_a_token_to_compute(bench: Bench, length: int, pages: int) -> None:
+    bench.submit(num_pages=1000, length=length)
     assert len(bench.role.imports) == 1
     await bench.settle()
-    assert bench.lender.prefix is not None and list(bench.lender.prefix.blocks) == HASHES
+    assert bench.lender.prefix is not None and list(bench.lender.prefix.blocks) == HASHES[:pages]
+
+
+@pytest.mark.parametrize(("stage", "seconds"), [("asked", borrowing.OFFER_S), ("reading", WorkerTimeouts().stall)])
+async def test_loan_has_a_limit_at_each_stage(bench: Bench, stage: str, seconds: float) -> None:
+    began = asyncio.get_running_loop().time()
+    await bench.to(stage)
+    timer = bench.role.imports._live[ID].timer  # type: ignore[attr-defined]
+    assert began + seconds <= timer.when() <= asyncio.get_running_loop().time() + seconds and not timer.cancelled()
+    if stage == "reading":
+        bench.role.on_report(0, ReadDone(ID, 0, "no route", 1))
+        assert bench.role.imports._failed_reads.total == 0, "a failed loan fails no prompt, and ends no worker"
+        assert bench.failures() == {Reason.TRANSFER_FAILED: 1}
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_a_lost_lender_costs_only_the_loan(bench: Bench, stage: str) -> None:
+async def test_lost_lender_costs_only_the_loan(bench: Bench, stage: str) -> None:
     await bench.to(stage)
     bench.lender.said.put_nowait(MillraceError(Reason.WORKER_LOST, "reset"))
     await bench.settle()
@@ -191,7 +204,7 @@ async def test_a_lost_lender_costs_only_the_loan(bench: Bench, stage: str) -> No
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_an_abort_ends_the_loan_when_nothing_is_in_flight(bench: Bench, stage: str) -> None:
+async def test_abort_ends_the_loan_when_nothing_is_in_flight(bench: Bench, stage: str) -> None:
     await bench.to(stage)
     assert bench.requests.on_abort(ID, ABORTED)
     if stage == "reading":
@@ -204,7 +217,7 @@ async def test_an_abort_ends_the_loan_when_nothing_is_in_flight(bench: Bench, st
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_a_request_that_the_engine_ends_ends_its_loan(bench: Bench, stage: str) -> None:
+async def test_request_that_the_engine_ends_ends_its_loan(bench: Bench, stage: str) -> None:
     await bench.to(stage)
     bench.role.on_events(0, Events(outputs=[SequenceOutput(ID, 0, [], FinishReason.ABORT)]))
     if stage == "reading":
@@ -229,7 +242,7 @@ async def test_nobody_waits_for_a_silent_lender(bench: Bench, stage: str, monkey
     bench.over(Reason.STALLED)
 
 
-async def test_a_stuck_read_is_told_once(bench: Bench) -> None:
+async def test_stuck_read_is_told_once(bench: Bench) -> None:
     await bench.to("reading")
     bench.role.on_report(0, ReadStuck(ID, 0))
     bench.role.on_report(0, ReadStuck(ID, 0))
@@ -246,7 +259,7 @@ async def test_other_tokens_are_not_read(bench: Bench) -> None:
     bench.over(Reason.KV_MISMATCH)
 
 
-async def test_a_lender_that_has_evicted_all_of_it(bench: Bench) -> None:
+async def test_lender_that_has_evicted_all_of_it(bench: Bench) -> None:
     await bench.to("asked")
     bench.lender.said.put_nowait([MemoryHandle("nixl", "lender", b"", 0, 64, 10)])
     bench.lender.said.put_nowait(KvPart(ID, 0, [], [], 0, True))

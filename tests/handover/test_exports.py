@@ -1,138 +1,183 @@
-"""Fan-out of parts to Fetch streams, and the leases behind it. Times are a few hundredths of a second."""
+"""Fan-out of parts to Fetch streams, and the leases behind it, on a loop whose time is the next timer's."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 from millrace_common import metrics as catalogue
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
-from millrace_serve.engine.core import Failure, FinishReason, KvPart, LeaseEnded, RequestId, SequenceOutput, TokenOutput
+from millrace_serve.engine.core import (
+    Failure,
+    FinishReason,
+    KvPart,
+    LeaseEnded,
+    Lend,
+    RequestId,
+    SequenceOutput,
+    TokenOutput,
+)
+from millrace_serve.handover import exports as exports_module
 from millrace_serve.handover.exports import Export, Exports
 from millrace_serve.worker.config import WorkerTimeouts
 from millrace_serve.worker.frontend.requests import ABORTED
 from millrace_testing.blocks import block
+from millrace_testing.jumping_loop import run
 from prometheus_client import CollectorRegistry
 
-ID = RequestId(7, 0)
+ID, OTHER = RequestId(7, 0), RequestId(8, 0)
 FIRST = SequenceOutput(ID, 0, [TokenOutput(1)])
 FINAL = SequenceOutput(ID, 0, [TokenOutput(1)], FinishReason.STOP)
 
 
 class Bench:
     def __init__(self, **timeouts: float) -> None:
-        self.ended: list[tuple[int, RequestId]] = []
-        values = {"stall": 0.1, "lease": 5.0, **timeouts}
-        metrics = catalogue.Metrics(catalogue.WORKER, CollectorRegistry())
-        self.exports = Exports(WorkerTimeouts(**values), metrics, self._end)
+        self.sent: list[tuple[int, LeaseEnded | Lend]] = []
+        self.metrics = catalogue.Metrics(catalogue.WORKER, CollectorRegistry())
+        send = lambda replica, message: self.sent.append((replica, message))  # noqa: E731
+        self.exports = Exports(WorkerTimeouts(**{"stall": 10.0, "lease": 500.0, **timeouts}), self.metrics, send)
 
-    def _end(self, replica: int, message: LeaseEnded) -> None:
-        self.ended.append((replica, message.id))
+    @property
+    def ended(self) -> list[tuple[int, RequestId]]:
+        return [(replica, message.id) for replica, message in self.sent if isinstance(message, LeaseEnded)]
 
-    def publish(self, first_page: int, last: bool, first: SequenceOutput = FIRST) -> None:
-        part = KvPart(ID, first_page, [first_page + 1], [block(0)], 64, last, first if last else None)
+    def publish(self, first_page: int, last: bool, first: SequenceOutput | None = FIRST, id: RequestId = ID) -> None:
+        part = KvPart(id, first_page, [first_page + 1], [block(0)], 64, last, first if last else None)
         self.exports.publish(2, part)
 
+    def outcomes(self) -> dict[str, float]:
+        """Counted ends, and the live leases."""
+        rows = self.metrics.leases_ended.collect()[0].samples
+        counts = {row.labels["outcome"]: row.value for row in rows if row.name.endswith("_total") and row.value}
+        return {**counts, "live": self.metrics.leases._value.get()}
 
-async def collect(exports: Exports) -> list[int | str]:
-    """Pages of the parts; "source" and "." for a heartbeat."""
-    items: list[int | str] = []
-    async for item in exports.fetch(ID):
-        items.append("source" if isinstance(item, Export) else "." if item is None else item.first_page)
-    return items
+    async def fetch(self, id: RequestId = ID) -> list[int | str]:
+        """Pages of the parts, and "source"; without heartbeats."""
+        items = [item async for item in self.exports.fetch(id) if item is not None]
+        return ["source" if isinstance(item, Export) else item.first_page for item in items]
+
+    async def refusal(self, fetch: Coroutine[Any, Any, Any] | asyncio.Task[Any] | None = None) -> Reason:
+        with pytest.raises(MillraceError) as caught:
+            await (fetch or self.fetch())
+        return Reason(caught.value.reason)
 
 
-def without_heartbeats(items: list[int | str]) -> list[int | str]:
-    return [item for item in items if item != "."]
-
-
-async def test_every_fetch_gets_all_parts_whenever_it_came() -> None:
+@run
+async def test_fetch_at_any_time_gets_all_parts_until_the_release() -> None:
     bench = Bench()
-    early = asyncio.create_task(collect(bench.exports))  # before the prompt is known
+    early = asyncio.create_task(bench.fetch())  # before the prompt is known
     await asyncio.sleep(0)
     bench.exports.expect(ID, 2)
     bench.publish(0, last=False)
-    late = asyncio.create_task(collect(bench.exports))
-    await asyncio.sleep(0.03)
+    late = asyncio.create_task(bench.fetch())
+    await asyncio.sleep(30)
     bench.publish(1, last=True)
-    await asyncio.sleep(0.03)
+    await asyncio.sleep(30)
+    assert bench.outcomes() == {"live": 1}
     assert bench.exports.leases.release(ID)
-    for fetch in (early, late):
-        assert without_heartbeats(await fetch) == ["source", 0, 1]
-    assert bench.ended == [(2, ID)]
-    with pytest.raises(MillraceError) as caught:
-        await collect(bench.exports)
-    assert caught.value.reason is Reason.KV_NOT_FOUND  # nothing is left to fetch
+    assert await early == await late == ["source", 0, 1]
+    assert bench.ended == [(2, ID)] and bench.outcomes() == {"released": 1, "live": 0}
+    assert await bench.refusal() is Reason.KV_NOT_FOUND  # nothing is left to fetch
 
 
-async def test_an_unknown_attempt_is_waited_for_with_heartbeats_and_then_not_found() -> None:
-    bench = Bench()
-    seen = []
-    with pytest.raises(MillraceError) as caught:
+@run
+async def test_fetch_of_an_unknown_attempt_ends_as_not_found() -> None:
+    """Behind heartbeats."""
+    bench, seen = Bench(), []
+
+    async def fetch() -> None:
         async for item in bench.exports.fetch(ID):
             seen.append(item)
-    assert caught.value.reason is Reason.KV_NOT_FOUND
+
+    assert await bench.refusal(fetch()) is Reason.KV_NOT_FOUND
     assert seen and set(seen) == {None}
 
 
-async def test_heartbeats_keep_the_lease_up_to_its_maximum() -> None:
-    bench = Bench(lease=0.06)
+@run
+async def test_heartbeats_renew_a_lease_up_to_its_maximum() -> None:
+    bench = Bench(lease=6.0)
     bench.exports.expect(ID, 0)
     bench.publish(0, last=True)
-    fetch = asyncio.create_task(collect(bench.exports))
-    await asyncio.sleep(0.15)
+    fetch = asyncio.create_task(bench.fetch())
+    await asyncio.sleep(15)
     assert bench.ended == []  # far past lease
-    with pytest.raises(MillraceError) as caught:
-        await fetch
-    assert caught.value.reason is Reason.KV_EXPIRED
+    assert await bench.refusal(fetch) is Reason.KV_EXPIRED
     assert bench.ended == [(0, ID)] and not bench.exports.leases.release(ID)
 
 
-async def test_nobody_fetches_and_the_lease_expires() -> None:
-    bench = Bench(lease=0.02)
-    bench.exports.expect(ID, 0)
-    bench.publish(0, last=True)
-    await asyncio.sleep(0.1)
-    assert bench.ended == [(0, ID)]
-    with pytest.raises(MillraceError) as caught:
-        await collect(bench.exports)
-    assert caught.value.reason is Reason.KV_EXPIRED
+@run
+async def test_leases_that_nobody_fetches_expire_one_by_one() -> None:
+    """The timer of the first is not the last one."""
+    bench = Bench(lease=20.0)
+    for id in (ID, OTHER):
+        bench.exports.expect(id, 0)
+        bench.publish(0, last=True, id=id)
+        await asyncio.sleep(10)
+    await asyncio.sleep(5)
+    assert bench.ended == [(0, ID)] and bench.outcomes() == {"expired": 1, "live": 1}
+    await asyncio.sleep(10)
+    assert bench.ended == [(0, ID), (0, OTHER)] and bench.outcomes() == {"expired": 2, "live": 0}
+    assert await bench.refusal() is Reason.KV_EXPIRED
 
 
-async def test_a_failed_prompt_ends_its_fetch_at_once_with_the_reason() -> None:
+@run
+async def test_prompt_that_fails_ends_every_fetch_with_its_reason() -> None:
     bench = Bench()
     bench.exports.expect(ID, 0)
     bench.publish(0, last=False)
-    fetch = asyncio.create_task(collect(bench.exports))
+    fetch = asyncio.create_task(bench.fetch())
     await asyncio.sleep(0)
     assert bench.exports.fail(ID, Failure(Reason.DEADLINE_EXCEEDED, "too late"))
-    for late in (fetch, asyncio.create_task(collect(bench.exports))):
-        with pytest.raises(MillraceError) as caught:
-            await late
-        assert caught.value.reason is Reason.DEADLINE_EXCEEDED
-    assert bench.ended == [(0, ID)]
+    assert await bench.refusal(fetch) is await bench.refusal() is Reason.DEADLINE_EXCEEDED
+    assert bench.ended == [(0, ID)] and bench.outcomes() == {"aborted": 1, "live": 0}
 
 
-async def test_a_part_that_comes_after_the_abort_gives_its_pages_back() -> None:
+@run
+async def test_part_behind_the_abort_gives_its_pages_back() -> None:
     bench = Bench()
     bench.exports.expect(ID, 1)
-    assert bench.exports.fail(ID, ABORTED)
-    assert not bench.exports.fail(ID, ABORTED)
+    assert bench.exports.fail(ID, ABORTED) and not bench.exports.fail(ID, ABORTED)
     bench.publish(0, last=True)
     assert bench.ended[0] == (1, ID) and len(bench.ended) == 2  # the engine parks the pages only with the last part
     assert not bench.exports.leases.release(ID)
 
 
-async def test_a_first_token_that_ends_the_sequence_gives_its_pages_back_and_still_reaches_every_fetch() -> None:
-    bench = Bench(lease=60.0)
+@run
+async def test_final_first_token_gives_pages_back_and_reaches_fetches() -> None:
+    bench = Bench()
     bench.exports.expect(ID, 2)
     bench.publish(0, last=False)
-    early = asyncio.create_task(collect(bench.exports))
-    await asyncio.sleep(0.01)
+    early = asyncio.create_task(bench.fetch())
+    await asyncio.sleep(1)
     bench.publish(1, last=True, first=FINAL)
-    assert bench.ended == [(2, ID)]
-    assert bench.exports.leases.num_live == 0
-    assert without_heartbeats(await early) == ["source", 0, 1]
-    assert without_heartbeats(await collect(bench.exports)) == ["source", 0, 1]
+    assert bench.ended == [(2, ID)] and bench.outcomes() == {"aborted": 1, "live": 0}
+    assert await early == await bench.fetch() == ["source", 0, 1]
     assert not bench.exports.leases.release(ID)  # nothing that was read may be used
+
+
+@run
+async def test_ended_attempts_are_remembered_up_to_a_limit() -> None:
+    bench = Bench()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exports_module, "MAX_ENDED", 2)
+        ids = [RequestId(room, 0) for room in range(1, 5)]
+        for id in ids:
+            bench.exports.expect(id, 0)
+            bench.exports.fail(id, ABORTED)
+    assert [id in bench.exports for id in ids] == [False, False, True, True]
+
+
+@run
+async def test_loan_counts_its_pages_and_is_never_renewed() -> None:
+    bench = Bench(lease=20.0)
+    id = bench.exports.lend(1, [block(1), block(2)])
+    assert bench.sent == [(1, Lend(id, [block(1), block(2)]))]
+    bench.exports.publish(1, KvPart(id, 0, [4, 5], [block(1), block(2)], 128, True))
+    fetch = asyncio.create_task(bench.fetch(id))
+    await asyncio.sleep(15)
+    assert bench.metrics.loan_pages.labels(direction="lent")._value.get() == 2 and bench.outcomes() == {"live": 1}
+    assert await bench.refusal(fetch) is Reason.KV_EXPIRED
+    assert id not in bench.exports and bench.outcomes() == {"expired": 1, "live": 0}

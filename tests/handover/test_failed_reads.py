@@ -37,7 +37,7 @@ def test_reads_in_a_row_that_fail_end_the_worker(peers: str, left: bool) -> None
     assert worker.left == ([f"reads failed {len(peers)} times in a row, at last with: no route"] if left else [])
 
 
-def test_a_good_read_begins_anew() -> None:
+def test_good_read_begins_anew() -> None:
     worker = Worker()
     for _ in range(5):
         worker.fail(*"ab" * (LIMIT // 2 - 1))

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from millrace.v1 import common_pb2, kv_pb2, kv_pb2_grpc, prefill_pb2, worker_pb2
 from millrace_common.reasons import Reason
-from millrace_rpc.errors import MillraceError, from_rpc_error
+from millrace_rpc.errors import from_rpc_error
 from millrace_serve.handover.failed_reads import LIMIT
 from millrace_testing.fake_router import FakeLink, FakePair, request
 from millrace_testing.procs import SIM, Worker, gone, workers
@@ -46,6 +46,13 @@ async def impatient(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[l
         yield both
 
 
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def slow(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Worker]]:
+    """As `pair`, slow to compute."""
+    async with workers(tmp_path_factory.mktemp("slow"), "prefill", "decode", sets=SLOW) as both:
+        yield both
+
+
 async def until_metric(worker: Worker, name: str, value: float, **labels: str) -> None:
     async with asyncio.timeout(120):
         while await worker.metric(name, **labels) < value:
@@ -57,7 +64,7 @@ async def whole(*both: Worker) -> None:
         await worker.whole()
 
 
-async def test_tokens_equal_the_oracle_through_both_workers(pair: list[Worker]) -> None:
+async def test_prompts_through_both_workers_give_the_oracles_tokens(pair: list[Worker]) -> None:
     prefill, decode = pair
     async with FakePair(prefill, decode) as both:
         prompts = [prompt_of(length) for length in (1, 63, 64, 65, 500, 3000)] * 2  # again from the prefix cache
@@ -74,7 +81,7 @@ async def test_tokens_equal_the_oracle_through_both_workers(pair: list[Worker]) 
     assert await prefill.metric("millrace_leases_ended_total", outcome="released") == len(requests)
 
 
-async def test_a_prompt_that_ends_with_its_first_token(pair: list[Worker]) -> None:
+async def test_prompt_that_ends_with_its_first_token_ends_on_both_sides(pair: list[Worker]) -> None:
     prefill, decode = pair
     async with FakePair(prefill, decode) as both:
         r = both.submit(request(prompt_of(100), max_tokens=1))
@@ -84,7 +91,7 @@ async def test_a_prompt_that_ends_with_its_first_token(pair: list[Worker]) -> No
     await whole(prefill, decode)
 
 
-async def test_the_pair_is_warmed_by_the_decode_worker(tmp_path: Path) -> None:
+async def test_warmup_of_a_pair_runs_every_replica_or_says_why_not(tmp_path: Path) -> None:
     async with workers(tmp_path, "prefill", "decode", sets=(*SIM, "dp=2")) as (prefill, decode):
         source = await prefill.source()
         for _ in range(2):
@@ -105,7 +112,7 @@ async def test_the_pair_is_warmed_by_the_decode_worker(tmp_path: Path) -> None:
         await whole(prefill, decode)
 
 
-async def test_failures_of_one_request_are_told_with_their_reason(impatient: list[Worker]) -> None:
+async def test_fetch_that_cannot_be_fails_with_its_reason(impatient: list[Worker]) -> None:
     prefill, decode = impatient
     source = await prefill.source()
     sources = {
@@ -124,68 +131,73 @@ async def test_failures_of_one_request_are_told_with_their_reason(impatient: lis
     await whole(decode)
 
 
-async def test_an_abort_reaches_the_other_side_at_every_stage(tmp_path: Path) -> None:
-    async with workers(tmp_path, "prefill", "decode", sets=SLOW) as (prefill, decode):
-        async with FakePair(prefill, decode) as both:
-            # on P while it computes: D hears it through Fetch
-            r = both.submit(request(prompt_of(8000)))
-            await until_metric(prefill, "millrace_leases", 1)  # the first chunk is out
-            both.to_prefill.abort(r)
-            assert (await both.to_prefill.finish(r)).finish_reason == ABORT
-            assert (await both.to_decode.finish(r)).failure.reason == Reason.CANCELLED
-            await until_metric(decode, "millrace_kv_failures_total", 1, reason="CANCELLED")  # counted once it is final
-            # on D while P computes and a part has come: D gives the pages back, and P stops
-            num_bytes = await decode.metric("millrace_kv_bytes_total")
-            r = both.submit(request(prompt_of(8000)))
-            await until_metric(decode, "millrace_kv_bytes_total", num_bytes + 1)
-            both.to_decode.abort(r)
-            assert (await both.to_decode.finish(r)).finish_reason == ABORT
-            assert (await both.to_prefill.finish(r)).finish_reason == ERROR
-            # parked on P, and nobody fetches it
-            r = request(prompt_of(100))
-            both.to_prefill.submit(r)
-            await both.to_prefill.first(r)
-            await until_metric(prefill, "millrace_leases", 1)
-            both.to_prefill.abort(r)
-            await prefill.whole()
-            # decoding
-            r = both.submit(request(prompt_of(100), max_tokens=8000))
-            await both.to_decode.first(r)
-            both.to_decode.abort(r)
-            assert (await both.to_decode.finish(r)).finish_reason == ABORT
-        await whole(prefill, decode)
+async def test_abort_at_every_stage_reaches_the_other_side(slow: list[Worker]) -> None:
+    prefill, decode = slow
+    failed = await decode.metric("millrace_kv_failures_total", reason="CANCELLED")
+    async with FakePair(prefill, decode) as both:
+        # on P while it computes: D hears it through Fetch
+        r = both.submit(request(prompt_of(8000)))
+        await until_metric(prefill, "millrace_leases", 1)  # the first chunk is out
+        both.to_prefill.abort(r)
+        assert (await both.to_prefill.finish(r)).finish_reason == ABORT
+        assert (await both.to_decode.finish(r)).failure.reason == Reason.CANCELLED
+        await until_metric(decode, "millrace_kv_failures_total", failed + 1, reason="CANCELLED")  # once it is final
+        # on D while P computes and a part has come: D gives the pages back, and P stops
+        num_bytes = await decode.metric("millrace_kv_bytes_total")
+        r = both.submit(request(prompt_of(8000)))
+        await until_metric(decode, "millrace_kv_bytes_total", num_bytes + 1)
+        both.to_decode.abort(r)
+        assert (await both.to_decode.finish(r)).finish_reason == ABORT
+        assert (await both.to_prefill.finish(r)).finish_reason == ERROR
+        # parked on P, and nobody fetches it
+        r = request(prompt_of(100))
+        both.to_prefill.submit(r)
+        await both.to_prefill.first(r)
+        await until_metric(prefill, "millrace_leases", 1)
+        both.to_prefill.abort(r)
+        await prefill.whole()
+        assert await prefill.metric("millrace_leases") == 0
+        # decoding
+        r = both.submit(request(prompt_of(100), max_tokens=8000))
+        await both.to_decode.first(r)
+        both.to_decode.abort(r)
+        assert (await both.to_decode.finish(r)).finish_reason == ABORT
+    await whole(prefill, decode)
 
 
-@pytest.mark.parametrize("reason", [Reason.NOT_READY, Reason.DRAINING])
-async def test_a_prompt_that_its_worker_drops_ends_on_both_sides_with_an_error_that_routers_retry(
-    tmp_path: Path, reason: Reason
-) -> None:
-    """The decode worker's word may reach the router first."""
-    async with workers(tmp_path, "prefill", "decode", sets=SLOW) as (prefill, decode):
-        async with FakePair(prefill, decode) as both:
-            r = both.submit(request(prompt_of(8000)))
-            await until_metric(decode, "millrace_kv_bytes_total", 1)
-            if reason is Reason.NOT_READY:
-                action = worker_pb2.WEIGHTS_ACTION_PAUSE
-                await prefill.stub.SetWeights(worker_pb2.SetWeightsRequest(action=action, drop=True), timeout=10)
-            else:
-                await prefill.stub.Drain(worker_pb2.DrainRequest(timeout_s=0.01), timeout=10)
-            for link in (both.to_prefill, both.to_decode):
-                assert (await link.finish(r)).failure.reason == reason
-        await whole(prefill, decode)
-
-
-async def test_a_prompt_whose_link_closed_ends_at_its_reader_with_an_error_that_routers_retry(tmp_path: Path) -> None:
-    async with workers(tmp_path, "prefill", "decode", sets=SLOW) as (prefill, decode):
-        async with FakePair(prefill, decode) as both:
-            r = both.submit(request(prompt_of(8000)))
-            await until_metric(decode, "millrace_kv_bytes_total", 1)
+@pytest.mark.parametrize("how", ["pause", "link"])
+async def test_prompt_dropped_by_its_worker_fails_with_a_retry(slow: list[Worker], how: str) -> None:
+    """On both sides: the decode worker's word may reach the router first."""
+    prefill, decode = slow
+    num_bytes = await decode.metric("millrace_kv_bytes_total")
+    async with FakePair(prefill, decode) as both:
+        r = both.submit(request(prompt_of(8000)))
+        await until_metric(decode, "millrace_kv_bytes_total", num_bytes + 1)
+        if how == "link":
             both.to_prefill.drop()
-            assert (await both.to_decode.finish(r)).failure.reason == Reason.NOT_READY
+        else:
+            action = worker_pb2.WEIGHTS_ACTION_PAUSE
+            await prefill.stub.SetWeights(worker_pb2.SetWeightsRequest(action=action, drop=True), timeout=10)
+            assert (await both.to_prefill.finish(r)).failure.reason == Reason.NOT_READY
+        assert (await both.to_decode.finish(r)).failure.reason == Reason.NOT_READY
+    if how == "pause":
+        await prefill.stub.SetWeights(worker_pb2.SetWeightsRequest(action=worker_pb2.WEIGHTS_ACTION_RESUME))
+    await whole(prefill, decode)
+
+
+async def test_prompt_cut_off_by_a_drain_fails_on_both_sides(pair: list[Worker], tmp_path: Path) -> None:
+    _, decode = pair
+    async with workers(tmp_path, "prefill", sets=SLOW) as [prefill], FakePair(prefill, decode) as both:
+        num_bytes = await decode.metric("millrace_kv_bytes_total")
+        r = both.submit(request(prompt_of(8000)))
+        await until_metric(decode, "millrace_kv_bytes_total", num_bytes + 1)
+        await prefill.stub.Drain(worker_pb2.DrainRequest(timeout_s=0.01), timeout=10)
+        for link in (both.to_prefill, both.to_decode):
+            assert (await link.finish(r)).failure.reason == Reason.DRAINING
         await whole(prefill, decode)
 
 
-async def test_an_attempt_is_submitted_once(pair: list[Worker]) -> None:
+async def test_attempt_submitted_again_is_refused(pair: list[Worker]) -> None:
     prefill, _ = pair
     async with FakeLink(prefill) as link:
         r = request(prompt_of(100))
@@ -197,23 +209,20 @@ async def test_an_attempt_is_submitted_once(pair: list[Worker]) -> None:
         await prefill.whole()
 
 
-async def test_a_dropped_router_leaves_nothing_behind(tmp_path: Path) -> None:
-    sets = (*SLOW, SHORT_LEASE)
-    async with workers(tmp_path, "prefill", "decode", sets=sets) as (prefill, decode):
+async def test_short_leases_end_behind_lost_routers_and_stalled_readers(pair: list[Worker], tmp_path: Path) -> None:
+    _, decode = pair
+    async with workers(tmp_path, "prefill", sets=(*SLOW, SHORT_LEASE)) as [prefill]:
         async with FakePair(prefill, decode) as both:
             for length in (50, 100, 4000):
                 both.submit(request(prompt_of(length), max_tokens=8000))
             await until_metric(prefill, "millrace_leases", 1)
         await whole(prefill, decode)
-
-
-async def test_a_lease_that_expires_while_decode_stalls(tmp_path: Path) -> None:
-    async with workers(tmp_path, "prefill", "decode", sets=(*SIM, SHORT_LEASE)) as (prefill, decode):
+        expired = await prefill.metric("millrace_leases_ended_total", outcome="expired")
         async with FakePair(prefill, decode) as both:
             [rank] = decode.ranks()
             rank.suspend()
             r = both.submit(request(prompt_of(300)))
-            await until_metric(prefill, "millrace_leases_ended_total", 1, outcome="expired")
+            await until_metric(prefill, "millrace_leases_ended_total", expired + 1, outcome="expired")
             rank.resume()
             assert (await both.to_decode.finish(r)).failure.reason == Reason.KV_EXPIRED
             await until_metric(decode, "millrace_kv_failures_total", 1, reason="KV_EXPIRED")  # counted once it is final
@@ -221,7 +230,7 @@ async def test_a_lease_that_expires_while_decode_stalls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["frontend", "rank"])
-async def test_prefill_dies_before_it_has_published_all(pair: list[Worker], tmp_path: Path, victim: str) -> None:
+async def test_prefill_killed_in_a_prompt_fails_the_import(pair: list[Worker], tmp_path: Path, victim: str) -> None:
     _, decode = pair
     async with workers(tmp_path, "prefill", sets=SLOW) as [prefill]:
         family = prefill.family()
@@ -241,7 +250,7 @@ async def test_prefill_dies_before_it_has_published_all(pair: list[Worker], tmp_
         await decode.whole()
 
 
-async def test_prefill_freezes(impatient: list[Worker]) -> None:
+async def test_prefill_that_freezes_stalls_the_import(impatient: list[Worker]) -> None:
     prefill, decode = impatient
     async with FakePair(prefill, decode) as both:
         r = both.submit(request(prompt_of(8000)))
@@ -255,7 +264,7 @@ async def test_prefill_freezes(impatient: list[Worker]) -> None:
     await whole(prefill, decode)
 
 
-async def test_a_restarted_prefill_worker_is_another_one(pair: list[Worker], tmp_path: Path) -> None:
+async def test_prefill_restarted_at_its_address_is_another_worker(pair: list[Worker], tmp_path: Path) -> None:
     _, decode = pair
     async with workers(tmp_path, "prefill") as [prefill]:
         old = await prefill.source()
@@ -286,7 +295,7 @@ async def test_a_restarted_prefill_worker_is_another_one(pair: list[Worker], tmp
                 await again.close()
 
 
-async def test_fetch_works_twice_and_release_is_answered_on_it(pair: list[Worker]) -> None:
+async def test_fetch_twice_gives_the_same_pages_until_the_release(pair: list[Worker]) -> None:
     """A second decode worker takes over when the first one died before it released."""
     prefill, _ = pair
     async with FakeLink(prefill) as link:
@@ -328,7 +337,7 @@ async def test_fetch_works_twice_and_release_is_answered_on_it(pair: list[Worker
 
 @pytest.mark.parametrize("bad", [b"\xff", b"\n\x04\x12\x02\xff\xfe", b"\x12"])  # wire type, UTF-8, length
 @pytest.mark.parametrize("path", ["PrefillService/Link", "KvService/Fetch", "WorkerService/Warmup"])
-async def test_messages_that_cannot_be_read_are_refused(pair: list[Worker], path: str, bad: bytes) -> None:
+async def test_message_malformed_is_refused_at_any_place_of_a_call(pair: list[Worker], path: str, bad: bytes) -> None:
     """At the beginning of a call, and later."""
     prefill, _ = pair
     hello = worker_pb2.LinkHello(router_id="r", epoch=prefill.epoch)
@@ -353,7 +362,7 @@ async def test_messages_that_cannot_be_read_are_refused(pair: list[Worker], path
     assert "Traceback" not in prefill.process.log_path.read_text()
 
 
-async def test_a_worker_whose_pages_nobody_can_read_ends(pair: list[Worker], tmp_path: Path) -> None:
+async def test_worker_whose_pages_nobody_can_read_ends(pair: list[Worker], tmp_path: Path) -> None:
     """Two readers say so, one attempt after the other."""
     _, decode = pair
     async with workers(tmp_path, "prefill") as [prefill]:
@@ -379,7 +388,7 @@ async def test_a_worker_whose_pages_nobody_can_read_ends(pair: list[Worker], tmp
         assert await asyncio.wait_for(prefill.process.wait(), 120) == 1
 
 
-async def test_a_drain_waits_for_parked_prompts(pair: list[Worker], tmp_path: Path) -> None:
+async def test_drain_with_parked_prompts_waits_for_their_readers(pair: list[Worker], tmp_path: Path) -> None:
     _, decode = pair
     async with workers(tmp_path, "prefill") as [prefill]:
         async with FakePair(prefill, decode) as both:
@@ -393,21 +402,3 @@ async def test_a_drain_waits_for_parked_prompts(pair: list[Worker], tmp_path: Pa
             assert both.to_decode.tokens(r) == expected(list(r.token_ids), 8)
         assert await asyncio.wait_for(prefill.process.wait(), 120) == 0
         await decode.whole()
-
-
-async def test_layouts_that_differ_never_pair(pair: list[Worker], tmp_path: Path) -> None:
-    prefill, _ = pair
-    async with (
-        workers(tmp_path, "decode", sets=(*SIM, "limits.page_size=32")) as [decode],
-        FakeLink(decode) as link,
-    ):
-        source = await prefill.source()
-        r = request(prompt_of(100))
-        link.submit(r, source)
-        assert (await link.finish(r)).failure.reason == Reason.LAYOUT_MISMATCH
-        with pytest.raises(MillraceError) as caught:
-            try:
-                await decode.stub.Warmup(worker_pb2.WarmupRequest(source=source))
-            except Exception as error:
-                raise from_rpc_error(error) from error  # type: ignore[arg-type]
-        assert caught.value.reason is Reason.LAYOUT_MISMATCH

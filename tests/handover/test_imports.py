@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 from millrace.v1 import decode_pb2, kv_pb2, worker_pb2
 from millrace_common import metrics as catalogue
@@ -21,6 +22,7 @@ from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_serve.decode.service import DecodeRole
 from millrace_serve.engine.core import (
     Failure,
+    FinishReason,
     KvArrived,
     KvFailed,
     KvOffered,
@@ -172,7 +174,40 @@ async def test_held_after_every_rank_has_read(bench: Bench) -> None:
     await bench.settle()
     assert bench.engine[1:] == [KvArrived(ID, FIRST)] and bench.outputs == [FIRST]
     assert len(bench.imports) == 0 and bench.failed == []
-    assert bench.peer.ended
+    assert bench.peer.ended and bench.metrics.kv_bytes._value.get() == 2 * 2 * 64, "two pages of each rank"
+
+
+async def test_quarantine_counts_pages_of_reads_under_way_alone(bench: Bench) -> None:
+    hashes = page_hashes(PROMPT, 64)
+    bench.peer.said.put_nowait(SOURCES)
+    bench.peer.said.put_nowait(KvPart(ID, 0, [7], hashes[:1], 64, False))
+    await bench.settle()
+    bench.imports.on_reserved(KvReserved(ID, [3, 4], 0))
+    bench.peer.said.put_nowait(KvPart(ID, 1, [8], hashes[1:], 100, True, FIRST))
+    await bench.settle()
+    for rank in (0, 1):
+        bench.imports.on_read_done(rank, ReadDone(ID, 0, "", 1))
+    assert bench.quarantined() == 0
+    assert bench.imports.abort(ID, Failure(Reason.CANCELLED, "gone")) and bench.quarantined() == 1
+    for rank, pages in ((0, 1), (1, 0)):
+        bench.imports.on_read_done(rank, ReadDone(ID, 1, "", 1))
+        assert bench.quarantined() == pages and (ID in bench.imports) is bool(pages)
+
+
+async def test_final_first_token_goes_out_without_the_end(bench: Bench) -> None:
+    """The engine says the end, which is counted and delivered once."""
+    final = msgspec.structs.replace(FIRST, finish=FinishReason.STOP)
+    bench.peer.said.put_nowait(SOURCES)
+    bench.peer.said.put_nowait(KvPart(ID, 0, [7, 8], page_hashes(PROMPT, 64), 100, True, final))
+    await bench.settle()
+    assert bench.engine == [KvArrived(ID, final)] and bench.outputs == [FIRST]
+
+
+async def test_peer_with_another_epoch_is_dropped(bench: Bench) -> None:
+    bench.peer.said.put_nowait(MillraceError(Reason.EPOCH_CHANGED, "it is another process"))
+    await bench.settle()
+    [failed] = bench.engine
+    assert failed.failure.reason == Reason.EPOCH_CHANGED and bench.peer.dropped
 
 
 @pytest.mark.parametrize(("sent", "used"), [((5, 0, 999), (5, 0, 999)), ((5, 1000, 6), (5,)), ((2**32 - 1,), ())])
@@ -186,7 +221,7 @@ async def test_drafts_reach_the_engine_up_to_the_first_that_is_no_token(
     assert bench.engine[1:] == [KvArrived(ID, FIRST, used)] and bench.outputs == [FIRST]
 
 
-async def test_an_abort_holds_the_pages_until_the_reads_are_over_and_says_nothing_itself(bench: Bench) -> None:
+async def test_abort_during_reads_holds_the_pages_until_they_are_over(bench: Bench) -> None:
     await bench.reading()
     assert bench.imports.abort(ID, Failure(Reason.CANCELLED, "gone"))
     bench.imports.on_read_done(1, ReadDone(ID, 0, "", 2))
@@ -201,7 +236,7 @@ async def test_an_abort_holds_the_pages_until_the_reads_are_over_and_says_nothin
     assert not bench.imports.abort(ID, Failure(Reason.CANCELLED, "gone"))
 
 
-async def test_an_attempt_whose_reads_are_in_flight_is_not_taken_again(bench: Bench) -> None:
+async def test_attempt_whose_reads_are_in_flight_is_not_taken_again(bench: Bench) -> None:
     await bench.reading()
     bench.requests.discard(ID)
     bench.imports.abort(ID, Failure(Reason.CANCELLED, "its router has gone"))
@@ -213,7 +248,7 @@ async def test_an_attempt_whose_reads_are_in_flight_is_not_taken_again(bench: Be
     assert bench.engine == [KvOffered(ID)] and bench.quarantined() == 2
 
 
-async def test_an_import_that_ends_before_it_begins_leaves_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+async def test_import_that_ends_before_it_begins_leaves_no_warning(recwarn: pytest.WarningsRecorder) -> None:
     bench = Bench()
     assert bench.imports.abort(ID, Failure(Reason.CANCELLED, "gone"))
     await bench.role.close()
@@ -223,7 +258,7 @@ async def test_an_import_that_ends_before_it_begins_leaves_no_warning(recwarn: p
     assert [str(warning.message) for warning in recwarn] == []
 
 
-async def test_a_failure_of_ours_is_told_at_once_while_reads_are_in_flight(bench: Bench) -> None:
+async def test_failure_of_ours_is_told_at_once_while_reads_are_in_flight(bench: Bench) -> None:
     await bench.reading()
     bench.imports.on_stuck(0, ReadStuck(ID, 0))
     assert [failure.reason for failure in bench.failed] == [Reason.STALLED]
@@ -234,7 +269,7 @@ async def test_a_failure_of_ours_is_told_at_once_while_reads_are_in_flight(bench
     assert isinstance(failed, KvFailed) and failed.failure.reason == Reason.STALLED and len(bench.failed) == 1
 
 
-async def test_an_answer_that_nobody_understands_ends_the_import(bench: Bench) -> None:
+async def test_answer_that_nobody_understands_ends_the_import(bench: Bench) -> None:
     bench.peer.said.put_nowait(ValueError("a part that cannot be read"))
     await bench.settle()
     [failed] = bench.engine
@@ -242,7 +277,7 @@ async def test_an_answer_that_nobody_understands_ends_the_import(bench: Bench) -
     assert "ValueError: a part that cannot be read" in failed.failure.message and len(bench.imports) == 0
 
 
-async def test_a_broken_stream_during_reads(bench: Bench) -> None:
+async def test_broken_stream_during_reads(bench: Bench) -> None:
     await bench.reading()
     bench.peer.said.put_nowait(MillraceError(Reason.WORKER_LOST, "reset"))
     await bench.settle()
@@ -253,7 +288,7 @@ async def test_a_broken_stream_during_reads(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
-async def test_the_end_of_one_stream_drops_no_peer_whose_watch_lives(bench: Bench, code: grpc.StatusCode) -> None:
+async def test_end_of_one_stream_drops_no_peer_whose_watch_lives(bench: Bench, code: grpc.StatusCode) -> None:
     """Other transfers from it go on: INTERNAL, for one, is gRPC's own where a stream ends while a message is sent."""
     await bench.reading()
     nothing = grpc.aio.Metadata()
@@ -267,7 +302,7 @@ async def test_the_end_of_one_stream_drops_no_peer_whose_watch_lives(bench: Benc
         bench.imports.on_read_done(rank, ReadDone(ID, 0, "", 2))
 
 
-async def test_the_end_of_the_watch_drops_the_peer(bench: Bench) -> None:
+async def test_end_of_the_watch_drops_the_peer(bench: Bench) -> None:
     await bench.reading()
     bench.peer.watch.set_result(True)
     await bench.settle()
@@ -316,7 +351,7 @@ async def test_nothing_is_given_back_before_anything_was_offered(bench: Bench) -
     assert bench.peer.released == 0 and bench.peer.ended
 
 
-async def test_a_read_that_fails_on_one_rank_waits_for_the_other(bench: Bench) -> None:
+async def test_read_that_fails_on_one_rank_waits_for_the_other(bench: Bench) -> None:
     await bench.reading()
     bench.imports.on_read_done(0, ReadDone(ID, 0, "endpoint lost", 2))
     assert bench.engine == [KvOffered(ID)]
@@ -325,7 +360,7 @@ async def test_a_read_that_fails_on_one_rank_waits_for_the_other(bench: Bench) -
     assert failed.failure.reason == Reason.TRANSFER_FAILED and "rank 0: endpoint lost" in failed.failure.message
 
 
-async def test_a_read_that_fails_is_reported_to_the_peer(bench: Bench) -> None:
+async def test_read_that_fails_is_reported_to_the_peer(bench: Bench) -> None:
     await bench.reading()
     bench.imports.on_read_done(0, ReadDone(ID, 0, "", 2))
     bench.imports.on_read_done(1, ReadDone(ID, 0, "no route", 2))
@@ -334,7 +369,7 @@ async def test_a_read_that_fails_is_reported_to_the_peer(bench: Bench) -> None:
     assert bench.failed == [] and bench.left == []
 
 
-async def test_a_read_that_is_stuck_is_reported_at_once(bench: Bench) -> None:
+async def test_read_that_is_stuck_is_reported_at_once(bench: Bench) -> None:
     await bench.reading()
     bench.imports.on_stuck(0, ReadStuck(ID, 0))
     await bench.settle()
@@ -342,7 +377,7 @@ async def test_a_read_that_is_stuck_is_reported_at_once(bench: Bench) -> None:
     assert report.reader == "ours" and report.error.startswith("rank 0: a read of KV pages has not ended after")
 
 
-async def test_a_read_that_fails_on_every_rank_counts_once(bench: Bench) -> None:
+async def test_read_that_fails_on_every_rank_counts_once(bench: Bench) -> None:
     """With many ranks one lost source would else be taken for a broken transport of ours."""
     await bench.reading()
     for rank in range(2):
@@ -352,7 +387,7 @@ async def test_a_read_that_fails_on_every_rank_counts_once(bench: Bench) -> None
     assert bench.imports._failed_reads.total == 1
 
 
-async def test_a_source_is_connected_once(bench: Bench) -> None:
+async def test_source_is_connected_once(bench: Bench) -> None:
     await bench.reading()
     bench.transfer.clear()
     for rank, source in enumerate(SOURCES):
@@ -360,7 +395,7 @@ async def test_a_source_is_connected_once(bench: Bench) -> None:
     assert bench.transfer == [] and len(bench.peer.agents) == 2
 
 
-async def test_a_peer_that_was_dropped_meanwhile_gets_no_connection(bench: Bench) -> None:
+async def test_peer_that_was_dropped_meanwhile_gets_no_connection(bench: Bench) -> None:
     """Nobody would end it. A read fails, as its source is unknown to the rank."""
     bench.peer.dropped = True
     bench.imports._connect(bench.peer, 0, SOURCES[0])  # type: ignore[arg-type]

@@ -79,7 +79,7 @@ async def until_counted(read: Callable[[], object], value: float) -> None:
 
 
 @pytest.mark.parametrize("lender", [1, 2])
-async def test_a_prompt_is_borrowed_and_handed_over(three: list[Worker], lender: int) -> None:
+async def test_prompt_cached_elsewhere_is_borrowed_and_handed_over(three: list[Worker], lender: int) -> None:
     """From the decode worker that goes on with the very attempt, and from a unified worker."""
     prefill, decode = three[0], three[1]
     history = prompt_of(1000)
@@ -100,7 +100,7 @@ async def test_a_prompt_is_borrowed_and_handed_over(three: list[Worker], lender:
         await worker.whole()
 
 
-async def test_nobody_lends_what_another_tenant_has_sent(three: list[Worker]) -> None:
+async def test_prefix_of_another_salt_is_not_lent(three: list[Worker]) -> None:
     """A pair and a loan: with equal salts the pages come, and with other ones the tokens are the same."""
     prefill, decode, lender = three
     history = prompt_of(1000)
@@ -132,7 +132,7 @@ async def test_blocks_of_another_length_are_refused(three: list[Worker]) -> None
             await call.read()
 
 
-async def test_the_pool_is_shown_to_who_knows_what_is_in_it(three: list[Worker]) -> None:
+async def test_fetch_by_guess_is_told_no_memory(three: list[Worker]) -> None:
     """A guess of blocks, of tokens without their salt or of a request's id gets no address of memory, nor its keys."""
     lender, history = three[2], prompt_of(200)
     await cache(lender, history, salt=b"one")
@@ -160,22 +160,7 @@ async def test_the_pool_is_shown_to_who_knows_what_is_in_it(three: list[Worker])
     await lender.whole()
 
 
-async def test_a_second_prefill_worker_lends(three: list[Worker], tmp_path: Path) -> None:
-    prefill = three[0]
-    async with workers(tmp_path, "prefill") as [other]:
-        history = prompt_of(300)
-        await cache(other, history)
-        async with FakeLink(prefill) as link:
-            r = request([*history, 5])
-            link.submit(r, await prefix(other, 4))
-            first = await link.first(r)
-            assert first.cached_tokens == 4 * PAGE and list(first.token_ids) == expected(list(r.token_ids), 1)
-            link.abort(r)
-            await prefill.whole()
-        await other.whole()
-
-
-async def test_a_reference_that_leads_nowhere_costs_nothing_but_the_prompt(three: list[Worker]) -> None:
+async def test_reference_that_leads_nowhere_costs_only_the_prompt(three: list[Worker]) -> None:
     prefill, decode = three[0], three[1]
     good = await decode.source()
     lost = worker_pb2.KvSourceRef(address="127.0.0.1:1", epoch="0", fingerprint=good.fingerprint)
@@ -225,7 +210,7 @@ async def computed(prefill: Worker, link: FakeLink, r: worker_pb2.EngineRequest,
 
 
 @pytest.mark.long
-async def test_what_happens_to_a_loan_that_was_offered(tmp_path: Path) -> None:
+async def test_loan_offered_survives_abort_freeze_and_drain(tmp_path: Path) -> None:
     """An abort, a lender that freezes, and one that drains."""
     async with workers(tmp_path, "prefill", "decode", sets=TIGHT, patient=True) as (prefill, lender):
         async with offered(prefill, lender) as (link, r, go_on):
@@ -266,7 +251,7 @@ def resumed(worker: Worker) -> None:
         process.resume()
 
 
-async def test_a_lender_that_is_killed(tmp_path: Path) -> None:
+async def test_lender_killed_costs_only_the_loan(tmp_path: Path) -> None:
     async with (
         workers(tmp_path, "prefill", sets=TIGHT, patient=True) as [prefill],
         workers(tmp_path, "unified", sets=TIGHT) as [lender],
@@ -281,7 +266,7 @@ async def test_a_lender_that_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-async def test_a_model_borrows_what_another_one_computed(tmp_path: Path) -> None:
+async def test_model_with_a_borrowed_prefix_gives_the_same_tokens(tmp_path: Path) -> None:
     """The trained checkpoint with canaries: the tokens of a borrowed prompt are those of a computed one."""
     sets = (f"model={ROOT / 'models' / 'tiny'}", "limits.checks=[canary]", "limits.num_pages=129")
     async with workers(tmp_path, "prefill", "decode", sets=sets, patient=True, timeout_s=120) as (prefill, decode):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from millrace.v1 import worker_pb2, worker_pb2_grpc
 from millrace_common.reasons import Reason
+from millrace_common.versions import WORKER_API
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import Server
 from millrace_serve.engine.core import RequestId
@@ -19,7 +21,7 @@ from millrace_serve.handover.peers import Fetch, Peer, Peers
 from millrace_serve.worker.config import WorkerConfig
 
 
-async def test_a_late_failure_of_a_dropped_peer_spares_its_successor() -> None:
+async def test_late_failure_of_a_dropped_peer_spares_its_successor() -> None:
     dropped: list[tuple[int, str]] = []
     peers = Peers(lambda rank, agent: dropped.append((rank, agent)))
     first = peers.get("127.0.0.1:1", "e")
@@ -33,9 +35,23 @@ async def test_a_late_failure_of_a_dropped_peer_spares_its_successor() -> None:
     assert dropped == [(0, "agent")] * 2
 
 
-@pytest.mark.parametrize(("dropped", "reason"), [(True, Reason.WORKER_LOST), (False, Reason.CANCELLED)])
-async def test_a_stream_whose_channel_was_closed_under_it_has_lost_its_worker(dropped: bool, reason: Reason) -> None:
-    """The watch of the connection may see its end first. CANCELLED would not be tried again."""
+CANCELLED, UNAUTHENTICATED = grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize(
+    ("code", "dropped", "reason"),
+    [
+        (CANCELLED, True, Reason.WORKER_LOST),
+        (CANCELLED, False, Reason.CANCELLED),
+        (UNAUTHENTICATED, False, Reason.TRANSFER_FAILED),
+    ],
+)
+async def test_stream_that_breaks_has_a_reason_that_is_not_the_clients(
+    code: grpc.StatusCode, dropped: bool, reason: Reason
+) -> None:
+    """The watch of the connection may see its end first: CANCELLED would not be tried again. A secret that differs
+    between workers is our fault.
+    """
 
     class Call:
         async def write(self, message: object) -> None:
@@ -43,7 +59,7 @@ async def test_a_stream_whose_channel_was_closed_under_it_has_lost_its_worker(dr
 
         async def read(self) -> None:
             nothing = grpc.aio.Metadata()
-            raise grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, nothing, nothing, details="Locally cancelled")
+            raise grpc.aio.AioRpcError(code, nothing, nothing, details="Locally cancelled")
 
         def cancel(self) -> None:
             pass
@@ -60,7 +76,7 @@ async def test_a_stream_whose_channel_was_closed_under_it_has_lost_its_worker(dr
     await peers.close()
 
 
-async def test_a_stream_whose_channel_was_closed_before_it_began_ends() -> None:
+async def test_stream_whose_channel_was_closed_before_it_began_ends() -> None:
     """Its opening is never written for gRPC, and the request would wait for ever."""
 
     class Call:
@@ -92,12 +108,12 @@ async def test_a_peer_that_dies_while_nobody_imports_is_dropped() -> None:
         await loads.put("e")
         peer.agents.add((3, "agent"))
         await server.stop(0)
-        assert await asyncio.wait_for(dropped.get(), 120) == (3, "agent")
+        assert await asyncio.wait_for(dropped.get(), 20) == (3, "agent")
         assert peers.get(peer.address, "e") is not peer
         await peers.close()
 
 
-async def test_a_peer_that_is_silent_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_peer_that_is_silent_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace_serve.handover.peers.SILENCE_S", 0.1)
     dropped: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
     peers = Peers(lambda rank, agent: dropped.put_nowait((rank, agent)))
@@ -105,11 +121,11 @@ async def test_a_peer_that_is_silent_is_dropped(monkeypatch: pytest.MonkeyPatch)
         peer = peers.get(address, "e")
         peer.agents.add((3, "agent"))
         await loads.put("e")
-        assert await asyncio.wait_for(dropped.get(), 120) == (3, "agent") and peer.dropped
+        assert await asyncio.wait_for(dropped.get(), 20) == (3, "agent") and peer.dropped
         await peers.close()
 
 
-async def test_a_peer_that_has_forgotten_its_weights_is_dropped() -> None:
+async def test_peer_that_has_forgotten_its_weights_is_dropped() -> None:
     """It may be asleep, and others wait for the memory of its GPUs, which stays taken while a page is mapped."""
     dropped: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
     peers = Peers(lambda rank, agent: dropped.put_nowait((rank, agent)))
@@ -121,11 +137,11 @@ async def test_a_peer_that_has_forgotten_its_weights_is_dropped() -> None:
             await loads.join()
             assert dropped.empty()
         await loads.put("another")  # whose stream is cancelled as soon as it arrives
-        assert await asyncio.wait_for(dropped.get(), 120) == (3, "agent") and peer.dropped
+        assert await asyncio.wait_for(dropped.get(), 20) == (3, "agent") and peer.dropped
         await peers.close()
 
 
-async def test_the_answer_of_a_process_ends_the_peers_before_it_at_its_address() -> None:
+async def test_answer_of_a_process_ends_the_peers_before_it_at_its_address() -> None:
     """Before it connects to the same agents; a wrong epoch that somebody asks for drops nobody."""
     dropped: list[tuple[int, str]] = []
     peers = Peers(lambda rank, agent: dropped.append((rank, agent)))
@@ -163,7 +179,7 @@ async def worker() -> AsyncIterator[tuple[Server, asyncio.Queue[str], str]]:
         await server.stop(0)
 
 
-async def test_a_watch_that_never_ends_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_watch_that_never_ends_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """As gRPC's now and then does not, after the peer was cut off for a while: the worker could not stop."""
 
     async def lost(peer: Peer) -> bool:
@@ -177,7 +193,7 @@ async def test_a_watch_that_never_ends_holds_up_nobody(monkeypatch: pytest.Monke
     await asyncio.wait_for(peers.close(), 120)
 
 
-async def test_a_hundred_restarts_of_a_worker_leave_nothing() -> None:
+async def test_hundred_restarts_of_a_worker_leave_nothing() -> None:
     connected: set[tuple[int, str]] = set()
     peers = Peers(lambda rank, agent: connected.remove((rank, agent)))
     config: Any = WorkerConfig(engine="sim")
@@ -198,7 +214,28 @@ async def test_a_hundred_restarts_of_a_worker_leave_nothing() -> None:
     assert not peers._closing
 
 
-async def test_a_worker_that_cannot_be_asked_is_forgotten() -> None:
+async def test_warm_up_of_a_pair_runs_every_pair_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[int, int]] = []
+
+    async def run(self: Pairs, source: object, peer: object, theirs: int, ours: int) -> None:
+        ran.append((theirs, ours))
+
+    async def info(self: Peer) -> worker_pb2.WorkerInfo:
+        return worker_pb2.WorkerInfo(epoch="e", protocol=WORKER_API, layout={"fingerprint": "f"}, replicas=3)
+
+    monkeypatch.setattr(Pairs, "_run", run)
+    monkeypatch.setattr(Peer, "info", info)
+    peers = Peers(lambda rank, agent: None)
+    ranks: Any = SimpleNamespace(ready_info=SimpleNamespace(layout=SimpleNamespace(fingerprint="f")))
+    pairs = Pairs(WorkerConfig(engine="sim", dp=2), "ours", ranks, None, peers, None)  # type: ignore[arg-type]
+    await pairs.warm_up(worker_pb2.KvSourceRef(address="127.0.0.1:1", epoch="e", fingerprint="f"))
+    assert sorted(ran) == [(theirs, ours) for theirs in range(3) for ours in range(2)] and pairs.warmed == {"e"}
+    peers.drop(peers.get("127.0.0.1:1", "e"))
+    assert not pairs.warmed
+    await peers.close()
+
+
+async def test_worker_that_cannot_be_asked_is_forgotten() -> None:
     """The router tries a pair again and again, and each process start has another epoch."""
     peers = Peers(lambda rank, agent: None)
     config: Any = WorkerConfig(engine="sim")

@@ -1,4 +1,5 @@
-"""A trained model through a prefill and a decode worker of unequal ranks: the answers are those of one unified rank.
+"""A model through a prefill and a decode worker of unequal ranks: the answers are those of one unified rank. Of sparse
+attention, index keys travel with the latent rows.
 
 Pages hold every KV row on all ranks of a replica, so two ranks may read from one, and one from two. A page that came
 from the wrong rank, replica or place would change every later log-probability.
@@ -16,6 +17,7 @@ from millrace_testing.fake_router import FakeLink, FakePair, request
 from millrace_testing.paths import ROOT, TINY
 from millrace_testing.procs import workers
 from millrace_testing.reference import Continuation, assert_same
+from millrace_testing.sparse import write_sparse
 
 PAGE = 64
 LIMITS = (
@@ -42,38 +44,33 @@ async def said(link: FakeLink, asked: list[worker_pb2.EngineRequest]) -> list[Co
     return [Continuation(link.tokens(r), logprobs) for r, logprobs in zip(asked, of, strict=True)]
 
 
-@pytest.fixture(scope="module")
-def of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, list[Continuation]]:
+@pytest.fixture
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return write_sparse(tmp_path / "sparse") if request.param == "sparse" else request.param
+
+
+@pytest.fixture
+def of_one_rank(model: Path, tmp_path: Path) -> list[Continuation]:
     given = prompts()  # before a loop runs
 
-    async def run(model: Path) -> list[Continuation]:
-        folder = tmp_path_factory.mktemp("one")
-        async with workers(folder, "unified", sets=(f"model={model}", LIMITS)) as [one], FakeLink(one) as link:
+    async def run() -> list[Continuation]:
+        async with workers(tmp_path, "unified", sets=(f"model={model}", LIMITS)) as [one], FakeLink(one) as link:
             asked = requests(given)
             for r in asked:
                 link.submit(r)
             return await said(link, asked)
 
-    return {model: asyncio.run(run(model)) for model in (TINY, TINY_FP8)}
+    return asyncio.run(run())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("prefill_ranks", "decode_ranks", "drafts", "model"),
-    [
-        ("tp=2", "dp=2", 2, TINY),
-        ("dp=2", "tp=2", 2, TINY_FP8),
-        ("tp=2", "dp=2", 0, TINY_FP8),
-        ("dp=2", "tp=2", 0, TINY),
-    ],
+    [("tp=2", "dp=2", 2, TINY_FP8), ("dp=2", "tp=2", 0, TINY), ("tp=2", "dp=2", 2, "sparse")],
+    indirect=["model"],
 )
-async def test_answers_are_those_of_one_rank(
-    prefill_ranks: str,
-    decode_ranks: str,
-    drafts: int,
-    model: Path,
-    of_one_rank: dict[Path, list[Continuation]],
-    tmp_path: Path,
+async def test_answers_through_unequal_ranks_are_those_of_one(
+    prefill_ranks: str, decode_ranks: str, drafts: int, model: Path, of_one_rank: list[Continuation], tmp_path: Path
 ) -> None:
     """Twice: the second time the prefill worker has the prompts in its cache, and another replica decodes."""
     given, sets = prompts(), (f"model={model}", LIMITS, f"limits.draft_tokens={drafts}")
@@ -89,7 +86,7 @@ async def test_answers_are_those_of_one_rank(
             for i, r in enumerate(asked):
                 r.replica = i % theirs
                 both.submit(r, decode_replica=(i + turn) % ours)
-            assert_same(await said(both.to_decode, asked), of_one_rank[model])
+            assert_same(await said(both.to_decode, asked), of_one_rank)
             cached = [both.to_prefill.of(r)[0].cached_tokens for r in asked]
             assert turn == 0 or cached == [(len(prompt) - 1) // PAGE * PAGE for prompt in given]
             accepted = sum(both.to_decode.of(r)[-1].accepted_draft_tokens for r in asked)

@@ -2,64 +2,86 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
+import pytest_asyncio
 from millrace.v1 import worker_pb2
 from millrace_common.reasons import Reason
 from millrace_common.versions import WORKER_API
-from millrace_rpc.errors import from_rpc_error
+from millrace_rpc.errors import MillraceError, from_rpc_error
+from millrace_serve.handover.pairing import check_pair
 from millrace_testing.fake_router import FakePair, request
 from millrace_testing.later import later
 from millrace_testing.procs import SIM, Worker, workers
 from millrace_testing.sim import expected, prompt_of
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.mark.parametrize("step", [-1, 1], ids=["older", "newer"])
-async def test_a_pair_of_two_versions_is_refused(step: int, tmp_path: Path) -> None:
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Worker]]:
+    async with workers(tmp_path_factory.mktemp("pair"), "prefill", "decode") as both:
+        yield both
+
+
+@pytest.mark.parametrize("step", [-1, 0, 1])
+async def test_pair_of_api_versions_must_be_equal(step: int) -> None:
+    ranks: Any = SimpleNamespace(ready_info=SimpleNamespace(layout=SimpleNamespace(fingerprint="f")))
+    source = worker_pb2.KvSourceRef(address="a:1", epoch="e", fingerprint="f")
+    info = worker_pb2.WorkerInfo(epoch="e", protocol=WORKER_API + step, layout={"fingerprint": "f"})
+    if step == 0:
+        check_pair(info, source, ranks)
+        return
+    with pytest.raises(MillraceError, match=f"a:1 has version {WORKER_API + step} of the worker API") as caught:
+        check_pair(info, source, ranks)
+    assert caught.value.reason is Reason.LAYOUT_MISMATCH
+
+
+async def test_workers_of_a_later_version_are_refused_and_others_go_on(pair: list[Worker], tmp_path: Path) -> None:
     """Of the pages, and of the workers' API, whichever way a router brings the two together."""
-    pages, api = {"KV_PROTOCOL": step}, {"WORKER_API": step}
-    others = [Worker("decode", tmp_path, SIM, versions=versions) for versions in (pages, api)]
-    async with workers(tmp_path, "prefill", "decode") as [prefill, decode]:
-        try:
-            for other in others:
-                await other.start()
-                await other.ready()
-            fingerprint = (await decode.info()).layout.fingerprint
-            assert [(await one.info()).protocol - WORKER_API for one in others] == [0, step]
-            assert [(await one.info()).layout.fingerprint == fingerprint for one in others] == [False, True]
-            source = await prefill.source()
-            for other, says in zip(others, ("KV layout ", f"has version {WORKER_API} of the worker API"), strict=True):
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await other.stub.Warmup(worker_pb2.WarmupRequest(source=source), timeout=20)
-                error = from_rpc_error(caught.value)
-                assert error.reason is Reason.LAYOUT_MISMATCH and says in error.message
-            async with FakePair(prefill, others[0]) as pair:
-                for length in (3, 300):
-                    bad = pair.submit(request(prompt_of(length)))
-                    end = await pair.to_decode.finish(bad)
-                    assert end.failure.reason == Reason.LAYOUT_MISMATCH and not end.token_ids
-                    pair.to_prefill.abort(bad)
-            for one in (prefill, others[0]):
-                await one.whole()
-            async with FakePair(prefill, decode) as pair:
-                good = pair.submit(request(prompt_of(300)))
-                await pair.to_decode.finish(good)
-                assert pair.to_decode.tokens(good) == expected(list(good.token_ids), 8)
-        finally:
-            for other in others:
-                await other.close()
+    prefill, decode = pair
+    others = [
+        Worker("decode", tmp_path, SIM, versions=versions) for versions in ({"KV_PROTOCOL": 1}, {"WORKER_API": 1})
+    ]
+    try:
+        for other in others:
+            await other.start()
+            await other.ready()
+        fingerprint = (await decode.info()).layout.fingerprint
+        assert [(await one.info()).protocol - WORKER_API for one in others] == [0, 1]
+        assert [(await one.info()).layout.fingerprint == fingerprint for one in others] == [False, True]
+        source = await prefill.source()
+        for other, says in zip(others, ("KV layout ", f"has version {WORKER_API} of the worker API"), strict=True):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await other.stub.Warmup(worker_pb2.WarmupRequest(source=source), timeout=20)
+            error = from_rpc_error(caught.value)
+            assert error.reason is Reason.LAYOUT_MISMATCH and says in error.message
+        async with FakePair(prefill, others[0]) as both:
+            for length in (3, 300):
+                bad = both.submit(request(prompt_of(length)))
+                end = await both.to_decode.finish(bad)
+                assert end.failure.reason == Reason.LAYOUT_MISMATCH and not end.token_ids
+                both.to_prefill.abort(bad)
+        for one in (prefill, others[0]):
+            await one.whole()
+    finally:
+        for other in others:
+            await other.close()
 
 
-async def test_a_router_of_a_later_version(tmp_path: Path) -> None:
+async def test_router_of_a_later_version_is_served(pair: list[Worker]) -> None:
     """What it says has fields that are unknown here."""
-    async with workers(tmp_path, "prefill", "decode") as [prefill, decode]:
-        source = later(await prefill.source())
-        await decode.stub.Warmup(later(worker_pb2.WarmupRequest(source=source)), timeout=20)
-        async with FakePair(prefill, decode) as pair:
-            pair.source = source
-            one = pair.submit(later(request(prompt_of(300), temperature=0.0)))
-            await pair.to_decode.finish(one)
-            assert pair.to_decode.tokens(one) == expected(list(one.token_ids), 8)
-        await decode.whole()
+    prefill, decode = pair
+    source = later(await prefill.source())
+    await decode.stub.Warmup(later(worker_pb2.WarmupRequest(source=source)), timeout=20)
+    async with FakePair(prefill, decode) as both:
+        both.source = source
+        one = both.submit(later(request(prompt_of(300), temperature=0.0)))
+        await both.to_decode.finish(one)
+        assert both.to_decode.tokens(one) == expected(list(one.token_ids), 8)
+    await decode.whole()
