@@ -50,7 +50,8 @@ class NixlExporter:
 
     def __init__(self, num_pages: int, page_bytes: int, seed: int, ucx: dict[str, str] = LOOPBACK) -> None:
         self.pages = Pool(num_pages, page_bytes, seed).pages
-        context = mp.get_context("spawn")
+        mp.set_forkserver_preload(["millrace_serve.transfer.nixl"])  # imported once for all exporters
+        context = mp.get_context("forkserver")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_export, args=(theirs, num_pages, page_bytes, seed, ucx), daemon=True)
         self._process.start()

@@ -1,4 +1,4 @@
-"""What every transport promises: local, NIXL between two processes, and the fault wrapper without faults."""
+"""What every transport promises: NIXL between two processes, and the local one that tests use."""
 
 from __future__ import annotations
 
@@ -7,29 +7,18 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from millrace_serve.transfer.base import KvSink, ReadState, TransferError
-from millrace_testing.faulty_transfer import FaultPlan, FaultySink
+from millrace_serve.transfer.base import ReadState, TransferError
 from transfer.pools import POISON, Fabric, Pool, finish
 
 
-class Harness(Fabric):
-    def __init__(self, transport: str) -> None:
-        super().__init__(transport.removeprefix("faulty-"))
-        self.faulty = transport.startswith("faulty-")
-
-    def sink(self, pool: Pool) -> KvSink:
-        inner = super().sink(pool)
-        return FaultySink(inner, pool.buffer, FaultPlan()) if self.faulty else inner
+@pytest.fixture(params=["local", "nixl"])
+def fabric(request: pytest.FixtureRequest) -> Iterator[Fabric]:
+    made = Fabric(request.param)
+    yield made
+    made.close()
 
 
-@pytest.fixture(params=["local", "nixl", "faulty-local"])
-def fabric(request: pytest.FixtureRequest) -> Iterator[Harness]:
-    harness = Harness(request.param)
-    yield harness
-    harness.close()
-
-
-def test_pages_arrive_byte_for_byte_and_nothing_else_is_touched(fabric: Harness) -> None:
+def test_pages_arrive_byte_for_byte_and_nothing_else_is_touched(fabric: Fabric) -> None:
     exporter, pool = fabric.exporter(num_pages=64, page_bytes=1152), Pool(80, 1152)
     sink = fabric.sink(pool)
     rng = np.random.default_rng(0)
@@ -44,7 +33,7 @@ def test_pages_arrive_byte_for_byte_and_nothing_else_is_touched(fabric: Harness)
         assert (untouched == POISON).all()
 
 
-def test_many_reads_in_flight(fabric: Harness) -> None:
+def test_many_reads_in_flight(fabric: Fabric) -> None:
     exporter, pool = fabric.exporter(num_pages=60), Pool(60, 4096)
     sink = fabric.sink(pool)
     sink.connect(exporter.handle)
@@ -54,7 +43,7 @@ def test_many_reads_in_flight(fabric: Harness) -> None:
     assert np.array_equal(pool.pages, exporter.pages[src])
 
 
-def test_two_exporters(fabric: Harness) -> None:
+def test_two_exporters(fabric: Fabric) -> None:
     first, second, pool = fabric.exporter(seed=1), fabric.exporter(seed=2), Pool(2, 4096)
     sink = fabric.sink(pool)
     assert first.handle.agent != second.handle.agent
@@ -64,7 +53,7 @@ def test_two_exporters(fabric: Harness) -> None:
         assert np.array_equal(pool.pages[dst], exporter.pages[5])
 
 
-def test_final_states_stay(fabric: Harness) -> None:
+def test_final_states_stay(fabric: Fabric) -> None:
     exporter, pool = fabric.exporter(), Pool(4, 4096)
     sink = fabric.sink(pool)
     sink.connect(exporter.handle)
@@ -88,19 +77,16 @@ def test_final_states_stay(fabric: Harness) -> None:
     ],
 )
 def test_bad_pages_are_refused(src: list[int], dst: list[int], message: str) -> None:
-    """Over NIXL: the others share the check."""
-    pool, fabric = Pool(4, 4096), Fabric("nixl")
-    try:
-        exporter, sink = fabric.exporter(), fabric.sink(pool)
-        sink.connect(exporter.handle)
-        with pytest.raises(TransferError, match=message):
-            sink.read(exporter.handle, src, dst)
-        assert (pool.pages == POISON).all()
-    finally:
-        fabric.close()
+    """All transports share the check (transfer/polled.py)."""
+    pool, fabric = Pool(4, 4096), Fabric("local")
+    exporter, sink = fabric.exporter(), fabric.sink(pool)
+    sink.connect(exporter.handle)
+    with pytest.raises(TransferError, match=message):
+        sink.read(exporter.handle, src, dst)
+    assert (pool.pages == POISON).all()
 
 
-def test_pools_that_do_not_fit_are_refused(fabric: Harness) -> None:
+def test_pools_that_do_not_fit_are_refused(fabric: Fabric) -> None:
     exporter, pool = fabric.exporter(), Pool(4, 2048)
     sink = fabric.sink(pool)
     with pytest.raises(TransferError, match="pages of 4096 bytes, ours have 2048"):
@@ -109,7 +95,7 @@ def test_pools_that_do_not_fit_are_refused(fabric: Harness) -> None:
         sink.connect(msgspec.structs.replace(exporter.handle, transport="carrier-pigeon"))
 
 
-def test_a_peer_must_be_connected(fabric: Harness) -> None:
+def test_peer_must_be_connected(fabric: Fabric) -> None:
     exporter, pool = fabric.exporter(), Pool(4, 4096)
     sink = fabric.sink(pool)
     with pytest.raises(TransferError, match="not connected"):
@@ -126,7 +112,7 @@ def test_a_peer_must_be_connected(fabric: Harness) -> None:
     assert np.array_equal(pool.pages[2:], exporter.pages[2:4])
 
 
-def test_reads_in_flight_outlive_a_disconnect(fabric: Harness) -> None:
+def test_reads_in_flight_outlive_a_disconnect(fabric: Fabric) -> None:
     exporter, pool = fabric.exporter(page_bytes=1 << 20), Pool(16, 1 << 20)
     sink = fabric.sink(pool)
     sink.connect(exporter.handle)
@@ -136,7 +122,7 @@ def test_reads_in_flight_outlive_a_disconnect(fabric: Harness) -> None:
     assert np.array_equal(pool.pages, exporter.pages)
 
 
-def test_a_dead_peer_fails_and_its_successor_works(fabric: Harness) -> None:
+def test_a_dead_peer_fails_and_its_successor_works(fabric: Fabric) -> None:
     exporter, pool = fabric.exporter(seed=1), Pool(4, 4096)
     sink = fabric.sink(pool)
     sink.connect(exporter.handle)
@@ -153,7 +139,7 @@ def test_a_dead_peer_fails_and_its_successor_works(fabric: Harness) -> None:
     assert np.array_equal(pool.pages[1], successor.pages[1])
 
 
-def test_a_peer_that_died_before_the_first_read(fabric: Harness) -> None:
+def test_a_peer_that_died_before_the_first_read(fabric: Fabric) -> None:
     exporter, pool = fabric.exporter(), Pool(4, 4096)
     sink = fabric.sink(pool)
     exporter.kill()
@@ -165,7 +151,7 @@ def test_a_peer_that_died_before_the_first_read(fabric: Harness) -> None:
         assert finish(sink.read(exporter.handle, [1], [1])) is ReadState.FAILED
 
 
-def test_close_makes_every_read_final(fabric: Harness) -> None:
+def test_close_makes_every_read_final(fabric: Fabric) -> None:
     exporter, pool = fabric.exporter(), Pool(16, 4096)
     sink = fabric.sink(pool)
     sink.connect(exporter.handle)

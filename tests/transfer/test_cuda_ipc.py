@@ -104,7 +104,7 @@ def test_pages_arrive_and_neighbours_travel_together(driver: HostDriver) -> None
     assert (pool.pages[[4, 5, 7]] == POISON).all()
 
 
-def test_a_mapping_lives_as_long_as_it_is_used(driver: HostDriver) -> None:
+def test_mapping_lives_as_long_as_it_is_used(driver: HostDriver) -> None:
     exporter, pool = Exporter(driver), Pool(4, 4096)
     sink = CudaIpcSink(pool.buffer, driver)
     sink.connect(exporter.handle)
@@ -131,7 +131,7 @@ def test_close_makes_every_read_final(driver: HostDriver) -> None:
     assert op.poll() is ReadState.DONE and not driver.mapped and not driver.events
 
 
-def test_a_lost_context_fails_the_read(driver: HostDriver) -> None:
+def test_lost_context_fails_the_read(driver: HostDriver) -> None:
     exporter, pool = Exporter(driver), Pool(4, 4096)
     sink = CudaIpcSink(pool.buffer, driver)
     sink.connect(exporter.handle)
@@ -177,7 +177,7 @@ class Recorder(KvSink):
         self.calls.append("close")
 
 
-def test_the_nearest_way_to_each_exporter(driver: HostDriver) -> None:
+def test_nearest_way_to_each_exporter(driver: HostDriver) -> None:
     here, pool, far = Exporter(driver, 1), Pool(4, 4096), Recorder()
     there = msgspec.structs.replace(Exporter(driver, 2).handle, shared=b"")
     sink = NearestSink(CudaIpcSink(pool.buffer, driver), far)

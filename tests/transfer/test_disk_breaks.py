@@ -106,7 +106,7 @@ def test_whatever_happens_meanwhile_what_is_loaded_is_right(disk: SharedDisk, wo
     thread.start()
     rng, loaded = random.Random(3), 0
     try:
-        for _ in range(600):
+        for _ in range(80):
             worker, number = rng.choice(workers), rng.randrange(BLOCKS)
             worker.store(number)
             loaded += rng.choice(workers).load(number)
@@ -138,7 +138,7 @@ def test_it_works_again_after_each(disk: SharedDisk, workers: list[Worker], inde
     works(workers)
 
 
-def test_a_file_that_is_evicted_while_it_is_read_is_read_whole(
+def test_file_that_is_evicted_while_it_is_read_is_read_whole(
     disk: SharedDisk, workers: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fstat, fds = os.fstat, list[int]()
@@ -157,7 +157,7 @@ def test_a_file_that_is_evicted_while_it_is_read_is_read_whole(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_file_system_without_room_or_quota_costs_stores_alone(
+def test_file_system_without_room_or_quota_costs_stores_alone(
     workers: list[Worker], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     assert workers[0].store(1)

@@ -64,7 +64,7 @@ def test_pages_are_reserved_before_there_is_anything_to_read() -> None:
 
 
 @pytest.mark.parametrize("reserved", [False, True])
-def test_an_offer_that_is_given_up_is_given_back(reserved: bool) -> None:
+def test_offer_that_is_given_up_is_given_back(reserved: bool) -> None:
     x = KvImport(ID, HASHES)
     x.on_part(OFFER)
     if reserved:
@@ -129,7 +129,7 @@ def test_other_tokens_fail_the_import() -> None:
         (KvPart(ID, 2, [1, 2, 3], HASHES[2:], 261, True, None), "without a first token"),
     ],
 )
-def test_a_part_that_contradicts_itself_fails_the_import(bad: KvPart, message: str) -> None:
+def test_part_that_contradicts_itself_fails_the_import(bad: KvPart, message: str) -> None:
     failure = over(reading(num_cached_pages=2).on_part(bad))
     assert failure.reason == "KV_MISMATCH" and message in failure.message
 
@@ -145,7 +145,7 @@ def test_pages_are_not_given_up_while_reads_are_in_flight() -> None:
     assert x.on_read_done(1) == [AskRelease(), Over(CANCELLED)]
 
 
-def test_a_failed_read_fails_the_import_when_the_others_are_final() -> None:
+def test_failed_read_fails_the_import_when_the_others_are_final() -> None:
     x = reading()
     x.on_part(part(2, 3))
     assert x.on_read_done(0, "the peer died") == []
@@ -162,11 +162,11 @@ def test_pages_that_were_not_held_are_discarded() -> None:
     assert x.on_abort(expired) == [Over(expired)]
 
 
-def test_an_abort_before_anything_arrived_gives_nothing_back() -> None:
+def test_abort_before_anything_arrived_gives_nothing_back() -> None:
     assert KvImport(ID, HASHES).on_abort(CANCELLED) == [Over(CANCELLED)]
 
 
-def test_an_abort_while_reserving_ends_at_once() -> None:
+def test_abort_while_reserving_ends_at_once() -> None:
     x = KvImport(ID, HASHES)
     x.on_part(part(0, 2))
     assert x.on_abort(CANCELLED) == [AskRelease(), Over(CANCELLED)]
@@ -174,7 +174,7 @@ def test_an_abort_while_reserving_ends_at_once() -> None:
     assert x.refused == {Refusal.LATE: 1}
 
 
-def test_an_abort_while_releasing_does_not_release_again() -> None:
+def test_abort_while_releasing_does_not_release_again() -> None:
     x = reading(num_cached_pages=2)
     for action in x.on_part(part(2, 5)):
         assert isinstance(action, ReadPages)
@@ -189,7 +189,7 @@ def test_a_stream_that_ends_early_fails_the_import() -> None:
     assert failure.reason == "TRANSFER_FAILED" and "2 of 5 pages" in failure.message
 
 
-def test_a_stream_that_ends_after_the_last_part_proves_nothing() -> None:
+def test_stream_that_ends_after_the_last_part_proves_nothing() -> None:
     x = reading()
     x.on_part(part(2, 5))
     assert x.on_stream_end() == [] and x.state is ImportState.DRAINING
@@ -197,7 +197,7 @@ def test_a_stream_that_ends_after_the_last_part_proves_nothing() -> None:
     assert over(x.on_read_done(1)).reason == "TRANSFER_FAILED"
 
 
-def test_a_stream_that_ends_instead_of_an_answer_proves_nothing() -> None:
+def test_stream_that_ends_instead_of_an_answer_proves_nothing() -> None:
     x = reading()
     x.on_read_done(0)
     x.on_part(part(2, 5))
@@ -206,14 +206,14 @@ def test_a_stream_that_ends_instead_of_an_answer_proves_nothing() -> None:
     assert failure.reason == "TRANSFER_FAILED" and "5 of 5 pages, releasing" in failure.message
 
 
-def test_a_stream_may_end_when_the_first_token_was_the_last() -> None:
+def test_stream_may_end_when_the_first_token_was_the_last() -> None:
     x = reading()
     x.on_part(part(2, 5, first=msgspec.structs.replace(FIRST, finish=FinishReason.STOP)))
     assert x.on_stream_end() == []
     assert isinstance(x.on_read_done(0)[0], Done)
 
 
-def test_a_read_may_fail_when_the_first_token_was_the_last() -> None:
+def test_read_may_fail_when_the_first_token_was_the_last() -> None:
     """The exporter has taken the pages back by then, and may have ended."""
     x = reading()
     x.on_part(part(2, 5, first=msgspec.structs.replace(FIRST, finish=FinishReason.STOP)))
@@ -239,7 +239,7 @@ def test_reasons_are_in_the_error_table() -> None:
 
 
 @pytest.mark.parametrize("state", ["waiting", "reserving", "reading", "in flight"])
-def test_a_first_token_that_ends_the_sequence_needs_no_more_reads_and_no_release(state: str) -> None:
+def test_first_token_that_is_final_needs_no_more_reads_and_no_release(state: str) -> None:
     final = msgspec.structs.replace(FIRST, finish=FinishReason.STOP)
     x = KvImport(ID, HASHES)
     read = None

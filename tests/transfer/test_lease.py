@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from millrace_serve.engine.core import KvPart, RequestId
 from millrace_serve.transfer.lease import LeaseEnd, LeaseTable
 from millrace_testing.blocks import block
+from millrace_testing.examples import examples
 
 A, B = RequestId(7, 0), RequestId(7, 1)
 LEASE_S, MAX_LEASE_S = 10.0, 25.0
@@ -43,7 +43,7 @@ def test_held_once(bench: Bench) -> None:
     assert bench.table.num_live == 0
 
 
-def test_the_deadline_runs_from_the_last_part(bench: Bench) -> None:
+def test_deadline_runs_from_the_last_part(bench: Bench) -> None:
     bench.table.publish(part(A, 0, 2, last=False))
     bench.wait(1000.0)
     assert bench.table.num_live == 1 and bench.table.next_deadline() is None
@@ -74,7 +74,7 @@ def test_renewal_is_bounded(bench: Bench) -> None:
     assert bench.table.next_deadline() is None and bench.table.num_live == 0
 
 
-def test_an_attempt_is_not_its_successor(bench: Bench) -> None:
+def test_attempt_is_not_its_successor(bench: Bench) -> None:
     bench.table.publish(part(A))
     bench.table.abort(A)
     bench.table.publish(part(B))
@@ -88,7 +88,7 @@ def test_giving_up_an_open_lease_stops_it(bench: Bench) -> None:
     assert bench.ended == [(A, LeaseEnd.ABORTED)] and bench.table.num_live == 0
 
 
-def test_an_open_lease_is_renewed_without_a_deadline(bench: Bench) -> None:
+def test_open_lease_is_renewed_without_a_deadline(bench: Bench) -> None:
     """Heartbeats come while the prompt is computed, however long that takes."""
     bench.table.publish(part(A, last=False))
     bench.table.renew(A)
@@ -157,5 +157,5 @@ class LeaseMachine(RuleBasedStateMachine):
         assert self.table.num_live == len(self.begun - set(self.freed))
 
 
-LeaseMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+LeaseMachine.TestCase.settings = examples(20, stateful_step_count=40)
 TestLeaseMachine = LeaseMachine.TestCase

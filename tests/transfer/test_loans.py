@@ -36,7 +36,7 @@ def test_what_we_have_ourselves_is_only_given_back() -> None:
     assert x.on_held() == [Done(None)]
 
 
-def test_a_lender_without_a_page_holds_nothing() -> None:
+def test_lender_without_a_page_holds_nothing() -> None:
     x = KvImport(ID, HASHES, loan=True)
     [over] = x.on_part(lent(0))
     assert isinstance(over, Over) and over.failure.reason == Reason.KV_NOT_FOUND
@@ -50,13 +50,13 @@ def test_a_lender_without_a_page_holds_nothing() -> None:
         lent(5, first=SequenceOutput(ID, 0, [TokenOutput(1)])),
     ],
 )
-def test_a_part_that_is_no_start_of_our_prompt_is_not_read(bad: KvPart) -> None:
+def test_part_that_is_no_start_of_our_prompt_is_not_read(bad: KvPart) -> None:
     x = KvImport(ID, HASHES, loan=True)
     release, over = x.on_part(bad)
     assert release == AskRelease() and isinstance(over, Over) and over.failure.reason == Reason.KV_MISMATCH
 
 
-def test_a_loan_that_takes_too_long_keeps_its_pages_until_the_read_is_final() -> None:
+def test_loan_that_takes_too_long_keeps_its_pages_until_the_read_ends() -> None:
     x = KvImport(ID, HASHES, loan=True)
     x.on_part(lent(2))
     x.on_reserved([10, 11], 1)
@@ -64,6 +64,6 @@ def test_a_loan_that_takes_too_long_keeps_its_pages_until_the_read_is_final() ->
     assert x.on_read_done(0) == [AskRelease(), Over(LATE)]
 
 
-def test_a_stream_that_ends_before_the_part_fails_the_loan() -> None:
+def test_stream_that_ends_before_the_part_fails_the_loan() -> None:
     [over] = KvImport(ID, HASHES, loan=True).on_stream_end()
     assert isinstance(over, Over) and over.failure.reason == Reason.TRANSFER_FAILED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def files(path: Path) -> list[Path]:
     return [file for file in path.rglob("*") if file.is_file()]
 
 
-def test_a_page_comes_back_to_another_worker_after_a_restart(worker: Worker, tmp_path: Path) -> None:
+def test_page_comes_back_to_another_worker_after_a_restart(worker: Worker, tmp_path: Path) -> None:
     worker.folder.store(BLOCK, 3)
     other = Worker(tmp_path)
     assert other.folder.has(BLOCK) and other.folder.load(BLOCK, 5)
@@ -70,7 +71,7 @@ def test_another_layout_shares_nothing(worker: Worker, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page_bytes", [PAGE, 3 * LEAST_PART + 5])
-def test_a_flipped_bit_anywhere_is_found(tmp_path: Path, page_bytes: int) -> None:
+def test_flipped_bit_anywhere_is_found(tmp_path: Path, page_bytes: int) -> None:
     """In the page and in its code, at the ends of each part that is hashed."""
     worker = Worker(tmp_path, page_bytes=page_bytes)
     worker.folder.store(BLOCK, 3)
@@ -86,7 +87,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path, page_bytes: int) -> Non
 
 
 @pytest.mark.parametrize("harm", ["truncated", "torn", "longer", "empty", "block", "layout", "secret", "no secret"])
-def test_a_file_that_is_no_page_of_ours_is_never_used(worker: Worker, tmp_path: Path, harm: str) -> None:
+def test_file_that_is_no_page_of_ours_is_never_used(worker: Worker, tmp_path: Path, harm: str) -> None:
     """Whoever can write to the folder can put there what another block, model, layout or deployment has."""
     worker.folder.store(BLOCK, 3)
     [file] = files(tmp_path)
@@ -147,7 +148,7 @@ def test_what_is_no_file_of_ours_is_never_used(
     assert worker.folder.load(BLOCK, 5) and target.read_bytes() == good and not (tmp_path / "nowhere").exists()
 
 
-def test_a_store_replaces_a_link_and_writes_to_nothing_that_it_leads_to(worker: Worker, tmp_path: Path) -> None:
+def test_store_replaces_a_link_and_writes_to_nothing_that_it_leads_to(worker: Worker, tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_bytes(b"precious")
     (tmp_path / LAYOUT / BLOCK.hex()).symlink_to(target)
@@ -172,7 +173,7 @@ def test_nobody_else_can_read_or_write_the_folder_or_a_page(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("why", ["owner", "mode", "link"])
-def test_a_folder_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+def test_folder_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     (tmp_path / LAYOUT).mkdir()
     if why == "owner":
         user = os.geteuid()
@@ -189,7 +190,7 @@ def test_a_folder_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         Worker(tmp_path)
 
 
-def test_a_folder_that_is_exchanged_while_we_use_it_changes_nothing(worker: Worker, tmp_path: Path) -> None:
+def test_folder_that_is_exchanged_while_we_use_it_changes_nothing(worker: Worker, tmp_path: Path) -> None:
     worker.folder.store(BLOCK, 3)
     (tmp_path / LAYOUT).rename(tmp_path / "moved")
     (tmp_path / LAYOUT).mkdir()
@@ -210,7 +211,7 @@ def test_without_a_secret_pages_survive_a_restart_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES])
 @pytest.mark.parametrize("call", ["open", "pread"])
-def test_a_page_that_cannot_be_read_now_is_read_later(
+def test_page_that_cannot_be_read_now_is_read_later(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
     worker.folder.store(BLOCK, 3)
@@ -228,7 +229,7 @@ def failing(number: int) -> Callable[..., Any]:
     return fails
 
 
-def test_a_page_that_nixl_cannot_read_now_is_read_later(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_that_nixl_cannot_read_now_is_read_later(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     worker.folder.store(BLOCK, 3)
 
     def fails(*_: Any) -> None:
@@ -241,7 +242,7 @@ def test_a_page_that_nixl_cannot_read_now_is_read_later(worker: Worker, monkeypa
     assert worker.folder.load(BLOCK, 5)
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", failing(errno.ENOSPC))
@@ -257,7 +258,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("call", "number"), [("scandir", errno.EIO), ("unlink", errno.EROFS), ("stat", errno.EIO)])
-def test_a_disk_that_fails_does_not_end_the_thread(
+def test_disk_that_fails_does_not_end_the_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
     """Prompts would wait for ever for loads that nobody carries out."""
@@ -275,20 +276,20 @@ def test_a_disk_that_fails_does_not_end_the_thread(
     tier.close()
 
 
-def test_a_page_whose_time_cannot_be_set_is_read(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_whose_time_cannot_be_set_is_read(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is read-only now."""
     worker.folder.store(BLOCK, 3)
     monkeypatch.setattr(os, "utime", failing(errno.EROFS))
     assert worker.folder.load(BLOCK, 5) and worker.folder.has(BLOCK)
 
 
-def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TransferError, match=r"limits.disk_cache: .*file cannot be used: Not a directory"):
         Worker(tmp_path / "file")
 
 
-def test_the_folder_stays_below_its_bound_and_keeps_what_was_used_last(tmp_path: Path) -> None:
+def test_folder_stays_below_its_bound_and_keeps_what_was_used_last(tmp_path: Path) -> None:
     worker = Worker(tmp_path, max_pages=20)
     for number in range(60):
         worker.folder.store(block(number), number % PAGES)
@@ -298,10 +299,13 @@ def test_the_folder_stays_below_its_bound_and_keeps_what_was_used_last(tmp_path:
             assert worker.folder.load(block(0), 0)  # now is later than all of them
     assert sum(file.stat().st_size for file in files(tmp_path)) <= 22 * (PAGE + 64)
     assert worker.folder.has(block(0)) and worker.folder.has(block(59)) and not worker.folder.has(block(1))
-    worker.folder.close()
+    smaller = Worker(tmp_path, max_pages=10)
+    assert len(files(tmp_path)) == 8, "a tenth more than needed goes, or every further page would count the folder"
+    for each in (worker, smaller):
+        each.folder.close()
 
 
-def test_a_file_that_cannot_be_deleted_keeps_no_other_one(
+def test_file_that_cannot_be_deleted_keeps_no_other_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another user's in a folder with the sticky bit, say; it does not count as room either."""
@@ -325,7 +329,7 @@ def test_a_file_that_cannot_be_deleted_keeps_no_other_one(
         each.folder.close()
 
 
-def test_the_bound_is_one_for_all_layouts_and_formats(tmp_path: Path) -> None:
+def test_bound_is_one_for_all_layouts_and_formats(tmp_path: Path) -> None:
     """What no worker has a use for any more goes first, because nobody reads it. What is not ours stays."""
     old, notes, link = tmp_path / LAYOUT_2 / "ab" / ("ab" * 32), tmp_path / "notes", tmp_path / ("2" * 32)
     old.parent.mkdir(parents=True)
@@ -343,7 +347,7 @@ def test_the_bound_is_one_for_all_layouts_and_formats(tmp_path: Path) -> None:
     worker.folder.close()
 
 
-def test_an_error_that_nobody_foresaw_ends_no_thread(
+def test_error_that_nobody_foresaw_ends_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = Worker(tmp_path)
@@ -361,7 +365,46 @@ def test_an_error_that_nobody_foresaw_ends_no_thread(
     tier.close()
 
 
-def test_the_thread_stores_loads_and_ends(tmp_path: Path) -> None:
+class Slow:
+    """A folder whose first store waits for the test; nothing can be loaded from it."""
+
+    refused = 0
+
+    def __init__(self) -> None:
+        self.began, self.goes_on, self.calls = threading.Event(), threading.Event(), list[str]()
+
+    def has(self, block: bytes) -> bool:
+        return False
+
+    def store(self, block: bytes, slot: int) -> None:
+        self.calls.append(f"store {slot}")
+        self.began.set()
+        assert self.goes_on.wait(60)
+
+    def load(self, block: bytes, slot: int) -> bool:
+        self.calls.append(f"load {slot}")
+        raise TransferError("the disk is broken")
+
+    def close(self) -> None:
+        pass
+
+
+def test_loads_go_before_stores_and_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt waits for a load, and nobody for a store."""
+    folder = Slow()
+    tier = DiskTier(folder)  # type: ignore[arg-type]
+    assert tier.store(BLOCK, 0) and folder.began.wait(60)
+    assert tier.store(OTHER, 1)
+    for slot in (2, 3):
+        tier.load(BLOCK, slot)
+    folder.goes_on.set()
+    assert [(move.slot, move.ok) for move in ended(tier, 4)] == [(0, True), (2, False), (3, False), (1, True)]
+    assert folder.calls == ["store 0", "load 2", "load 3", "store 1"]
+    assert [record.getMessage().count("the disk is broken") for record in caplog.records] == [1]
+    tier.close()
+
+
+def test_thread_stores_loads_and_ends(tmp_path: Path) -> None:
     worker = Worker(tmp_path)
     tier = DiskTier(worker.folder)
 

@@ -7,7 +7,6 @@ import is over. So a Done with wrong bytes, or a read that lands after Over, is 
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from millrace_serve.engine.core import Failure, KvPart, RequestId, SequenceOutput, TokenOutput
@@ -15,6 +14,7 @@ from millrace_serve.transfer.base import ReadOp, ReadState, TransferError
 from millrace_serve.transfer.importer import Action, AskRelease, AskReserve, Done, KvImport, Over
 from millrace_serve.transfer.lease import LeaseEnd, LeaseTable
 from millrace_serve.transfer.messages import ReadPages
+from millrace_testing.examples import examples
 from millrace_testing.faulty_transfer import Fault, FaultPlan, FaultySink
 from millrace_testing.local_transfer import LocalFabric, LocalSink, LocalSource
 from transfer.pools import Pool
@@ -170,5 +170,5 @@ class ProtocolMachine(RuleBasedStateMachine):
         assert not self.ops and self.end is not None
 
 
-ProtocolMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=30, deadline=None)
+ProtocolMachine.TestCase.settings = examples(50, stateful_step_count=30)
 TestProtocol = ProtocolMachine.TestCase

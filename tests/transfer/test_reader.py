@@ -161,7 +161,7 @@ def test_every_read_finishes_under_faults(rigs: list[Rig]) -> None:
     assert list(errors) != sorted(errors), "completions were not reordered"
 
 
-def test_a_source_that_cannot_be_connected_fails_its_reads(rigs: list[Rig], caplog: pytest.LogCaptureFixture) -> None:
+def test_source_that_cannot_be_connected_fails_its_reads(rigs: list[Rig], caplog: pytest.LogCaptureFixture) -> None:
     rig = rig_of(rigs)
     other = LocalSource(rig.fabric, rig.theirs.buffer)
     source = other.handle()
@@ -172,20 +172,20 @@ def test_a_source_that_cannot_be_connected_fails_its_reads(rigs: list[Rig], capl
     assert "cannot connect to an exporter" in caplog.text
 
 
-def test_a_source_that_was_dropped_or_never_added_is_not_read(rigs: list[Rig]) -> None:
+def test_source_that_was_dropped_or_never_added_is_not_read(rigs: list[Rig]) -> None:
     rig = rig_of(rigs)
     rig.do(DropSource(rig.source.agent))
     rig.read(0, rig.source, [1], [1])
     assert rig.finished(1) == {0: f"{rig.source.agent} was dropped"}
 
 
-def test_a_read_that_cannot_start_is_finished_with_its_reason(rigs: list[Rig]) -> None:
+def test_read_that_cannot_start_is_finished_with_its_reason(rigs: list[Rig]) -> None:
     rig = rig_of(rigs)
     rig.read(0, rig.source, [99], [0])
     assert "src_pages holds page 99" in rig.finished(1)[0]
 
 
-def test_a_stalled_read_is_quarantined_until_it_is_final(rigs: list[Rig]) -> None:
+def test_stalled_read_is_quarantined_until_it_is_final(rigs: list[Rig]) -> None:
     rig = rig_of(rigs, FaultPlan(at={0: Fault.DELAY, 1: Fault.DROP}, max_polls=1_000_000_000), SOON_S)
     started = time.monotonic()
     rig.read(0, rig.source, [1, 2], [1, 2])
@@ -199,7 +199,7 @@ def test_a_stalled_read_is_quarantined_until_it_is_final(rigs: list[Rig]) -> Non
     assert rig.quarantined() == [1, 2]
 
 
-def test_a_reader_that_was_stopped_takes_no_read_for_stuck(rigs: list[Rig]) -> None:
+def test_reader_that_was_stopped_takes_no_read_for_stuck(rigs: list[Rig]) -> None:
     """What moves the bytes may run in its own process, and had no more time than the reader."""
     calls = 0
 
@@ -214,7 +214,7 @@ def test_a_reader_that_was_stopped_takes_no_read_for_stuck(rigs: list[Rig]) -> N
     assert rig.finished(1) == {0: ""} and calls > 1000
 
 
-def test_a_dead_peer_ends_its_reads(rigs: list[Rig]) -> None:
+def test_dead_peer_ends_its_reads(rigs: list[Rig]) -> None:
     rig = rig_of(rigs, FaultPlan(at={0: Fault.DELAY, 1: Fault.PEER_DEATH}, max_polls=1_000_000_000))
     for i in range(3):
         rig.read(i, rig.source, [i], [i])
@@ -222,7 +222,7 @@ def test_a_dead_peer_ends_its_reads(rigs: list[Rig]) -> None:
     assert set(errors) == {0, 1, 2} and all("died" in error for error in errors.values())
 
 
-def test_a_dropped_source_ends_a_dropped_read(rigs: list[Rig]) -> None:
+def test_dropped_source_ends_a_dropped_read(rigs: list[Rig]) -> None:
     rig = rig_of(rigs, FaultPlan(at={0: Fault.DROP}))
     rig.read(0, rig.source, [1], [1])
     rig.do(DropSource(rig.source.agent))
@@ -240,7 +240,7 @@ def test_close_reports_what_it_cuts_off_and_refuses_the_rest(rigs: list[Rig]) ->
     assert rig.reader._in_flight == []
 
 
-def test_an_idle_reader_sleeps_and_still_answers() -> None:
+def test_idle_reader_sleeps_and_still_answers() -> None:
     """No clock call happens while there is nothing to do: the thread waits for its inbox."""
     calls = 0
 
@@ -260,6 +260,28 @@ def test_an_idle_reader_sleeps_and_still_answers() -> None:
     assert not threading.Event().wait(0.05)
     assert calls - before <= 2
     reader.close()
+
+
+def test_reads_that_go_on_are_polled_ever_more_seldom() -> None:
+    """Not as fast as a core can: the rank's other threads need it."""
+    now, waits = 0.0, list[float | None]()
+    pool, fabric = Pool(16, 256), LocalFabric()
+    source = LocalSource(fabric, pool.buffer).handle()
+    plan = FaultPlan(at={0: Fault.STALL}, stall_polls=1000)
+
+    class Scripted:
+        def receive(self, wait_s: float | None) -> list[ToReader]:
+            nonlocal now
+            waits.append(wait_s)
+            now += (wait_s or 0.0) + 1e-4
+            if len(waits) == 1:
+                return [AddSource(source), ReadPages(ID, 0, [1], [1], source.agent)]
+            return [StopReader()] if len(waits) == 200 else []
+
+    sink = FaultySink(LocalSink(fabric, pool.buffer), pool.buffer, plan)
+    Reader(sink, Scripted(), lambda report: None, NEVER_S, lambda: now).run()
+    pauses = [wait for wait in waits[1:199] if wait is not None]
+    assert pauses == sorted(pauses) and pauses[0] == 0.0 and pauses[-1] == reader_module.MAX_SLEEP_S
 
 
 class BrokenSink(LocalSink):
