@@ -201,6 +201,8 @@ class Driver:
         assert not self.scheduler.loans
         assert not self.here.live and not self.scheduler.leaving and not len(self.here.waiting)
         assert self.here.num_active == 0
+        load = self.engine.load()
+        assert not any((load.running, load.waiting, load.importing, load.exporting, load.waiting_tokens)), load
         assert len(self.scheduler.pages._slots) == self.config.max_running
         pool = self.cache.pool
         assert pool.num_free + pool.num_cached == pool.total

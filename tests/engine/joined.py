@@ -39,7 +39,8 @@ class Ranks:
     """The ranks of a worker in processes, which step all the time."""
 
     def __init__(self, tp: int, hosts: str) -> None:
-        context = mp.get_context("spawn")
+        mp.set_forkserver_preload(["millrace_serve.engine.step.join"])  # imported once for all ranks
+        context = mp.get_context("forkserver")
         pairs = [context.Pipe() for _ in hosts]
         self.pipes = [ours for ours, _ in pairs]
         self.processes = [

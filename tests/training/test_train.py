@@ -30,7 +30,7 @@ def _run(trainer, batches, steps):
     return losses
 
 
-def test_a_few_steps_lower_both_losses(micro_config, data_dir):
+def test_few_steps_lower_both_losses(micro_config, data_dir):
     text = Mixture(text=1, retrieval=0, short=0, copy=1, addition=1, sort=1, chat=1, known=1)
     recipe = Recipe((Phase((Stage(20, 48, 4),), 1e-2, text),), warmup_steps=3)
     losses = _run(Trainer(micro_config, recipe), Batches(recipe, data_dir, TINY / "tokenizer.json"), steps=20)

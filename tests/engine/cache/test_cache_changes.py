@@ -6,7 +6,7 @@ import random
 
 import pytest
 from engine.harness import Driver, request
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.page_hash import page_hashes
 from millrace_serve.engine.cache.changes import CacheChanges
@@ -14,6 +14,7 @@ from millrace_serve.engine.cache.radix import Node
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import CacheChange, FlushCache
 from millrace_testing.blocks import block
+from millrace_testing.examples import examples
 
 BLOCKS = st.integers(0, 5).map(block)
 
@@ -67,7 +68,7 @@ def hold_against_the_tree(driver: Driver, known: set[bytes]) -> None:
     assert known == blocks_of(driver)
 
 
-def test_a_finished_prompt_is_named_by_its_page_hashes() -> None:
+def test_finished_prompt_is_named_by_its_page_hashes() -> None:
     driver, known = Driver(Role.UNIFIED), set()
     prompt = list(range(1, 11))
     driver.submit(request(1, prompt, max_tokens=3))
@@ -80,7 +81,7 @@ def test_a_finished_prompt_is_named_by_its_page_hashes() -> None:
 
 
 @pytest.mark.parametrize("role", [Role.UNIFIED, Role.DECODE])
-@settings(deadline=None, max_examples=40)
+@examples(10)
 @given(seed=st.integers(0, 2**32))
 def test_sharing_eviction_and_preemption_are_all_told(role: Role, seed: int) -> None:
     rng = random.Random(seed)

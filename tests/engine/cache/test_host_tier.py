@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from engine.harness import SETTINGS, TINY, Driver, fill_pages, request
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.page_hash import page_hashes
 from millrace_serve.engine.cache.block_pool import InvariantError
@@ -28,6 +28,7 @@ from millrace_serve.engine.core import (
 )
 from millrace_serve.engine.sim.factory import sim_layout
 from millrace_testing.blocks import block, blocks
+from millrace_testing.examples import examples
 from pydantic import ValidationError
 
 PROMPT = list(range(20, 34))  # 14 tokens: 3 full pages of 4, and 2 tokens
@@ -94,7 +95,7 @@ def overlap(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.mark.parametrize("role", [Role.UNIFIED, Role.PREFILL])
-def test_an_evicted_prefix_comes_back(role, overlap):
+def test_evicted_prefix_comes_back(role, overlap):
     driver = Tiered(role, overlap=overlap, max_model_len=60)
     driver.ask(1, PROMPT)
     driver.end_leases()
@@ -139,7 +140,7 @@ def test_what_happens_during_a_fill(role, why):
     driver.end()
 
 
-def test_a_page_that_was_evicted_during_its_copy_is_not_found():
+def test_page_that_was_evicted_during_its_copy_is_not_found():
     driver = Tiered(max_model_len=60)
     driver.ask(1, PROMPT)
     while not driver.engine.copier.busy:
@@ -156,9 +157,21 @@ def test_a_page_that_was_evicted_during_its_copy_is_not_found():
     driver.end()
 
 
+def test_stores_are_one_at_a_time():
+    """The others wait: each would take memory bandwidth from the steps."""
+    driver, seen = Tiered(max_model_len=60, num_pages=40), 0
+    driver.held = True
+    for room in range(1, 5):
+        driver.ask(room, [room] * 9)
+        driver.run()
+        seen += sum(job.to_host for job in driver.host._under_way)
+    assert seen == 4 and len(driver.cache.written) > 0
+    driver.end()
+
+
 @pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("host_pages", [0, 4, 100])
-def test_a_preempted_sequence_goes_on_where_it_was(host_pages, drafts, overlap):
+def test_preempted_sequence_goes_on_where_it_was(host_pages, drafts, overlap):
     """Two sequences that grow until only one of them fits."""
     driver = Tiered(Role.DECODE, host_pages, overlap=overlap, num_pages=9, draft_tokens=drafts)
     driver.ask(1, [21] * 9, max_tokens=20)
@@ -174,7 +187,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(host_pages, drafts, overlap):
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_preempted_sequence_that_ends_while_it_is_saved(steps):
+def test_preempted_sequence_that_ends_while_it_is_saved(steps):
     driver = Tiered(Role.DECODE, num_pages=9)
     driver.ask(1, [21] * 9, max_tokens=20)
     driver.ask(2, [22] * 9, max_tokens=20)
@@ -241,7 +254,7 @@ def test_wrong_bytes_fail_one_request_and_empty_the_tier(role, overlap):
 
 
 @pytest.mark.parametrize("role", [Role.UNIFIED, Role.PREFILL, Role.DECODE])
-@settings(deadline=None, max_examples=30)
+@examples(10)
 @given(data=st.data())
 def test_any_order_of_events(role: Role, data: st.DataObject):
     """Tokens are the oracle's (the driver compares them), pages carry canaries, and nothing is lost in the end."""
@@ -284,9 +297,9 @@ def test_any_order_of_events(role: Role, data: st.DataObject):
     driver.end()
 
 
-@settings(deadline=None, max_examples=100)
+@examples(20)
 @given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=60))
-def test_the_tier_under_random_use(total: int, ops: list[tuple[int, int]]):
+def test_tier_under_random_use(total: int, ops: list[tuple[int, int]]):
     """Against a plain model: which blocks are whole, who holds a pin; slots of pinned copies are never given away."""
     changes = TierChanges()
     tier, pinned, whole = HostTier(total, changes), list[Copy](), set[bytes]()
@@ -316,7 +329,7 @@ def test_the_tier_under_random_use(total: int, ops: list[tuple[int, int]]):
         assert tier.used <= total
 
 
-def test_the_copy_used_longest_ago_goes_first():
+def test_copy_used_longest_ago_goes_first():
     changes = TierChanges()
     tier = HostTier(2, changes)
     one, two, three = blocks(1, 2, 3)
@@ -329,13 +342,13 @@ def test_the_copy_used_longest_ago_goes_first():
     assert tier.find([one, three]) == tier.find([one]) != []  # the third is on its way
 
 
-def test_a_lost_slot_is_found():
+def test_lost_slot_is_found():
     tier = HostTier(2, TierChanges())
     tier._free.pop()
     with pytest.raises(InvariantError, match="1 slots free, 0 with a copy, total 2"):
         tier.check([])
 
 
-def test_a_tier_needs_the_prefix_cache():
+def test_tier_needs_the_prefix_cache():
     with pytest.raises(ValidationError, match=r"host_cache_gib=2\.0: needs prefix_cache"):
         EngineConfig.model_validate({**TINY, "host_cache_gib": 2.0, "prefix_cache": False})

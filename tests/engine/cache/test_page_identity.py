@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from engine.harness import SETTINGS, Driver, fill_pages, request
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
@@ -27,6 +27,7 @@ from millrace_serve.transfer.base import PageBuffer
 from millrace_serve.transfer.disk_tier import DiskTier
 from millrace_serve.transfer.page_folder import PageFolder
 from millrace_testing.blocks import block
+from millrace_testing.examples import examples
 
 SIZE = 64
 LARGE = {"page_size": SIZE, "max_model_len": 5 * SIZE, "max_prefill_tokens": 2 * SIZE, "num_pages": 8}
@@ -138,7 +139,7 @@ def test_what_a_preempted_or_a_replayed_request_wrote_keeps_its_salt() -> None:
     driver.check_whole()
 
 
-def test_a_page_of_another_tenant_is_an_error_with_canaries() -> None:
+def test_page_of_another_tenant_is_an_error_with_canaries() -> None:
     """Whatever mistake brings it: no step uses it."""
     driver = Driver(Role.PREFILL)
     prompt = list(range(20, 34))
@@ -158,9 +159,9 @@ def weak_hashes(tokens, page_size=64, *, salt=b"", prev=None) -> list[bytes]:
     return [block(one[0] % 16) for one in strong]
 
 
-@settings(deadline=None, max_examples=60)
+@examples(12)
 @given(st.integers(0, 2**32))
-def test_no_prompt_gets_another_ones_page_from_an_engine_whose_blocks_collide(seed: int) -> None:
+def test_prompts_whose_blocks_collide_get_no_page_of_each_other(seed: int) -> None:
     """Canaries, which are whole digests, fail a request on a page of other tokens or of another salt."""
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
@@ -185,7 +186,7 @@ def test_no_prompt_gets_another_ones_page_from_an_engine_whose_blocks_collide(se
         driver.check_whole()
 
 
-@settings(deadline=None, max_examples=30)
+@examples(10)
 @given(st.integers(0, 2**32))
 def test_lower_tiers_whose_blocks_collide_lose_nothing(seed: int) -> None:
     """There the digest is the proof, so that a page may be wrong; but it ends one request, and no engine."""

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.page_hash import BLOCK_BYTES, page_hashes
 from millrace_common.versions import KV_PROTOCOL
@@ -18,9 +18,10 @@ from millrace_serve.engine.cache.block_pool import BlockPool, Holder, InvariantE
 from millrace_serve.engine.cache.kv_cache import CachedPrefix, KvCache
 from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
 from millrace_testing.blocks import block
+from millrace_testing.examples import examples
 
 
-def test_a_block_is_the_digest_of_the_link_before_and_the_tokens():
+def test_block_is_the_digest_of_the_link_before_and_the_tokens():
     """What other versions and languages must compute to share pages with us."""
     root = hashlib.blake2b(b"tenant", digest_size=32, person=b"millrace salt").digest()
     first = hashlib.blake2b(root + struct.pack("<3I", 1, 2, 2**32 - 1), digest_size=32).digest()
@@ -128,7 +129,7 @@ def weak(blocks: list[bytes], bits: int) -> list[bytes]:
     return [block(one[0] % (1 << bits)) for one in blocks] if bits else blocks
 
 
-@settings(deadline=None, max_examples=200)
+@examples(40)
 @given(st.integers(0, 2**32), st.booleans(), st.sampled_from([0, 1, 4]))
 def test_cache_under_random_use(seed: int, enabled: bool, bits: int):
     """Sequences of two salts over few distinct tokens share, extend, publish, park, lend and leave; pages keep their
@@ -206,7 +207,7 @@ def test_canaries_and_scrubbing_touch_their_pages_only(make):
     assert pool.nbytes == 5 * LAYOUT.page_bytes == len(pool.buffer) and pool.address > 0
 
 
-def test_a_page_is_one_contiguous_block_of_the_view():
+def test_page_is_one_contiguous_block_of_the_view():
     pool = KvPool.create(LAYOUT, 5, "cpu")
     view = pool.view()
     assert view.shape == (5, 3, 4, 8) and view[1].is_contiguous()

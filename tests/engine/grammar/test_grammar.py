@@ -196,7 +196,7 @@ def test_another_attempt_goes_on_where_the_first_one_stopped() -> None:
     assert {tuple(tokens) for tokens in driver.tokens.values()} == {tuple(expected(10))}
 
 
-def test_the_decode_worker_goes_on_from_the_prefill_workers_token() -> None:
+def test_decode_worker_goes_on_from_the_prefill_workers_token() -> None:
     driver = GrammarDriver(Role.DECODE)
     asked = constrained(1, [20] * 6, route=Route.IMPORT, max_tokens=9)
     driver.compiler.gate.clear()
@@ -213,7 +213,7 @@ def test_the_decode_worker_goes_on_from_the_prefill_workers_token() -> None:
     assert driver.tokens[asked.id] == expected(9)
 
 
-def test_the_prefill_workers_token_is_masked_too() -> None:
+def test_prefill_workers_token_is_masked_too() -> None:
     driver = GrammarDriver(Role.PREFILL)
     driver.submit(constrained(1, [20] * 9, route=Route.EXPORT))
     driver.finish_compiling()
@@ -221,7 +221,7 @@ def test_the_prefill_workers_token_is_masked_too() -> None:
     assert driver.tokens[RequestId(1, 0)] == expected(1)
 
 
-def test_a_grammar_that_begins_behind_a_token() -> None:
+def test_grammar_that_begins_behind_a_token() -> None:
     walk = Grammars(FakeCompiler()).walk(constrained(1, [5], AFTER))
     eos = SETTINGS.eos_token_id
     for token in (40, 50, 60):
@@ -315,7 +315,7 @@ def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
     driver.check_whole()
 
 
-def test_the_oldest_grammars_are_forgotten() -> None:
+def test_oldest_grammars_are_forgotten() -> None:
     compiler = FakeCompiler()
     grammars = Grammars(compiler)
     for text in [*map(str, range(MAX_COMPILED)), "0", "new"]:
@@ -326,7 +326,7 @@ def test_the_oldest_grammars_are_forgotten() -> None:
     grammars.close()
 
 
-def test_a_grammar_that_somebody_waits_for_is_kept() -> None:
+def test_grammar_that_somebody_waits_for_is_kept() -> None:
     """However many there are: compiled again it would throw out the next one, and so on."""
     driver = GrammarDriver(Role.UNIFIED, max_waiting=1000)
     driver.compiler.gate.clear()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from engine.harness import SETTINGS, TINY, Driver, request
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
@@ -22,6 +22,7 @@ from millrace_serve.transfer.base import PageBuffer
 from millrace_serve.transfer.disk_tier import DiskTier
 from millrace_serve.transfer.page_folder import PageFolder
 from millrace_testing.blocks import block, blocks
+from millrace_testing.examples import examples
 from millrace_testing.oracle import oracle_outputs
 from pydantic import ValidationError
 
@@ -80,7 +81,7 @@ def whole(tier: HostTier, *numbers: int) -> list[Copy]:
     return copies
 
 
-def test_a_stored_copy_keeps_its_slot_until_the_store_has_it() -> None:
+def test_stored_copy_keeps_its_slot_until_the_store_has_it() -> None:
     tier, moves, store = made(1)
     moves.keep(whole(tier, 7))
     assert tier.begin(block(8)) is None, "the only slot is being read"
@@ -96,7 +97,7 @@ def test_a_stored_copy_keeps_its_slot_until_the_store_has_it() -> None:
 
 
 @pytest.mark.parametrize("is_load", [False, True])
-def test_a_move_that_comes_to_nothing_is_counted(is_load: bool) -> None:
+def test_move_that_comes_to_nothing_is_counted(is_load: bool) -> None:
     tier, moves, store = made(2)
     if is_load:
         moves.load([block(7)], lambda copies: None)
@@ -112,7 +113,7 @@ def test_a_move_that_comes_to_nothing_is_counted(is_load: bool) -> None:
     }
 
 
-def test_what_a_store_that_is_behind_refuses_keeps_no_slot_and_is_stored_later() -> None:
+def test_store_that_is_behind_refuses_pages_without_losing_a_slot() -> None:
     tier, moves, store = made(2)
     store.behind = True
     moves.keep(whole(tier, 7, 8))
@@ -122,7 +123,7 @@ def test_what_a_store_that_is_behind_refuses_keeps_no_slot_and_is_stored_later()
     assert [copy.block for copy in moves.pinned] == blocks(8)
 
 
-def test_a_load_that_fails_in_the_middle_gives_what_came_before_it() -> None:
+def test_load_that_fails_in_the_middle_gives_what_came_before_it() -> None:
     tier, moves, store = made(4)
     store.blocks = set(blocks(1, 2, 3, 5))
     assert moves.count(blocks(1, 2, 3, 4, 5)) == 3
@@ -149,7 +150,7 @@ def test_a_load_that_fails_in_the_middle_gives_what_came_before_it() -> None:
     tier.check([])
 
 
-@settings(max_examples=150, deadline=None)
+@examples(40)
 @given(st.data())
 def test_no_slot_is_lost(data: st.DataObject) -> None:
     tier, moves, store = made(data.draw(st.integers(1, 6), "slots"))
@@ -226,7 +227,7 @@ def fill_folder(folder: Path) -> None:
     first.engine.close()
 
 
-def test_a_prefix_survives_a_restart(tmp_path: Path) -> None:
+def test_prefix_survives_a_restart(tmp_path: Path) -> None:
     fill_folder(tmp_path)
     second = OnDisk(tmp_path, host_pages=100)
     assert second.ask(1, PROMPT) == 20
@@ -235,7 +236,7 @@ def test_a_prefix_survives_a_restart(tmp_path: Path) -> None:
     second.engine.close()
 
 
-def test_a_prefix_larger_than_the_host_tier_comes_in_part(tmp_path: Path) -> None:
+def test_prefix_larger_than_the_host_tier_comes_in_part(tmp_path: Path) -> None:
     fill_folder(tmp_path)
     second = OnDisk(tmp_path, host_pages=3)
     assert second.ask(1, PROMPT) == 12
@@ -243,7 +244,7 @@ def test_a_prefix_larger_than_the_host_tier_comes_in_part(tmp_path: Path) -> Non
     second.engine.close()
 
 
-def test_a_torn_page_ends_the_prefix(tmp_path: Path) -> None:
+def test_torn_page_ends_the_prefix(tmp_path: Path) -> None:
     fill_folder(tmp_path)
     [torn] = tmp_path.rglob(page_hashes(PROMPT, 4)[3].hex())
     torn.write_bytes(torn.read_bytes()[:-1])
@@ -253,7 +254,7 @@ def test_a_torn_page_ends_the_prefix(tmp_path: Path) -> None:
     second.engine.close()
 
 
-def test_a_page_of_other_tokens_is_an_error_once_and_gone(tmp_path: Path) -> None:
+def test_page_of_other_tokens_is_an_error_once_and_gone(tmp_path: Path) -> None:
     """As after a fault of the disk's own memory: the checksum is right and the content is wrong."""
     fill_folder(tmp_path)
     second = OnDisk(tmp_path, host_pages=100)
@@ -273,6 +274,6 @@ def test_a_page_of_other_tokens_is_an_error_once_and_gone(tmp_path: Path) -> Non
     second.engine.close()
 
 
-def test_a_disk_cache_needs_a_host_tier() -> None:
+def test_disk_cache_needs_a_host_tier() -> None:
     with pytest.raises(ValidationError, match="disk_cache=/x: needs host_cache_gib"):
         EngineConfig.model_validate({**TINY, "disk_cache": "/x"})

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
+import pytest
 from engine.harness import Driver
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Abort, Request, RequestId, SamplingParams
 from millrace_serve.engine.schedule.decode import DecodeScheduler
-from millrace_serve.engine.schedule.expected import LEAST, WINDOW, Outputs, need
+from millrace_serve.engine.schedule.expected import LEAST, UNKNOWN, WINDOW, Outputs, need
+from millrace_serve.engine.schedule.outbox import Outbox
 from millrace_serve.engine.sim.runner import SimSettings
 
 lengths = st.integers(1, 5000)
 
 
 @given(st.lists(lengths, max_size=3 * WINDOW), lengths, st.integers(0, 10_000))
-def test_the_rest_is_one_of_those_that_longer_outputs_had(ended: list[int], length: int, number: int) -> None:
+def test_rest_is_one_of_those_that_longer_outputs_had(ended: list[int], length: int, number: int) -> None:
     outputs = Outputs()
     for each in ended:
         outputs.ended(each)
@@ -41,11 +44,21 @@ def test_successive_arrivals_expect_what_outputs_had_on_average(ended: list[int]
     assert abs(sum(rests) / len(rests) - mean) <= 0.02 * max(ended)
 
 
-def test_nothing_is_learned_without_a_window() -> None:
-    outputs = Outputs(0)
-    for _ in range(2 * LEAST):
-        outputs.ended(100)
-    assert outputs.rest(1, 0) == 0
+@pytest.mark.parametrize(("window", "mean"), [(0, UNKNOWN), (LEAST, 10), (2 * LEAST, 55)])
+def test_outputs_beyond_the_window_are_forgotten(window: int, mean: int) -> None:
+    outputs = Outputs(window)
+    for length in (1000, 100, 10):
+        for _ in range(LEAST):
+            outputs.ended(length)
+    assert outputs.mean == mean and len(outputs._sorted) == len(outputs._latest) == window
+
+
+def test_drafts_are_counted_by_their_place() -> None:
+    outbox, seq = Outbox(), SimpleNamespace(num_drafted=0, num_accepted=0)
+    for drafted, accepted in ((3, 1), (2, 2), (3, 0), (0, 0)):
+        outbox.drafts(seq, drafted, accepted)  # type: ignore[arg-type]
+    assert (outbox.drafted, outbox.accepted) == ([3, 3, 2], [2, 1, 0])
+    assert (seq.num_drafted, seq.num_accepted) == (8, 3)
 
 
 def simulated(sequences: list[tuple[int, int]]) -> int:
@@ -57,7 +70,7 @@ def simulated(sequences: list[tuple[int, int]]) -> int:
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=8))
-def test_the_need_is_the_highest_of_all_steps_and_a_margin(sequences: list[tuple[int, int]]) -> None:
+def test_need_is_the_highest_of_all_steps_and_a_margin(sequences: list[tuple[int, int]]) -> None:
     growth = need(sequences) - max(simulated(sequences), 0)
     total = sum(rest for rest, _ in sequences)
     assert 0 <= growth <= total / 2 + 1
@@ -119,7 +132,7 @@ def test_no_more_is_expected_than_max_tokens() -> None:
     assert most_running(made) == 4
 
 
-def test_a_sequence_runs_however_long_outputs_are() -> None:
+def test_sequence_runs_however_long_outputs_are() -> None:
     """The pool has room for one whole sequence, and no more."""
     made, scheduler = driver(num_pages=8)
     learn(scheduler, 10_000)

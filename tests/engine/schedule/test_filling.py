@@ -61,7 +61,7 @@ def overlap(request: pytest.FixtureRequest) -> bool:
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("num_pages", [0, 1, 3])
-def test_the_rest_is_computed_from_where_the_fill_ended(role, num_pages, overlap):
+def test_rest_is_computed_from_where_the_fill_ended(role, num_pages, overlap):
     driver = Filling(role, overlap=overlap)
     id = driver.start()
     assert not driver.engine.has_work() and driver.engine.wait_s() is None  # a message ends the fill
@@ -106,7 +106,7 @@ def test_pages_are_kept_until_the_fill_of_a_sequence_that_left_is_over(role, why
     driver.finish_all()
 
 
-def test_a_preempted_sequence_is_filled_again(overlap):
+def test_preempted_sequence_is_filled_again(overlap):
     driver = Filling(Role.UNIFIED, overlap=overlap, num_pages=10)
     driver.submit(request(1, [40] * 7, max_tokens=20))
     driver.run()

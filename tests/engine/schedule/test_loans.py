@@ -67,7 +67,7 @@ def test_borrowed_pages_are_not_computed(num_pages: int, overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("when", ["unanswered", "offered", "reserved"])
-def test_a_loan_that_fails_is_computed(when: str) -> None:
+def test_loan_that_fails_is_computed(when: str) -> None:
     driver = borrower()
     if when != "unanswered":
         driver.tell(KvOffered(ID, 2))
@@ -99,7 +99,7 @@ def test_reads_that_end_late_write_where_nobody_computes() -> None:
     finish(driver)
 
 
-def test_a_prompt_without_room_beside_a_late_read_waits_for_it() -> None:
+def test_prompt_without_room_beside_a_late_read_waits_for_it() -> None:
     driver = borrower(num_pages=6)
     driver.tell(KvOffered(ID, 3))
     driver.run()
@@ -113,7 +113,7 @@ def test_a_prompt_without_room_beside_a_late_read_waits_for_it() -> None:
 
 
 @pytest.mark.parametrize("when", ["unanswered", "offered", "reserved", "late"])
-def test_an_abort_keeps_the_pages_until_the_reads_are_over(when: str) -> None:
+def test_abort_keeps_the_pages_until_the_reads_are_over(when: str) -> None:
     driver = borrower()
     if when != "unanswered":
         driver.tell(KvOffered(ID, 2))
@@ -179,7 +179,7 @@ def with_prompt(role: Role, **config: object) -> Driver:
 @pytest.mark.parametrize(
     ("blocks", "found"), [(BLOCKS, 3), (BLOCKS[:1], 1), ([*BLOCKS[:2], 5], 2), ([5], 0), (BLOCKS[1:], 0), ([], 0)]
 )
-def test_the_longest_leading_run_is_lent(lender: Driver, blocks: list[int], found: int) -> None:
+def test_longest_leading_run_is_lent(lender: Driver, blocks: list[int], found: int) -> None:
     lender.tell(Lend(LOAN, blocks))
     lender.run()
     part = lender.lent[LOAN]

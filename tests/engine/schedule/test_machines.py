@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 from engine.harness import SETTINGS, TINY, Driver, fill_pages, first_output, request
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from millrace_common.page_hash import page_hashes
@@ -30,6 +30,7 @@ from millrace_serve.engine.core import (
 )
 from millrace_serve.engine.schedule.loans import LENT_SHARE
 from millrace_serve.engine.schedule.sequence import Transfer
+from millrace_testing.examples import examples
 from millrace_testing.oracle import oracle_outputs
 
 PREFIXES = ([20] * 12, [20] * 4 + [30] * 8, [40, 41, 42])
@@ -341,11 +342,8 @@ class PrefillMachine(Machine):
         self.driver.run()
 
 
-PROFILE = settings(
-    max_examples=120,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+PROFILE = examples(
+    25, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
 TestDecode = DecodeMachine.TestCase
 TestDecode.settings = PROFILE

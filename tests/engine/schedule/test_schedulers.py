@@ -74,7 +74,7 @@ def test_order_is_priority_then_arrival_and_nobody_is_skipped():
     driver.check_whole()
 
 
-def test_the_last_to_arrive_of_the_lowest_priority_is_preempted_and_recomputed(overlap):
+def test_preemption_takes_the_last_to_arrive_of_the_lowest_priority(overlap):
     driver = Driver(Role.DECODE, num_pages=9, overlap=overlap, prefix_cache=False, max_prefill_tokens=100)
     for room, priority in ((1, 0), (2, 1), (3, 0)):
         driver.submit(request(room, [20 + room] * 7, Route.IMPORT, max_tokens=8, priority=priority))
@@ -89,7 +89,7 @@ def test_the_last_to_arrive_of_the_lowest_priority_is_preempted_and_recomputed(o
     driver.check_whole()
 
 
-def test_a_preempted_prompt_that_goes_on_has_neither_cached_nor_recomputed_tokens(overlap):
+def test_prompt_preempted_on_its_way_counts_no_cached_or_recomputed_token(overlap):
     """Its own pages lie in the prefix cache meanwhile; nobody else has computed a token of it."""
     driver = Driver(Role.UNIFIED, num_pages=9, max_prefill_tokens=2, overlap=overlap)
     driver.submit(request(1, [21] * 4, max_tokens=16, priority=1))
@@ -157,7 +157,7 @@ def test_abort_during_transfer_keeps_the_pages_until_it_is_over():
     driver.check_whole()
 
 
-def test_a_first_token_that_was_the_last_needs_no_pages():
+def test_first_token_that_was_the_last_needs_no_pages():
     driver = Driver(Role.DECODE)
     driver.submit(request(1, PROMPT, Route.IMPORT, max_tokens=1))
     id = RequestId(1, 0)
@@ -170,7 +170,7 @@ def test_a_first_token_that_was_the_last_needs_no_pages():
     driver.check_whole()
 
 
-def test_a_first_token_that_was_the_last_finds_its_sequence_waiting_for_pages():
+def test_first_token_that_was_the_last_ends_a_wait_for_pages():
     driver = Driver(Role.DECODE, num_pages=6)
     driver.submit(request(1, [21] * 12, Route.IMPORT))
     driver.submit(request(2, PROMPT, Route.IMPORT, max_tokens=1))
@@ -202,7 +202,7 @@ def test_corrupt_pages_fail_their_request_and_nobody_else(overlap):
 
 
 @pytest.mark.parametrize("role", [Role.UNIFIED, Role.PREFILL])
-def test_a_corrupt_page_leaves_the_prefix_cache_with_the_request_that_found_it(overlap, role):
+def test_corrupt_page_leaves_the_prefix_cache_with_its_request(overlap, role):
     driver = Driver(role, overlap=overlap, max_prefill_tokens=100)
     route = Route.EXPORT if role is Role.PREFILL else Route.LOCAL
 
@@ -307,7 +307,7 @@ def test_cached_pages_are_published_before_anything_is_computed():
     assert driver.parts[RequestId(2, 0)][-1].first.num_cached_tokens == 8
 
 
-def test_a_prompt_that_is_cached_whole_computes_its_last_page_again():
+def test_prompt_that_is_cached_whole_computes_its_last_page_again():
     """A first token needs the row of the last prompt token."""
     driver = Driver(Role.PREFILL)
     for room in (1, 2):
@@ -317,7 +317,7 @@ def test_a_prompt_that_is_cached_whole_computes_its_last_page_again():
     assert last.last and last.first.num_cached_tokens == 4
 
 
-def test_a_first_token_that_ends_it_is_final_in_the_last_part():
+def test_first_token_that_ends_it_is_final_in_the_last_part():
     driver = Driver(Role.PREFILL)
     driver.submit(request(1, PROMPT, Route.EXPORT, max_tokens=1))
     driver.run()
@@ -337,7 +337,7 @@ def test_parked_prompts_push_back():
 
 
 @pytest.mark.parametrize(("role", "route"), [(Role.PREFILL, Route.EXPORT), (Role.UNIFIED, Route.LOCAL)])
-def test_the_rest_of_a_begun_prompt_is_work(role, route):
+def test_rest_of_a_begun_prompt_is_work(role, route):
     """Otherwise autoscaling takes a worker in the middle of a long prompt for idle, and a router for one that is soon
     done.
     """
@@ -355,7 +355,7 @@ def test_the_rest_of_a_begun_prompt_is_work(role, route):
 
 
 @pytest.mark.parametrize(("role", "route"), [(Role.PREFILL, Route.EXPORT), (Role.UNIFIED, Route.LOCAL)])
-def test_a_short_prompt_is_computed_beside_a_long_one_that_came_before(role, route, monkeypatch):
+def test_short_prompt_is_computed_beside_a_long_one_that_came_before(role, route, monkeypatch):
     """The long one keeps half of each step's tokens, and has the rest when no other prompt wants it."""
     driver = Driver(role, max_prefill_tokens=8, overlap=False, prefix_cache=False, num_pages=100)
     scheduler, planned = driver.engine._scheduler, []
@@ -381,7 +381,7 @@ def test_a_short_prompt_is_computed_beside_a_long_one_that_came_before(role, rou
     ]
 
 
-def test_a_prompt_that_replicas_share_keeps_no_tokens_of_a_step_for_itself(monkeypatch):
+def test_prompt_that_replicas_share_keeps_no_tokens_of_a_step_for_itself(monkeypatch):
     """It is computed in shared chunks only."""
     driver = Driver(
         Role.PREFILL, max_prefill_tokens=8, share_prompts=20, overlap=False, prefix_cache=False, num_pages=100
@@ -418,7 +418,7 @@ def test_abort_keeps_what_was_published_until_the_lease_ends(overlap, steps):
     driver.check_whole()
 
 
-def test_a_lease_that_ends_early_ends_the_request():
+def test_lease_that_ends_early_ends_the_request():
     driver = Driver(Role.PREFILL, max_prefill_tokens=4)
     driver.submit(request(1, PROMPT, Route.EXPORT))
     driver.step()
@@ -458,7 +458,7 @@ def test_what_can_never_fit_is_refused_at_once():
     assert driver.finish[RequestId(1, 0)].error.message == "29 tokens need 8 KV pages of 4; this engine has 4"
 
 
-def test_a_full_engine_says_so():
+def test_full_engine_says_so():
     driver = Driver(Role.UNIFIED, max_running=1, max_waiting=1)
     for room in range(3):
         driver.submit(request(room, [20]))

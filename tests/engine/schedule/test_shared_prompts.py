@@ -92,7 +92,7 @@ def test_turns_go_round_and_nothing_starves(role: Role) -> None:
     assert max(short) < done[0][1][0], "short prompts do not wait for the long one"
 
 
-def test_a_long_prompt_is_preempted_between_its_chunks() -> None:
+def test_long_prompt_is_preempted_between_its_chunks() -> None:
     driver = Driver(Role.UNIFIED, num_pages=9, max_prefill_tokens=2, share_prompts=8)
     batches = recorded(driver.engine)
     driver.submit(request(1, [20, 21, 22], max_tokens=24))

@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 from engine.harness import Driver, fill_pages, first_output, request
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Abort, KvArrived, KvOffered, RequestId, Route, SequenceOutput, TokenOutput, Wait
@@ -15,6 +15,7 @@ from millrace_serve.engine.schedule.expected import LEAST, MARGIN, UNKNOWN, Outp
 from millrace_serve.engine.schedule.prefill import QUEUE_S
 from millrace_serve.engine.schedule.waiting import LOOK_S
 from millrace_serve.engine.sim.runner import SimSettings
+from millrace_testing.examples import examples
 
 
 def step(driver: Driver, seconds: float = LOOK_S) -> list[Wait]:
@@ -28,7 +29,7 @@ def prompts(length: int, route: Route = Route.LOCAL, count: int = 2, **sampling:
 
 
 @pytest.mark.parametrize(("role", "route"), [(Role.PREFILL, Route.EXPORT), (Role.UNIFIED, Route.LOCAL)])
-def test_a_prompt_in_the_queue_waits_until_its_turn(role: Role, route: Route) -> None:
+def test_prompt_in_the_queue_waits_until_its_turn(role: Role, route: Route) -> None:
     """Chunks of 6 tokens: the second prompt of 24 comes after four steps, each as long as a look is due after."""
     driver = Driver(role, num_pages=40)
     first, second = prompts(24, route)
@@ -45,7 +46,7 @@ def test_who_goes_on_soon_is_told_of_nobody() -> None:
     assert not [wait for _ in range(20) for wait in step(driver, LOOK_S / 4)]
 
 
-def test_an_import_without_pages_waits_for_them() -> None:
+def test_import_without_pages_waits_for_them() -> None:
     driver = Driver(Role.DECODE, num_pages=8)
     first, second = prompts(20, Route.IMPORT)
     for one in (first, second):
@@ -60,7 +61,7 @@ def test_an_import_without_pages_waits_for_them() -> None:
     assert step(driver) + step(driver) == [Wait(second.id, over=True)]
 
 
-def test_a_preempted_sequence_waits() -> None:
+def test_preempted_sequence_waits() -> None:
     driver = Driver(Role.UNIFIED, num_pages=12)
     for one in prompts(12, max_tokens=20):
         driver.submit(one)
@@ -72,7 +73,7 @@ def test_a_preempted_sequence_waits() -> None:
     assert told[0] == Wait(late) and told[-1] == Wait(late, over=True)
 
 
-def test_a_sequence_without_a_slot_waits() -> None:
+def test_sequence_without_a_slot_waits() -> None:
     driver = Driver(Role.DECODE, num_pages=40, max_running=1)
     for one in prompts(4, Route.IMPORT):
         driver.submit(one)
@@ -87,7 +88,7 @@ def test_a_sequence_without_a_slot_waits() -> None:
     ]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@examples(15)
 @given(
     st.sampled_from([Role.UNIFIED, Role.PREFILL]),
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12), st.sampled_from([0, 0.2, 0.5, 2.0])), max_size=12),
@@ -113,7 +114,7 @@ def test_each_wait_that_began_is_over_or_its_request_has_ended(role: Role, work:
 # ------------------------------------------------------------------------------------- room
 
 
-def test_room_is_the_whole_pool_of_an_idle_engine_and_shrinks_with_every_request() -> None:
+def test_room_of_an_idle_engine_is_the_pool_and_shrinks_with_requests() -> None:
     driver = Driver(Role.UNIFIED, num_pages=65, max_model_len=256, max_running=8)
     before = driver.engine.load().room
     assert before == 64 * 4
@@ -127,7 +128,7 @@ def test_room_is_the_whole_pool_of_an_idle_engine_and_shrinks_with_every_request
     assert driver.engine.load().room == 64 * 4
 
 
-def test_an_import_that_is_expected_takes_room_before_it_has_pages() -> None:
+def test_import_that_is_expected_takes_room_before_it_has_pages() -> None:
     driver = Driver(Role.DECODE, num_pages=65, max_model_len=256)
     (one,) = prompts(40, Route.IMPORT, count=1, max_tokens=100)
     driver.submit(one)
@@ -135,7 +136,7 @@ def test_an_import_that_is_expected_takes_room_before_it_has_pages() -> None:
     assert driver.engine.load().pages_free == 64 and driver.engine.load().room < 64 * 4 - 100
 
 
-def test_a_newcomer_of_the_room_that_is_promised_is_admitted_without_preemption() -> None:
+def test_newcomer_within_the_promised_room_preempts_nobody() -> None:
     """Whoever keeps to it never meets a wait for pages, whatever the lengths: outputs as long as max_tokens allow."""
     driver = Driver(Role.UNIFIED, num_pages=31, max_model_len=120, max_running=9)
     served = 0
@@ -151,7 +152,7 @@ def test_a_newcomer_of_the_room_that_is_promised_is_admitted_without_preemption(
     assert served == LEAST - 1 and driver.engine.load().preemptions == 0
 
 
-def test_the_credits_of_a_decode_worker_end_soon_after_its_slots() -> None:
+def test_credits_of_a_decode_worker_end_soon_after_its_slots() -> None:
     driver = Driver(Role.DECODE, num_pages=65, max_running=8, max_waiting=50)
     assert driver.engine.load().credits == 10
     for one in prompts(4, Route.IMPORT, count=10):
@@ -163,7 +164,7 @@ def test_the_credits_of_a_decode_worker_end_soon_after_its_slots() -> None:
     assert RequestId(99, 0) in driver.here.live, "several routers may have seen the last credit"
 
 
-def test_a_prefill_worker_takes_what_it_computes_in_seconds() -> None:
+def test_prefill_worker_takes_what_it_computes_in_seconds() -> None:
     driver = Driver(Role.PREFILL, num_pages=65)
     assert driver.engine.load().room == 64 * 4, "nothing is measured yet"
     (one,) = prompts(24, Route.EXPORT, count=1)
@@ -180,7 +181,7 @@ def test_a_prefill_worker_takes_what_it_computes_in_seconds() -> None:
 
 
 @pytest.mark.parametrize(("drafts", "tokens"), [(0, 1.0), (2, 3.0)])
-def test_a_worker_that_decodes_tells_the_speed_of_a_sequence(drafts: int, tokens: float) -> None:
+def test_worker_that_decodes_tells_the_speed_of_a_sequence(drafts: int, tokens: float) -> None:
     """However many sequences a step has. Steps with prompts, and pauses between steps, do not count."""
     settings = SimSettings(acceptance=1.0)
     driver = Driver(Role.UNIFIED, settings, num_pages=65, max_model_len=128, max_running=8, draft_tokens=drafts)

@@ -59,7 +59,7 @@ def test_kernels_that_come_into_the_folder_of_deep_gemm(tmp_path: Path, caplog: 
     assert said == [*["deep_gemm compiled 1 product(s)"] * 2, "deep_gemm compiled 2 product(s)"]
 
 
-def test_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_folder_that_is_not_there_yet(tmp_path: Path) -> None:
     seen = Compilations(tmp_path / "cache")
     seen.start_is_over()
     assert seen.counts() == {}

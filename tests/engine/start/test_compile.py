@@ -76,7 +76,7 @@ def test_inductor_goes_around_our_ops() -> None:
     assert counters["stats"]["unique_graphs"] == 2, "what comes before the op, and what comes after it"
 
 
-def test_the_compilation_of_a_kernel_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_of_a_kernel_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that fails. Triton takes the function from this module when it meets a kernel first."""
     compiler = pytest.importorskip("triton.compiler")
     progress, doing = Progress(), []
@@ -94,7 +94,7 @@ def test_the_compilation_of_a_kernel_is_announced(monkeypatch: pytest.MonkeyPatc
     assert "import CompiledKernel, compile" in inspect.getsource(jit.JITFunction.create_binder)
 
 
-def test_the_first_step_of_each_size_on_a_gpu_is_announced() -> None:
+def test_first_step_of_each_size_on_a_gpu_is_announced() -> None:
     announced: list[str] = []
 
     @contextlib.contextmanager

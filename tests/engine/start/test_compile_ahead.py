@@ -83,7 +83,7 @@ def test_processes_begin_apart_and_do_everything() -> None:
 
 
 @pytest.mark.parametrize(("dense", "kinds"), [(1, "DEE"), (2, "DEE"), (0, "EEE"), (9, "DDD")])
-def test_a_small_model_has_every_kind_of_layer(dense: int, kinds: str) -> None:
+def test_small_model_has_every_kind_of_layer(dense: int, kinds: str) -> None:
     changed = site().model.model_copy(update={"first_k_dense_replace": dense})
     model = compile_ahead.small_model(dataclasses.replace(site(), model=changed))
     assert "".join("E" if isinstance(layer.mlp, Moe) else "D" for layer in model.layers) == kinds
@@ -92,8 +92,8 @@ def test_a_small_model_has_every_kind_of_layer(dense: int, kinds: str) -> None:
     assert model.heads.num_heads == changed.num_attention_heads // 2
 
 
-@pytest.mark.parametrize(("role", "drafts"), [(Role.UNIFIED, 0), (Role.PREFILL, 0), (Role.UNIFIED, 2)])
-def test_a_part_runs_every_step_beginning_elsewhere(role: Role, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("role", "drafts"), [(Role.PREFILL, 0), (Role.UNIFIED, 2)])
+def test_part_runs_every_step_beginning_elsewhere(role: Role, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     ran: list[list[int]] = []
     drafted = []
@@ -147,7 +147,7 @@ def test_nothing_is_started_where_everything_is_compiled(cache: Path) -> None:
     assert len(list((cache / "complete").iterdir())) == 3
 
 
-def test_the_processes_share_the_room_and_talk_to_nobody(cache: Path) -> None:
+def test_processes_share_the_room_and_talk_to_nobody(cache: Path) -> None:
     group = object()
     dims = ParallelDims(rank=1, tp=2, tp_group=group, world_group=group)  # type: ignore[arg-type]
     those = parts(dataclasses.replace(site("cuda:0", cache_dir=cache), dims=dims), 16 << 30)
@@ -156,7 +156,7 @@ def test_the_processes_share_the_room_and_talk_to_nobody(cache: Path) -> None:
     assert {part.site.dims for part in those} == {ParallelDims(rank=1, tp=2)}
 
 
-def test_a_step_without_memory_is_left_to_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_without_memory_is_left_to_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens: list[int] = []
     run = compile_ahead.TorchRunner._run
 
@@ -183,7 +183,7 @@ def test_cpus_and_starts_without_a_cache_folder_have_none(cache: Path) -> None:
     assert not cache.exists()
 
 
-def test_a_start_waits_for_all_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_start_waits_for_all_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     code = f"import os, time; time.sleep(0.2); open(os.path.join({str(tmp_path)!r}, str(os.getpid())), 'w')"
     with beside(site(), told(3), doing(code)):
         pass
@@ -201,7 +201,7 @@ def test_of_ranks_with_one_cache_folder_the_first_has_them(cache: Path, caplog: 
     assert caplog.text.count("compiled ahead processes=2") == 2, "the first one's are over"
 
 
-def test_a_cache_folder_that_cannot_be_written_is_no_error(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_cache_folder_that_cannot_be_written_is_no_error(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache.write_text("a file")
     with beside(site("cuda:0", cache_dir=cache), told(2), doing("")):
         pass
@@ -228,7 +228,7 @@ def test_one_that_hangs_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     assert "1 of 1 processes that compile ahead failed: it took too long" in caplog.text
 
 
-def test_a_command_that_is_not_there_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_command_that_is_not_there_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     with beside(site(), told(2), ["/no/such/python"]):
         pass
     assert "cannot compile ahead: FileNotFoundError" in caplog.text
@@ -279,7 +279,7 @@ def test_they_end_with_the_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_starts_beside_a_process_that_runs_its_steps(
+def test_rank_starts_beside_a_process_that_runs_its_steps(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.set_num_threads(1)

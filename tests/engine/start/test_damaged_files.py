@@ -38,14 +38,14 @@ def test_each_damage_of_each_file(folder: Path, name: str) -> None:
         assert message.startswith(f"{file}: ") and says in message, (kind, message)
 
 
-def test_an_index_that_names_a_missing_shard(folder: Path) -> None:
+def test_index_that_names_a_missing_shard(folder: Path) -> None:
     """Before any tensor is read, whichever layer the shard has."""
     shard = folder / "model-00003-of-00003.safetensors"
     shard.unlink()
     assert refusal(folder) == f"{shard}: no such file or directory, but model.safetensors.index.json names it"
 
 
-def test_an_index_that_names_a_folder(folder: Path) -> None:
+def test_index_that_names_a_folder(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     places = json.loads(index.read_text())
     places["weight_map"]["model.norm.weight"] = "."
@@ -53,7 +53,7 @@ def test_an_index_that_names_a_folder(folder: Path) -> None:
     assert refusal(folder).startswith(f"{folder}: is a directory")
 
 
-def test_a_damaged_file_that_the_index_does_not_name_is_not_read(folder: Path) -> None:
+def test_damaged_file_that_the_index_does_not_name_is_not_read(folder: Path) -> None:
     (folder / "consolidated.safetensors").write_bytes(b"\xff" * 100)
     rank = load_rank(LIMITS, Role.UNIFIED, folder, ParallelDims(), torch.device("cpu"), torch.float32)
     rank.engine().close()

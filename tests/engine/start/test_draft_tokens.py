@@ -21,7 +21,7 @@ def limits(draft_tokens: int) -> Limits:
     return Limits(num_pages=5, max_model_len=130, max_running=2, draft_tokens=draft_tokens)
 
 
-def test_the_layer_is_loaded_and_in_the_page_where_it_is_used() -> None:
+def test_layer_is_loaded_and_in_the_page_where_it_is_used() -> None:
     layouts, main_layers = [], ModelConfig.load(TINY).num_hidden_layers
     for draft_tokens in (0, 1, 2):
         rank = load_rank(limits(draft_tokens), Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32)
@@ -34,7 +34,7 @@ def test_the_layer_is_loaded_and_in_the_page_where_it_is_used() -> None:
     assert layouts[0].page_bytes * (main_layers + 1) == layouts[1].page_bytes * main_layers
 
 
-def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tiny"
     shutil.copytree(TINY, path)
     config = json.loads((path / "config.json").read_text())

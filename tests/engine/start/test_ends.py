@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from engine.harness import request, said
 from millrace_serve.engine.config import Limits, Role
@@ -36,23 +37,30 @@ def answer(one: Rank, *, ignore_eos: bool) -> list[int]:
     return [token for token, _ in tokens]
 
 
-def test_an_end_that_generation_config_alone_names(tmp_path: Path) -> None:
-    whole = answer(rank(tmp_path / "own"), ignore_eos=True)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """What the model says where nothing ends it; its third token is made an end."""
+    return answer(rank(tmp_path_factory.mktemp("own") / "model"), ignore_eos=True)
+
+
+def test_end_that_generation_config_alone_names_ends_an_answer(whole: list[int], tmp_path: Path) -> None:
     end = whole[2]
     other = rank(tmp_path / "other", generation_config={"eos_token_id": [EOS, end]})
     assert answer(other, ignore_eos=False) == whole[: whole.index(end) + 1]
     assert other.load is not None and other.load(TINY, True) == "", "a trainer's folder need not name it again"
+    own = rank(tmp_path / "plain")
+    with pytest.raises(ValueError, match=rf"eos_token_ids=.*{end}.*, not "):
+        assert own.load is not None and own.load(tmp_path / "other", True)
 
 
-def test_an_end_of_a_turn_that_only_its_name_tells(tmp_path: Path) -> None:
-    whole = answer(rank(tmp_path / "own"), ignore_eos=True)
+def test_end_of_a_turn_that_only_its_name_tells_ends_an_answer(whole: list[int], tmp_path: Path) -> None:
     end = whole[2]
     config = json.loads((TINY / "tokenizer_config.json").read_text())
     config["added_tokens_decoder"] = {str(end): {"content": "<|im_end|>", "special": True}}
     assert answer(rank(tmp_path / "other", tokenizer_config=config), ignore_eos=False) == whole[: whole.index(end) + 1]
 
 
-def test_a_grammar_allows_every_end_where_its_text_is_complete_and_only_there(tmp_path: Path) -> None:
+def test_grammar_allows_every_end_behind_its_complete_text_only(tmp_path: Path) -> None:
     engine = rank(tmp_path, generation_config={"eos_token_id": OTHER}).engine()
     tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     for end in (EOS, OTHER):

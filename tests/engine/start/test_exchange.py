@@ -61,7 +61,7 @@ def test_deepep_serves_several_hosts_and_who_asks_for_it(wanted: str, dp: int, m
     assert made == [(32 // dp, 32)], "slots of a rank, and the rows of 10 sequences with a draft in a bucket of 16"
 
 
-def test_a_prefill_worker_has_no_low_latency(made: list[Any]) -> None:
+def test_prefill_worker_has_no_low_latency(made: list[Any]) -> None:
     exchange.make_exchange(site(role=Role.PREFILL))
     assert made == [(2, 0)]
 
@@ -100,7 +100,7 @@ def test_peers_serve_one_host_with_devices_that_reach_each_other(
         assert exchange.make_exchange(on_gpu).name == name and f"exchange={name} dp={dp}" in caplog.text
 
 
-def test_a_step_without_the_answer_of_a_rank_fails() -> None:
+def test_step_without_the_answer_of_a_rank_fails() -> None:
     limits = Limits(num_pages=9, max_model_len=512, max_running=4)
     runner = load_rank(limits, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32).runner
     error = torch.zeros(1, dtype=torch.int32)

@@ -69,7 +69,7 @@ def test_memory_of_others_is_not_planned_with() -> None:
     assert make_plan(limits(), shared, 0.5, small, PAGE).num_pages == 49 * GIB // PAGE
 
 
-def test_the_table_has_every_use_and_adds_up() -> None:
+def test_table_has_every_use_and_adds_up() -> None:
     lines = {line[:12].strip(): float(line[12:21]) for line in plan().table().splitlines()}
     used = sum(lines[name] for name in ("weights", "activations", "graphs", "libraries", "KV pages", "left"))
     assert lines["budget"] == pytest.approx(used, abs=0.04) and lines["device"] == 140
@@ -82,7 +82,7 @@ def test_estimates_grow_with_what_is_asked_for() -> None:
     assert 1 * GIB < large.activations < 8 * GIB
 
 
-def test_a_host_tier_that_cannot_fit_is_refused_with_numbers() -> None:
+def test_host_tier_that_cannot_fit_is_refused_with_numbers() -> None:
     limits = Limits(num_pages=10, max_model_len=64, host_cache_gib=100)
     memory.check_host_tier(limits, 8, 800 * GIB)
     with pytest.raises(OverCommitted, match=r"host_cache_gib=100 for each of the 8 ranks of this host is 800\.00 GiB"):
@@ -94,7 +94,7 @@ def test_a_host_tier_that_cannot_fit_is_refused_with_numbers() -> None:
 @pytest.mark.parametrize(
     ("limit", "expected"), [("max", 4000 << 10), (str(3 << 20), (3 << 20) - 600), (None, 4000 << 10)]
 )
-def test_the_hosts_memory_is_what_machine_and_container_leave(tmp_path: Path, limit: str | None, expected: int) -> None:
+def test_hosts_memory_is_what_machine_and_container_leave(tmp_path: Path, limit: str | None, expected: int) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 8000 kB\nMemFree: 100 kB\nMemAvailable: 4000 kB\nHugePages_Total: 0\n")
     if limit is not None:
         (tmp_path / "memory.max").write_text(f"{limit}\n")
@@ -103,5 +103,5 @@ def test_the_hosts_memory_is_what_machine_and_container_leave(tmp_path: Path, li
     assert memory.host_memory(proc=tmp_path, cgroup=tmp_path) == expected
 
 
-def test_the_hosts_memory_here() -> None:
+def test_hosts_memory_here() -> None:
     assert 0 < memory.host_memory() < 1 << 50

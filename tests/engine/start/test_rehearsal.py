@@ -45,7 +45,7 @@ def test_shapes_respect_the_limits(limits: Limits) -> None:
         assert shape.num_tokens > 0
 
 
-def test_the_largest_step_uses_every_slot_and_a_prefix() -> None:
+def test_largest_step_uses_every_slot_and_a_prefix() -> None:
     assert largest(V3) == StepShape(num_decode=255, chunks=1, chunk=16384, prefix=4096, greedy=False)
     assert largest(SHORT) == StepShape(num_decode=0, chunks=3, chunk=32, prefix=0, greedy=False)
 
@@ -98,7 +98,7 @@ def test_cached_tokens_are_rehearsed_though_the_longest_prompt_is_one_step() -> 
     assert max(behind) == 511 - 64 and behind[511 - 64] == 64 and behind[1] == 448
 
 
-def test_a_batch_is_laid_out_as_the_builder_does() -> None:
+def test_batch_is_laid_out_as_the_builder_does() -> None:
     batch = batch_of(StepShape(num_decode=2, chunks=2, chunk=3, prefix=64, greedy=False), SMALL, dp=2)
     slots = Slots(SMALL, torch.device("cpu"))
     step = Staging(Device(), 0).upload(0, batch)
@@ -143,7 +143,7 @@ def test_phases_add_up_and_the_slowest_rank_counts() -> None:
         pass
 
 
-def test_an_fp8_cache_is_another_layout_of_a_quarter_of_fp32() -> None:
+def test_fp8_cache_is_another_layout_of_a_quarter_of_fp32() -> None:
     def build(kv_dtype: str) -> Engine:
         options = Execution.model_validate({"kv_dtype": kv_dtype})
         limits = SMALL.model_copy(update={"checks": ("canary", "poison"), "num_pages": 20})

@@ -61,7 +61,7 @@ def test_nothing_is_compiled_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("collector", [False, True])
-def test_a_capture_is_not_interrupted_by_collections(collector: bool) -> None:
+def test_capture_is_not_interrupted_by_collections(collector: bool) -> None:
     """While a graph is captured the collector is off and what lives is frozen; afterwards it is on."""
     during: list[bool] = []
 
@@ -118,7 +118,7 @@ def test_memory_is_reserved_for_every_graph(
         (2, 1, 0, 0),
     ],
 )
-def test_steps_with_chunks_are_graphs_where_launches_take_longer_than_the_work(
+def test_steps_with_chunks_are_graphs_where_launches_take_longer(
     tp: int, dp: int, wanted: int | str, rows: int
 ) -> None:
     limits = LIMITS.model_copy(update={"max_prefill_tokens": 8192, "max_running": 8})
@@ -141,7 +141,7 @@ def test_memory_of_chunk_graphs_is_what_comes_back_with_their_end(monkeypatch: p
     assert startup.MemoryPlanner(without)._chunk_graphs(runner, Device()) == 0  # type: ignore[arg-type]
 
 
-def test_a_capture_that_fails_leaves_the_collector_on() -> None:
+def test_capture_that_fails_leaves_the_collector_on() -> None:
     with pytest.raises(ZeroDivisionError), graphs.without_collector():
         assert not gc.isenabled()
         raise ZeroDivisionError

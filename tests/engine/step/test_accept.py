@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 from engine.step.test_slots import CONFIG, CPU, SIZE, step_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.engine.step.batch import StepBatch
 from millrace_serve.engine.step.slots import NONE, Slots, accepted_rows, by_sequence
+from millrace_testing.examples import examples
 from torch import Tensor
 
 TOKENS = st.integers(0, 2)  # so few that drafts are often right
@@ -95,8 +96,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases())
-@settings(max_examples=200, deadline=None)
-def test_the_longest_prefix_of_equal_drafts_is_accepted(case: Case) -> None:
+@examples(40)
+def test_longest_prefix_of_equal_drafts_is_accepted(case: Case) -> None:
     state, step = case.slots(), case.step()
     accepted = state.accept(step, case.sampled())
     ending = [one for one in case.chunks if one.sampled is not None]
@@ -118,8 +119,8 @@ def test_the_longest_prefix_of_equal_drafts_is_accepted(case: Case) -> None:
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
-def test_a_row_takes_the_drafts_before_it_for_outputs(case: Case) -> None:
+@examples(15)
+def test_row_takes_the_drafts_before_it_for_outputs(case: Case) -> None:
     expected = []
     for one in case.decode:
         expected += [one.drafts[:row] + [NONE] * (case.q - 1 - row) for row in range(case.q)]
@@ -129,8 +130,8 @@ def test_a_row_takes_the_drafts_before_it_for_outputs(case: Case) -> None:
 
 
 @given(cases(), st.integers(1, 2))
-@settings(max_examples=60, deadline=None)
-def test_a_draft_is_a_row_behind_the_newest_token(case: Case, draft: int) -> None:
+@examples(15)
+def test_draft_is_a_row_behind_the_newest_token(case: Case, draft: int) -> None:
     """The KV of the MTP layer for a position without a page goes to the sink."""
     state, step = case.slots(), case.step()
     state.accept(step, case.sampled())
@@ -153,7 +154,7 @@ def test_a_draft_is_a_row_behind_the_newest_token(case: Case, draft: int) -> Non
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_a_simulated_acceptance_does_not_look_at_drafts(share: float) -> None:
+def test_simulated_acceptance_does_not_look_at_drafts(share: float) -> None:
     case = Case(3, [Decode(2, 8, 5, [1, NONE], [2, 0, 1]), Decode(4, 9, 1, [1, 2], [1, 2, 0])], [])
     state = case.slots()
     accepted = state.accept(case.step(), case.sampled(), torch.full((3,), share))

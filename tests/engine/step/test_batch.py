@@ -125,6 +125,6 @@ def test_canaries_follow_the_known_tokens():
     assert third.write_words.tolist() == canaries(tokens[:8], SIZE)[1:].tolist()
 
 
-def test_an_idle_batch_has_no_rows():
+def test_idle_batch_has_no_rows():
     batch = StepBatch.idle()
     assert batch.num_tokens == 0 and len(batch.sample_rows) == 0 and batch.sampling is None

@@ -117,7 +117,7 @@ def test_every_row_is_that_of_the_model_and_padding_goes_to_the_sink(model: Deep
 
 
 @torch.inference_mode()
-def test_a_replay_goes_through_all_gaps_with_what_the_capture_has_recorded(model: DeepseekV3) -> None:
+def test_replay_goes_through_all_gaps_with_what_the_capture_has_recorded(model: DeepseekV3) -> None:
     """As a GPU does it: the work between two gaps is recorded, and comes back with its tensors."""
     calls: list[str] = []
 
@@ -181,7 +181,7 @@ def test_who_has_chunk_graphs(role: Role, options: dict[str, object], last: int)
     assert rank.runner._chunk_graphs is None
 
 
-def test_a_step_for_each_bucket_has_as_many_rows() -> None:
+def test_step_for_each_bucket_has_as_many_rows() -> None:
     limits = EngineConfig(num_pages=8, max_model_len=64, max_running=3, max_prefill_tokens=80)
     shapes = {rows: rehearsal.chunk_shape(limits, rows) for rows in (16, 63, 80, 82, 83)}
     assert {rows: shape.num_tokens for rows, shape in shapes.items()} == {16: 16, 63: 63, 80: 80, 82: 81, 83: 81}

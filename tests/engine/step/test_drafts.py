@@ -6,7 +6,7 @@ The engine is the real one (engine/drafting.py). Faults that other systems have 
                                                test_draft_tokens.py: workers with and without the layer never pair
     padded rows in graphs                      test_graphs.py: padding has length 0 and writes to the sink only;
                                                test_accept.py: a row without room is never accepted
-    tensor-parallel ranks accept other tokens  test_drafts_ranks.py: leader and follower end with the same slots
+    tensor-parallel ranks accept other tokens  test_parity_ranks.py: the answers of two by two ranks
     idle replicas do not draft and others hang test_drafts_ranks.py
     a cached page without its last draft KV    test_drafts_kv.py: drafts behind cached pages are of use
     noise shared by draft and target           test_drafts_sampling.py: chi-square, and tokens seed by seed
@@ -65,9 +65,8 @@ def plain() -> Said:
     [
         (1, "off", {}),
         (2, "off", {"overlap": False}),
-        (3, "off", {"prefix_cache": False, "max_prefill_tokens": 33}),
-        (1, "on", {}),
-        (3, "on", {"draft_batches": (7, 4, 2)}),  # every number of drafts, graphs and eager steps
+        # every number of drafts, graphs and eager steps
+        (3, "on", {"draft_batches": (7, 4, 2), "prefix_cache": False, "max_prefill_tokens": 33}),
     ],
 )
 def test_answers_are_those_without_drafts(drafts: int, graphs: str, limits: dict[str, object]) -> None:
@@ -105,7 +104,7 @@ def test_preempted_sequences_go_on_as_they_would_have() -> None:
 
 
 @pytest.mark.parametrize("checks", [("poison",), ("canary", "poison")])
-def test_a_sequence_may_fill_the_last_page(checks: tuple[str, ...]) -> None:
+def test_sequence_may_fill_the_last_page(checks: tuple[str, ...]) -> None:
     """Its last rows lie behind the longest sequence that there may be."""
     wanted = [request(1, questions()[0] + questions()[1] + [20], max_tokens=28, **SEEDED)]
     expected = tokens(run(engine(0, max_model_len=128), wanted))
@@ -113,7 +112,7 @@ def test_a_sequence_may_fill_the_last_page(checks: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("graphs", ["off", "on"])
-def test_a_sequence_may_reach_the_models_last_position(graphs: str, tmp_path: Path) -> None:
+def test_sequence_may_reach_the_models_last_position(graphs: str, tmp_path: Path) -> None:
     """Rows of its drafts lie behind that position. On a GPU an index behind the end of a table ends the rank."""
     wanted = [request(1, questions()[0] + questions()[1] + [20], max_tokens=28, **SEEDED)]
     expected = tokens(run(engine(0, max_model_len=128), wanted))
@@ -134,7 +133,7 @@ def test_wrong_and_missing_drafts_cost_only_rows(drafts: int, token: int, monkey
     assert (sum(drafted) == 0) is (token == -1) and sum(accepted) <= 3
 
 
-def test_a_draft_of_not_a_number_is_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_of_not_a_number_is_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """KV of the MTP layer that was never written may hold anything."""
     forward = DeepseekV3.forward_mtp
     monkeypatch.setattr(DeepseekV3, "forward_mtp", lambda *args: forward(*args).fill_(torch.nan))
@@ -180,7 +179,7 @@ def test_grammars_restrict_every_row() -> None:
     assert sum(output.num_accepted for output in with_grammar) > 0
 
 
-def test_a_prefill_engine_drafts_the_tokens_behind_the_first_one() -> None:
+def test_prefill_engine_drafts_the_tokens_behind_the_first_one() -> None:
     one = engine(2, Role.PREFILL)
     parts = []
     prompt = questions()[0]

@@ -88,7 +88,7 @@ def test_drafts_that_come_with_a_prompt_are_verified_first(
     assert one.load().accepted[0] > 3, "later drafts come from the KV that came"
 
 
-def test_a_prompt_without_kv_of_the_mtp_layer_costs_drafts_only() -> None:
+def test_prompt_without_kv_of_the_mtp_layer_costs_drafts_only() -> None:
     source, part = prefilled()
     source.pool.view()[:, -1] = torch.nan
     one = engine(3, Role.DECODE)

@@ -45,14 +45,14 @@ def test_nothing_is_held_back_where_nothing_is_known() -> None:
 
 
 @given(st.lists(st.floats(0.001, 0.1), min_size=1, max_size=12), st.floats(0, 0.01))
-def test_the_fastest_of_the_latest_steps_counts(times: list[float], launch_s: float) -> None:
+def test_fastest_of_the_latest_steps_counts(times: list[float], launch_s: float) -> None:
     clock = Clock()
     found = seen(clock, times, launch_s)
     shortest = min(times[-RECENT:])
     assert found.hold_s(KIND, clock.now) == pytest.approx(max(shortest * (1 - SPARE) - SPARE_S - launch_s, 0.0))
 
 
-def test_the_hold_ends_with_the_time_that_passes() -> None:
+def test_hold_ends_with_the_time_that_passes() -> None:
     clock = Clock()
     found = seen(clock, [0.02])
     began = clock.now
@@ -71,14 +71,14 @@ def test_what_is_old_is_forgotten() -> None:
     assert found.hold_s(KIND, clock.now) == 0
 
 
-def test_a_step_of_seconds_does_not_make_the_others_old() -> None:
+def test_step_of_seconds_does_not_make_the_others_old() -> None:
     """A process that was stopped for so long would hold the next step back for as long again."""
     clock = Clock()
     found = seen(clock, [0.02] * RECENT + [FRESH_S + 0.5])
     assert found.hold_s(KIND, clock.now) == expected(0.02)
 
 
-def test_a_slow_launch_is_remembered_for_some_steps() -> None:
+def test_slow_launch_is_remembered_for_some_steps() -> None:
     clock = Clock()
     found = seen(clock, [0.02], launch_s=0.5)
     assert found.hold_s(KIND, clock.now) == 0
@@ -88,7 +88,7 @@ def test_a_slow_launch_is_remembered_for_some_steps() -> None:
     assert found.hold_s(KIND, clock.now) == pytest.approx(0.02 * (1 - SPARE) - SPARE_S - 0.001)
 
 
-def test_a_step_that_says_nothing_of_others_is_not_counted() -> None:
+def test_step_that_says_nothing_of_others_is_not_counted() -> None:
     clock = Clock()
     found = seen(clock, [0.02])
     found.finished(KIND, None)
@@ -96,7 +96,7 @@ def test_a_step_that_says_nothing_of_others_is_not_counted() -> None:
     assert found.hold_s(KIND, clock.now) == expected(0.02)
 
 
-def test_a_step_that_ended_before_its_time_is_up_ends_the_holds_of_its_kind() -> None:
+def test_step_that_ended_before_its_time_ends_the_holds_of_its_kind() -> None:
     """What the host saw of it is the hold itself, and would be the next one's reason."""
     clock = Clock()
     found = seen(clock, [0.8] * RECENT)

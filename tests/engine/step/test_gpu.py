@@ -81,7 +81,7 @@ def test_what_other_processes_compile_ahead_is_compiled_once(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_a_replay_is_bit_for_bit_the_call_it_was_captured_from(drafts: int) -> None:
+def test_replay_is_bit_for_bit_the_call_it_was_captured_from(drafts: int) -> None:
     one = engine(graphs="on", drafts=drafts)
     check_replays(one)
     one.close()

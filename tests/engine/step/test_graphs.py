@@ -70,7 +70,7 @@ def test_padded_steps_equal_unpadded_ones(sampling: dict[str, object], buckets: 
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_a_replay_leaves_what_the_call_leaves(drafts: int) -> None:
+def test_replay_leaves_what_the_call_leaves(drafts: int) -> None:
     """Also for GPUs (test_gpu.py); here a replay is a call, and no result depends on what an earlier one has left."""
     one = drafting.engine(drafts, graphs="on", draft_batches=(9, 5, 2))
     wanted = [(9, 2), (8, 3), (8, 2), (4, 3), (2, 4), (1, 4)] if drafts else [(9, 1), (8, 1), (4, 1), (2, 1), (1, 1)]
@@ -79,7 +79,7 @@ def test_a_replay_leaves_what_the_call_leaves(drafts: int) -> None:
     one.close()
 
 
-def test_an_engine_that_ends_lets_go_of_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_that_ends_lets_go_of_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's groups wait for graphs, for ever. What lives when a start is over is frozen: no collection frees it."""
 
     class Graph:
@@ -174,7 +174,7 @@ def test_padding_rows_touch_the_sink_only() -> None:
 
 
 @torch.inference_mode()
-def test_a_graph_holds_several_rows_of_each_sequence() -> None:
+def test_graph_holds_several_rows_of_each_sequence() -> None:
     """Rows without a page, those at or behind the capacity, go to the sink."""
     recorder = Recorder()
     graphs, state = make(recorder, drafts=2)

@@ -74,9 +74,9 @@ def _sleep_and_agree(one: Lockstep) -> bool:
 
 @pytest.mark.parametrize(
     ("tp", "hosts", "victim"),
-    [(1, "aaa", 1), (1, "aaa", 0), (1, "aabb", 3), (1, "aabb", 2), (2, "aa", 1), (2, "aa", 0), (2, "ab", 0)],
+    [(1, "aaa", 0), (1, "aabb", 3), (2, "aa", 1), (2, "ab", 0)],
 )
-def test_a_killed_rank_is_named_within_a_second(tp: int, hosts: str, victim: int) -> None:
+def test_killed_rank_is_named_within_a_second(tp: int, hosts: str, victim: int) -> None:
     with Ranks(tp, hosts) as ranks:
         at = ranks.signal(victim, signal.SIGKILL)
         for rank in set(range(len(hosts))) - {victim}:
@@ -98,7 +98,7 @@ def test_strangers_are_refused() -> None:
         each.close()
 
 
-def test_a_message_that_is_cut_short_is_refused() -> None:
+def test_message_that_is_cut_short_is_refused() -> None:
     ours, theirs = _tcp_pair()
     link = RankConnection(3, ours)
     theirs.sendall(b"half")

@@ -6,26 +6,30 @@ import dataclasses
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from engine.harness import SETTINGS, TINY, Clock, FakeReplicas, FakeRing, eager, request
 from millrace_common.pace import FEW, LEAST_S
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Submit
-from millrace_serve.engine.schedule.plan import Plan, StepOutput
+from millrace_serve.engine.schedule.plan import Plan, SharedTurn, StepOutput
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimRunner
 from millrace_serve.engine.start.torch_factory import load_rank
-from millrace_serve.engine.step import packing
+from millrace_serve.engine.step import lockstep, packing
 from millrace_serve.engine.step.batch import HostBatch, StepBatch
 from millrace_serve.engine.step.lockstep import Agreement, Lockstep
 from millrace_serve.engine.step.progress import Progress
-from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
+from millrace_serve.engine.step.replicas import HEADER, VECTOR, Replicas
+from millrace_serve.engine.step.shared_memory import RankLost
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.split import Split
 from millrace_testing import paths
+from model.ranks import run_jobs
 
 
 def test_alone_agrees_with_itself():
@@ -45,13 +49,37 @@ def test_alone_agrees_with_itself():
         (4, Agreement((3,), (3,), (0,), False), ((), (), True)),
     ],
 )
-def test_a_batch_knows_the_rows_of_all_replicas(num_queries, agreement, expected):
+def test_batch_knows_the_rows_of_all_replicas(num_queries, agreement, expected):
     batch = StepBatch.idle(num_queries)
     agreement.tell(batch)
     assert (batch.dp_num_tokens, batch.dp_num_sampled, batch.all_decode) == expected
 
 
-def test_an_idle_replica_steps_as_long_as_another_works():
+@pytest.mark.parametrize(
+    ("wants", "owner", "replica"),
+    [((1, 1, 1), None, 0), ((1, 1, 1), 0, 1), ((1, 1, 1), 2, 0), ((0, 1, 0), 1, 1), ((1, 0, 1), 0, 2)],
+)
+def test_turn_goes_to_the_next_replica_that_wants_it(wants: tuple[int, ...], owner: int | None, replica: int) -> None:
+    split = None if owner is None else Split(owner, 0, 3, 0, 9)
+    assert [lockstep._turn(wants, split, me) for me in range(3)] == [SharedTurn(me == replica, 3) for me in range(3)]
+
+
+def test_host_at_another_step_is_named() -> None:
+    """Its vectors would be those of other sequences."""
+    message = HEADER.pack(4, 0) + bytes(range(VECTOR.size))
+    link = SimpleNamespace(rank=2, receive=lambda count: message)
+    mine: Any = SimpleNamespace(
+        _links=[link], _blocks={2: slice(0, VECTOR.size)}, _table=memoryview(bytearray(VECTOR.size))
+    )
+    mine._step = 4
+    Replicas._receive(mine)
+    assert mine._table == message[HEADER.size :]
+    mine._step = 5
+    with pytest.raises(RankLost, match="rank 2 is at step 4, not 5"):
+        Replicas._receive(mine)
+
+
+def test_idle_replica_steps_as_long_as_another_works():
     config = EngineConfig.model_validate(TINY)
     replicas, counts, steps = FakeReplicas(2), [[], []], [0, 0]
     outputs: list[list[int]] = [[], []]
@@ -84,7 +112,7 @@ def test_an_idle_replica_steps_as_long_as_another_works():
     assert counts[1] == [(0, *agreed) for _, *agreed in counts[0]]
 
 
-def test_a_follower_runs_what_the_leader_shares():
+def test_follower_runs_what_the_leader_shares():
     config = EngineConfig.model_validate(TINY)
     ring = FakeRing()
     engine = build_sim_engine(config, Role.UNIFIED, SETTINGS, Lockstep(outlet=ring))
@@ -109,10 +137,10 @@ def test_a_follower_runs_what_the_leader_shares():
     assert all(isinstance(result, StepOutput) and not result.corrupt for result in results)
 
 
-def test_a_pause_is_no_step_of_a_follower():
+def test_pause_is_no_step_of_a_follower():
     """It takes the results of the last step before the pause when the next one is launched."""
-    lockstep, clock, limits = Lockstep(), Clock(), []
-    lockstep.progress = Progress(clock)
+    one, clock, limits = Lockstep(), Clock(), []
+    one.progress = Progress(clock)
     data = packing.encode(dataclasses.replace(StepBatch.idle(), all_decode=True))
 
     def receive() -> bytes:
@@ -120,25 +148,12 @@ def test_a_pause_is_no_step_of_a_follower():
         return data if len(limits) < FEW + 4 else b""
 
     def launch(batch: HostBatch) -> object:
-        limits.append(lockstep.progress.limit_s)
+        limits.append(one.progress.limit_s)
         return SimpleNamespace(done=lambda: True, result=lambda: None)
 
-    lockstep._inlet = SimpleNamespace(receive=receive)  # type: ignore[assignment]
-    lockstep.follow(SimpleNamespace(launch=launch))  # type: ignore[arg-type]
+    one._inlet = SimpleNamespace(receive=receive)  # type: ignore[assignment]
+    one.follow(SimpleNamespace(launch=launch))  # type: ignore[arg-type]
     assert limits[-3:] == [LEAST_S] * 3
-
-
-CASES = ((1, 1, "off"), (2, 1, "off"), (1, 2, "off"), (1, 2, "on"))  # tp, dp, graphs
-
-
-def serve_rank(rank: int, folder: Path, queue: object) -> None:
-    """One process of each rank for all cases: importing torch takes longer than a case."""
-    torch.set_num_threads(1)
-    for number, (tp, dp, graphs) in enumerate(CASES):
-        if rank < tp * dp:
-            dims = init_parallel(rank, tp, dp, f"file://{folder}/{number}", torch.device("cpu"), timeout_s=60)
-            queue.put((number, rank, serve_case(dims, graphs)))  # type: ignore[attr-defined]
-            leave_parallel()
 
 
 def serve_case(dims: ParallelDims, graphs: str) -> list[int] | None:
@@ -164,18 +179,9 @@ def serve_case(dims: ParallelDims, graphs: str) -> list[int] | None:
     return tokens
 
 
-def test_two_ranks_say_what_one_says(tmp_path: Path):
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    ranks = [context.Process(target=serve_rank, args=(rank, tmp_path, queue)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    said = [queue.get(timeout=60) for tp, dp, _ in CASES for _ in range(tp * dp)]
-    for process in ranks:
-        process.join(30)
-        assert process.exitcode == 0
-    for number, rank, tokens in said:
-        tp = CASES[number][0]
-        assert tokens is None if rank % tp else len(tokens) == (0 if rank else 6)
-    leaders = [tuple(tokens) for _, rank, tokens in said if rank == 0]
-    assert len(leaders) == len(CASES) and len(set(leaders)) == 1, said
+def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    alone = serve_case(ParallelDims(), "off")
+    split, replicas = run_jobs([(2, 1, serve_case, ("off",)), (1, 2, serve_case, ("on",))], tmp_path)
+    assert alone is not None and len(alone) == 6
+    assert split == [alone, None] and replicas == [alone, []]

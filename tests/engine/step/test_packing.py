@@ -58,7 +58,7 @@ def check_same(ours: Any, theirs: Any, where: str) -> None:
 
 
 @pytest.mark.parametrize("batch", [StepBatch.idle(3), batch_of(StepShape(num_decode=4), LIMITS, dp=1), full()])
-def test_a_batch_is_what_pickle_would_make_of_it(batch: HostBatch) -> None:
+def test_batch_is_what_pickle_would_make_of_it(batch: HostBatch) -> None:
     check_same(decode(bytes(encode(batch))), pickle.loads(pickle.dumps(batch)), "batch")
 
 

@@ -46,7 +46,7 @@ def known(clock: Clock, decode_s: float = 0.02, token_s: float = 1e-4) -> Progre
 
 
 @given(st.lists(st.floats(0.001, 5.0), min_size=FEW, max_size=50))
-def test_a_step_may_take_twenty_times_the_slowest(times: list[float]) -> None:
+def test_step_may_take_twenty_times_the_slowest(times: list[float]) -> None:
     """Waiting is no part of it."""
     clock = Clock()
     progress = Progress(clock)
@@ -57,7 +57,7 @@ def test_a_step_may_take_twenty_times_the_slowest(times: list[float]) -> None:
 
 
 @given(CHUNKS, st.floats(1e-5, 1e-2))
-def test_a_long_chunk_may_take_what_its_tokens_take(chunks: list[tuple[int, int]], token_s: float) -> None:
+def test_long_chunk_may_take_what_its_tokens_take(chunks: list[tuple[int, int]], token_s: float) -> None:
     """A token that sees 16,384 others costs twice as much."""
     clock = Clock()
     progress = known(clock, token_s=token_s)
@@ -67,7 +67,7 @@ def test_a_long_chunk_may_take_what_its_tokens_take(chunks: list[tuple[int, int]
     assert progress.limit_s <= max(LEAST_S, TIMES * 0.02, 5 * (takes + 300 * token_s))
 
 
-def test_a_long_chunk_leaves_no_trace_in_the_limit_of_other_steps() -> None:
+def test_long_chunk_leaves_no_trace_in_the_limit_of_other_steps() -> None:
     clock = Clock()
     progress = known(clock)
     run(progress, clock, batch((16384, 100_000)), 13.0)
@@ -75,7 +75,7 @@ def test_a_long_chunk_leaves_no_trace_in_the_limit_of_other_steps() -> None:
     assert progress.limit_s == LEAST_S
 
 
-def test_the_limit_is_that_of_the_largest_step_in_flight() -> None:
+def test_limit_is_that_of_the_largest_step_in_flight() -> None:
     progress = known(Clock())
     progress.launches(batch((16384, 0)))
     largest = progress.limit_s
@@ -93,7 +93,7 @@ def test_chunks_of_other_replicas_say_nothing_of_this_one() -> None:
     assert progress.limit_s == LEAST_S
 
 
-def test_a_shared_chunk_counts_whole() -> None:
+def test_shared_chunk_counts_whole() -> None:
     shared = batch(all_decode=False)
     tokens = slots = shared.slots
     shared.shared = SharedChunk(Split(0, 1, 2, 0, 16384), tokens, slots)
@@ -135,14 +135,14 @@ def test_what_is_announced_while_the_thread_waits_is_no_pace(step: HostBatch) ->
     assert progress.limit_s == LEAST_S
 
 
-def test_an_announcement_ends_with_an_error_too() -> None:
+def test_announcement_ends_with_an_error_too() -> None:
     progress = Progress()
     with pytest.raises(OSError), progress.busy("a profile"):
         raise OSError
     assert progress.doing == ""
 
 
-def test_a_pause_is_no_part_of_the_last_step_before_it() -> None:
+def test_pause_is_no_part_of_the_last_step_before_it() -> None:
     """A follower takes the results of a step when it has launched the next one."""
     clock = Clock()
     progress = known(clock)
@@ -156,7 +156,7 @@ def test_a_pause_is_no_part_of_the_last_step_before_it() -> None:
     assert progress.finished() == 0.5
 
 
-def test_the_first_steps_have_no_limit() -> None:
+def test_first_steps_have_no_limit() -> None:
     progress = Progress(Clock())
     progress.launches(batch())
     assert progress.limit_s == math.inf

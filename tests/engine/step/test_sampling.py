@@ -96,7 +96,7 @@ LOGITS = torch.linspace(-2, 2, V)[torch.randperm(V, generator=torch.Generator().
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45])
-def test_a_temperature_that_logits_cannot_be_divided_by_is_greedy(temperature):
+def test_temperature_that_logits_cannot_be_divided_by_is_greedy(temperature):
     bench = Bench(params(temperature=temperature, top_p=0.5), params(temperature=temperature, seed=1))
     assert bench(100 * LOGITS.expand(2, V)).tokens.tolist() == [int(LOGITS.argmax())] * 2
 
@@ -188,13 +188,13 @@ def test_penalties_match_plain_python_step_by_step():
     assert len(set(outputs)) > 3
 
 
-def test_a_repetition_penalty_that_logits_cannot_be_divided_by():
+def test_repetition_penalty_that_logits_cannot_be_divided_by():
     best, second = LOGITS.argsort(descending=True)[:2].tolist()
     bench = Bench(params(repetition_penalty=1e-38, seed=1), prompt=[second, best])
     assert bench(LOGITS.expand(1, V)).tokens.tolist() == [best]
 
 
-def test_a_slot_starts_again_for_its_next_owner():
+def test_slot_starts_again_for_its_next_owner():
     bench = Bench(params(frequency_penalty=2.0, temperature=0.0))
     first = [int(bench(LOGITS[None], i).tokens[0]) for i in range(3)]
     bench.table.join(bench.seqs[0])
@@ -222,7 +222,7 @@ def test_penalties_do_not_count_tokens_behind_a_refused_draft() -> None:
     assert bench(logits).tokens.tolist() == [2, 1, 2]
 
 
-def test_a_grammar_allows_the_tokens_of_its_mask_alone() -> None:
+def test_grammar_allows_the_tokens_of_its_mask_alone() -> None:
     """The second row has a grammar; its mask has bits 3 and 20."""
     bench = Bench(*[params(temperature=0.0, logit_bias={5: 1.0})] * 2)
     batch = bench.table.gather(np.arange(2), 2, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from engine.harness import TINY as LIMITS
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.step.batch import SlotUpdates, StepBatch
@@ -14,6 +14,7 @@ from millrace_serve.engine.step.slots import Slots
 from millrace_serve.engine.step.staging import Staging
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims
+from millrace_testing.examples import examples
 from millrace_testing.paths import TINY
 from torch import Tensor
 
@@ -77,7 +78,7 @@ def test_outputs_are_numbered_from_the_end_of_the_prompt() -> None:
 
 
 @given(cases(), st.randoms(use_true_random=False))
-@settings(max_examples=150, deadline=None)
+@examples(30)
 def test_rows_are_where_the_tokens_belong(case: tuple[list[tuple[int, int]], int, int], random) -> None:
     spans, q, num_decode = case
     order = random.sample(range(6), 6)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from engine.drafting import GREEDY, Said, tokens
 from engine.harness import request
-from millrace_serve.engine.config import GIB, Execution, Limits, Role
+from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Request, Submit
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.start.torch_factory import load_rank
@@ -22,7 +22,7 @@ from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.sparse import INDEXER, write_sparse
 from transformers import DeepseekV32ForCausalLM
 
-CPU, OUTPUT = torch.device("cpu"), 40
+CPU, OUTPUT = torch.device("cpu"), 20
 LENGTHS = (44, 47, 50, 3, 20, 63, 64, 100, 150)  # index_topk lies among them
 
 
@@ -84,7 +84,7 @@ def expected(folder: Path) -> Iterator[dict[int, list[int]]]:
     return found
 
 
-@pytest.mark.parametrize(("drafts", "graphs"), [(0, "off"), (0, "on"), (2, "off"), (2, "on")])
+@pytest.mark.parametrize(("drafts", "graphs"), [(0, "off"), (2, "on")])
 def test_tokens_are_those_of_transformers(
     folder: Path, expected: dict[int, list[int]], drafts: int, graphs: str
 ) -> None:
@@ -106,10 +106,7 @@ def test_cached_prompts_bring_their_index_keys(folder: Path, expected: dict[int,
 @pytest.mark.parametrize("host_cache", [False, True])
 def test_preempted_prompts_choose_again(folder: Path, expected: dict[int, list[int]], host_cache: bool) -> None:
     """Recomputed, or brought back from the host's memory."""
-    roomy = engine(folder)
-    gib = 64 * roomy.pool.layout.page_bytes / GIB if host_cache else 0.0
-    roomy.close()
-    tight = engine(folder, num_pages=14, host_cache_gib=gib)  # each has 6 in the end
+    tight = engine(folder, num_pages=12, host_cache_gib=0.01 * host_cache)  # each has 4 or 5 in the end
     found = tokens(run(tight, requests()[:3]))
     assert found == {room: expected[room] for room in found}
     load = tight.load()

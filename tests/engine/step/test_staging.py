@@ -34,7 +34,7 @@ def tree(seed: int = 0) -> Tree:
     return Tree(table[:, 2:5], Inner(words, rows), "kept", np.zeros((0, 4), np.int64))
 
 
-def test_a_tree_of_arrays_becomes_the_same_tree_of_tensors() -> None:
+def test_tree_of_arrays_becomes_the_same_tree_of_tensors() -> None:
     wanted = tree()
     sent = Staging(Device(), 0).upload(0, wanted)
     assert sent.first.dtype == torch.int32 and np.array_equal(sent.first, wanted.first)
@@ -59,7 +59,7 @@ def test_more_than_was_expected_is_found_room_for() -> None:
     assert np.array_equal(staging.upload(0, {"big": big})["big"], big)
 
 
-def test_a_download_is_a_copy_of_the_moment() -> None:
+def test_download_is_a_copy_of_the_moment() -> None:
     staging = Staging(Device(), 0)
     tokens = torch.arange(4)
     read = staging.download(0, {"tokens": tokens, "top": torch.ones(2, 0), "count": 3})
@@ -76,6 +76,6 @@ def test_nothing_is_a_tree_too() -> None:
     assert staging.download(0, {})() == {}
 
 
-def test_an_unknown_dtype_is_refused() -> None:
+def test_unknown_dtype_is_refused() -> None:
     with pytest.raises(KeyError):
         Staging(Device(), 0).upload(0, np.zeros(1, np.complex64))

@@ -54,7 +54,7 @@ def serve(dims: ParallelDims, model: Path) -> list[int]:
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a_thousand_steps_over_two_gpus_end(tmp_path: Path) -> None:
+def test_thousand_steps_over_two_gpus_end(tmp_path: Path) -> None:
     """They hung behind some hundred, when warps of the sum waited for scales that another warp had taken."""
     export(TINY, tmp_path / "fp8", "fp8")
     ((rounds, _),) = ranks.run_jobs([(2, 1, serve, (tmp_path / "fp8",))], tmp_path, cuda=True)
