@@ -170,7 +170,7 @@ def test_absorbed_attention_equals_expanded_attention(num: int) -> None:
     assert_close(project_v(latent[0], w_uv), expected.flatten(1), ATTENTION_TOLERANCE[torch.float32])
 
 
-def test_an_fp8_pool_saturates_and_reads_as_what_it_holds() -> None:
+def test_fp8_pool_saturates_and_reads_as_what_it_holds() -> None:
     draw, lens = Draw(), (70, 5)
     kv, table = attention_inputs.paged(draw, lens, torch.float8_e4m3fn)
     row, large = draw(1, TINY.kv_row), 1e4

@@ -36,13 +36,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: str) -> Iterator[torch.
     backend._has.cache_clear()
 
 
-def test_an_op_without_a_row_runs_its_reference(on_gpu: torch.device) -> None:
+def test_op_without_a_row_runs_its_reference(on_gpu: torch.device) -> None:
     backend.TABLE[OP] = ()
     assert implementation(OP, CPU) is None
     assert implementation(OP, on_gpu) is None
 
 
-def test_the_first_row_that_serves_the_size_wins(on_gpu: torch.device) -> None:
+def test_first_row_that_serves_the_size_wins(on_gpu: torch.device) -> None:
     backend.TABLE[OP] = (
         KernelChoice("math:hypot", max_size=16),
         KernelChoice("math:pow", min_size=64, capability="sm100"),
@@ -55,7 +55,7 @@ def test_the_first_row_that_serves_the_size_wins(on_gpu: torch.device) -> None:
     assert implementation(OP, CPU, 16) is None
 
 
-def test_a_row_may_ask_for_more_than_the_size(on_gpu: torch.device) -> None:
+def test_row_may_ask_for_more_than_the_size(on_gpu: torch.device) -> None:
     backend.TABLE[OP] = (
         KernelChoice("math:hypot", when="operator:eq"),
         KernelChoice("math:fmod", when="operator:ne"),
@@ -63,7 +63,7 @@ def test_a_row_may_ask_for_more_than_the_size(on_gpu: torch.device) -> None:
     assert implementation(OP, on_gpu, 16, (3, 4))(7, 4) == 3
 
 
-def test_a_missing_library_is_named_and_skipped(on_gpu: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_library_is_named_and_skipped(on_gpu: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     backend.TABLE[OP] = (KernelChoice("math:hypot", needs="no_such_library"), KernelChoice("math:fmod"))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -111,7 +111,7 @@ def test_libraries_of_attention(
 
 
 @pytest.mark.parametrize(("capability", "library"), [("sm100", "flash_mla"), ("sm80", "flashinfer"), ("cpu", "triton")])
-def test_a_library_that_the_device_lacks_is_refused(on_other_gpu: torch.device, capability: str, library: str) -> None:
+def test_library_that_the_device_lacks_is_refused(on_other_gpu: torch.device, capability: str, library: str) -> None:
     with pytest.raises(
         ValueError, match=f"^attention={library}: it is not installed, or has no kernel for {capability}$"
     ):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_kernels.accept_drafts import accept_drafts
 from millrace_kernels.backend import forced
 from millrace_kernels.decode_rows import SlotState, decode_rows
 from millrace_kernels.embed_part import embed_part
+from millrace_testing.examples import examples
 from torch import Tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -40,7 +41,7 @@ def states(draw: st.DrawFn) -> Case:
 
 
 @given(states(), st.integers(0, 2), st.integers(1, PAGES + 2))
-@settings(max_examples=100, deadline=None)
+@examples(20)
 def test_decode_rows(case: Case, ahead: int, num_pages: int) -> None:
     state, slots, q, rng = case
     table = int64(SLOTS, PAGES + 2, low=0, high=99, rng=rng).int()[:, :num_pages]
@@ -55,7 +56,7 @@ def test_decode_rows(case: Case, ahead: int, num_pages: int) -> None:
 
 
 @given(states(), st.booleans())
-@settings(max_examples=150, deadline=None)
+@examples(25)
 def test_accept_drafts(case: Case, simulates: bool) -> None:
     state, slots, q, rng = case
     tokens = int64(len(slots) * q, low=0, high=3, rng=rng)

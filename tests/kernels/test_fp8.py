@@ -89,7 +89,7 @@ def test_small_linear(num: int, dtype: torch.dtype) -> None:
         assert_close(out, x.double() @ dequant_blocks(*weight, torch.float32).double().T)
 
 
-def test_linear_multiplies_an_fp8_weight_in_the_form_for_the_number_of_tokens() -> None:
+def test_linear_of_an_fp8_weight_has_the_form_for_its_tokens() -> None:
     weight = quant_blocks(draw(64, 256, seed=1))
     few, many = draw(SMALL_TOKENS, 256).bfloat16(), draw(SMALL_TOKENS + 1, 256).bfloat16()
     assert operand(few) == Operand(few, None)

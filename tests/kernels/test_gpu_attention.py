@@ -206,7 +206,7 @@ def test_mla_decode_over_an_fp8_pool(case: DecodeCase) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
-def test_a_graph_replays_with_other_lengths(kv_dtype: torch.dtype) -> None:
+def test_graph_replays_with_other_lengths(kv_dtype: torch.dtype) -> None:
     """The plan and all ops of a decode step are captured once; lengths, pages and slots change under it."""
     draw, lens = Draw("cuda", BF16), (4096, 1, 700, 64, 65, 2000)
     call = attention_inputs.mla_decode(draw, lens, 1, 16, kv_dtype)

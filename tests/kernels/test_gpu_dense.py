@@ -129,7 +129,7 @@ def layer(x: Tensor, gain: Tensor, first: Fp8, second: Fp8) -> tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize("num", [1, 4, SMALL_TOKENS, 64])
-def test_a_graph_replays_what_eager_computes(num: int) -> None:
+def test_graph_replays_what_eager_computes(num: int) -> None:
     x, gain = rows(num, 7168).contiguous(), torch.randn(7168, device="cuda").bfloat16()
     weights = stacked_weight(4608, 7168), stacked_weight(7168, 2304)
     wanted = layer(x, gain, *weights)

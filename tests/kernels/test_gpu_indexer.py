@@ -82,7 +82,7 @@ def test_attention_to_chosen_rows(heads: int, kv_dtype: torch.dtype) -> None:
             assert_close(mla_sparse(**call), wanted, ATTENTION_TOLERANCE[BF16])
 
 
-def test_a_graph_chooses_anew_for_other_lengths() -> None:
+def test_graph_chooses_anew_for_other_lengths() -> None:
     """Captured with short sequences, replayed with long ones: the plan follows the lengths on the device."""
     call = indexer_inputs.index_logits(Draw("cuda", BF16), LENS, True)
     lens, table = call["lens"].clone(), call["page_table"]

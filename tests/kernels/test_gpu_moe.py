@@ -88,12 +88,12 @@ def test_expert_slots() -> None:
 
 
 @pytest.mark.parametrize(("num", "fp8"), TP8_TOKENS)
-def test_a_tensor_parallel_rank_with_the_shared_expert(num: int, fp8: bool) -> None:
+def test_tensor_parallel_rank_with_the_shared_expert(num: int, fp8: bool) -> None:
     check(num, V3_TP8, 257, 0, V3_TP8.moe_intermediate, fp8, True)
 
 
 @pytest.mark.parametrize(("num", "fp8"), RANK_TOKENS)
-def test_an_expert_parallel_rank(num: int, fp8: bool) -> None:
+def test_expert_parallel_rank(num: int, fp8: bool) -> None:
     check(num, V3_TP8, EP8_HELD, EP8_FIRST, EP8_SIZE, fp8, False)
 
 
@@ -144,7 +144,7 @@ def check(num: int, dims: Dims, held: int, first: int, size: int, fp8: bool, sha
 
 
 @pytest.mark.parametrize(("num", "fp8"), [(1, True), (SMALL_TOKENS, True), (96, True), (96, False)])
-def test_a_graph_follows_new_choices_and_its_padding(num: int, fp8: bool) -> None:
+def test_graph_follows_new_choices_and_its_padding(num: int, fp8: bool) -> None:
     """Captured once with one routing, replayed with others: nothing of the host's may be baked in."""
     (w13, w2), dims = weights_of(EP8_HELD, 7168, EP8_SIZE, fp8), V3_TP8
     x, bias, real = rows(num, 7168), torch.zeros(256, device=CUDA), torch.ones(1, dtype=torch.int32, device=CUDA)

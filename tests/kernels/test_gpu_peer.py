@@ -186,7 +186,7 @@ def on_ranks(function: Callable[[ParallelDims], Any], folder: Path) -> list[Any]
     return [torch.load(path) for path in sorted(folder.glob("*.pt"))]
 
 
-def test_the_results_of_gather(tmp_path: Path) -> None:
+def test_results_of_gather(tmp_path: Path) -> None:
     assert on_ranks(equal_to_gather, tmp_path) == [None, None]
 
 
@@ -194,6 +194,6 @@ def test_delays_change_nothing_in_graphs_and_outside(tmp_path: Path) -> None:
     assert on_ranks(races, tmp_path) == [0, 0]
 
 
-def test_a_peer_that_is_gone_is_in_the_error_word(tmp_path: Path) -> None:
+def test_peer_that_is_gone_is_in_the_error_word(tmp_path: Path) -> None:
     ((error, seconds),) = on_ranks(gone, tmp_path)
     assert error == 2 and seconds < 5, (error, seconds)

@@ -148,6 +148,6 @@ def test_delays_change_nothing_in_graphs_and_outside(tmp_path: Path) -> None:
     assert on_ranks(races, tmp_path) == [0, 0]
 
 
-def test_a_peer_that_is_gone_is_in_the_error_word(tmp_path: Path) -> None:
+def test_peer_that_is_gone_is_in_the_error_word(tmp_path: Path) -> None:
     (error, seconds), (nothing, _) = on_ranks(gone, tmp_path)
     assert error == 2 and nothing == 0 and seconds < 30

@@ -34,7 +34,7 @@ def test_not_a_number_gives_some_token() -> None:
     assert ((tokens >= 0) & (tokens < V)).all()
 
 
-def test_the_kept_set() -> None:
+def test_kept_set() -> None:
     given = draw_inputs(33, V, seed=1, device="cuda")
     drawn = given["temperature"] > 0
     rows = [given[name][drawn] for name in NAMES]
@@ -55,7 +55,7 @@ def test_ties_at_a_bound_go_to_the_smaller_ids() -> None:
     assert torch.equal(found, ids < torch.tensor([1000, 1 << 15, 5], device="cuda")[:, None])
 
 
-def test_a_graph_draws_what_it_finds() -> None:
+def test_graph_draws_what_it_finds() -> None:
     given = draw_inputs(22, V, device="cuda")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

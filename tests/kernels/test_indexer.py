@@ -33,8 +33,7 @@ def values(rows: IndexRows) -> Tensor:
     return data if rows.scales is None else data * rows.scales.unsqueeze(-1)
 
 
-@pytest.mark.parametrize("num", [0, 1, 5])
-@pytest.mark.parametrize("heads", [1, 64])
+@pytest.mark.parametrize(("num", "heads"), [(0, 1), (1, 64), (5, 1)])
 def test_rows_rotate_in_halves(num: int, heads: int) -> None:
     call = indexer_inputs.index_queries(Draw(), num, heads, exact=True)
     cos, sin, half = call["cos"][:, None], call["sin"][:, None], call["cos"].shape[1]
@@ -94,8 +93,7 @@ def test_fewer_keys_than_wanted() -> None:
         assert found.shape == (1, 100) and ((found >= 0) == (torch.arange(100) < 3)).all()
 
 
-@pytest.mark.parametrize("num", [0, 1, 17])
-@pytest.mark.parametrize("heads", [1, 3, 64])
+@pytest.mark.parametrize(("num", "heads"), [(0, 3), (1, 64), (17, 1), (17, 3)])
 def test_our_kernel_of_queries(num: int, heads: int) -> None:
     call = indexer_inputs.index_queries(Draw(dtype=BF16), num, heads)
     with forced(**{"indexer.index_queries": f"{TRITON}:index_queries"}):
@@ -127,11 +125,13 @@ def test_our_kernel_stores_keys(num: int) -> None:
     assert rms_error(found.nan_to_num(), wanted.nan_to_num()) < FP8_TOLERANCE
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, BF16, E4M3])
-@pytest.mark.parametrize("target", ["", f"{TRITON}:mla_sparse"])
+@pytest.mark.parametrize(
+    ("target", "kv_dtype"),
+    [("", BF16), ("", E4M3), (f"{TRITON}:mla_sparse", torch.float32), (f"{TRITON}:mla_sparse", E4M3)],
+)
 def test_attention_to_chosen_rows(target: str, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace_kernels.mla_sparse.COPIED_BYTES", 3 * 40 * ROW * 4)  # more than one part
-    call = indexer_inputs.mla_sparse(Draw(), [130, 1, 40, 20, 300], 40, 3, kv_dtype)
+    call = indexer_inputs.mla_sparse(Draw(), [130, 1, 40, 20], 40, 3, kv_dtype)
     with forced(**{"mla_sparse.mla_sparse": target}):
         found, kv = mla_sparse(**call), call["kv"].float()
     for token, rows in enumerate(call["chosen"]):

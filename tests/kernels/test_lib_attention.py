@@ -240,7 +240,7 @@ def test_flashinfer_prefill(
     assert_close(lse, wanted_lse)
 
 
-def test_a_wrapper_serves_one_plan_at_a_time(wrappers: list[flashinfer._Slot]) -> None:
+def test_wrapper_serves_one_plan_at_a_time(wrappers: list[flashinfer._Slot]) -> None:
     call = attention_inputs.mla_prefill(Draw(dtype=BF16), (5,), (5,), 2, True)
     assert len(wrappers) == 1
     first, second = schedule((5,), (5,), True), schedule((5,), (5,), False)
@@ -257,7 +257,7 @@ def test_a_wrapper_serves_one_plan_at_a_time(wrappers: list[flashinfer._Slot]) -
     assert third._slot is not slot and wrappers == [slot]
 
 
-def test_a_large_plan_has_room_for_its_tiles(wrappers: list[flashinfer._Slot]) -> None:
+def test_large_plan_has_room_for_its_tiles(wrappers: list[flashinfer._Slot]) -> None:
     plan = flashinfer.FlashInferPlan((65536,), (65536,), 128, True, CPU)
     assert plan._work_bytes() > flashinfer.LEAST_WORKSPACE
     slot = flashinfer._take(wrappers, CPU, plan._work_bytes())
@@ -274,7 +274,7 @@ def test_what_flashinfer_does_not_take_is_ours(
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 
-def test_a_library_that_does_not_compile_is_named_and_left(
+def test_library_that_does_not_compile_is_named_and_left(
     wrappers: list[flashinfer._Slot], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_compiler(*args: Any, **options: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from millrace_bench.kernels.expert_inputs import draw_experts, held_ids, rule_of
 from millrace_bench.kernels.numeric import assert_close
-from millrace_bench.kernels.shapes import TINY, TOKENS, V3_TP8, Dims
+from millrace_bench.kernels.shapes import TINY, V3_TP8, Dims
 from millrace_kernels.fp8 import Operand, quant_groups
 from millrace_kernels.lib import cublas
 from millrace_kernels.moe_experts import moe_experts
@@ -32,9 +32,10 @@ def naive_gate(logits: list[float], bias: list[float], dims: Dims, norm: bool, s
     return {e: scores[e] / total * scaling for e in chosen}
 
 
-@pytest.mark.parametrize("num", TOKENS)
-@pytest.mark.parametrize("dims", [TINY, V3_TP8], ids=lambda d: d.name)
-@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(
+    ("num", "dims", "norm"),
+    [(0, TINY, True), (1, TINY, False), (40, TINY, True), (7, V3_TP8, True), (3, V3_TP8, False)],
+)
 def test_gate(num: int, dims: Dims, norm: bool) -> None:
     generator = torch.Generator().manual_seed(num)
     logits = torch.randn(num, dims.experts, generator=generator)
@@ -71,8 +72,7 @@ def test_gate_counts_the_choices_of_real_rows() -> None:
     assert not loads[0].any()
 
 
-@pytest.mark.parametrize("num", TOKENS)
-@pytest.mark.parametrize(("first", "count"), [(0, 16), (4, 8), (15, 1)])
+@pytest.mark.parametrize(("num", "first", "count"), [(0, 0, 16), (1, 4, 8), (7, 0, 16), (40, 15, 1), (70, 4, 8)])
 def test_experts(num: int, first: int, count: int) -> None:
     generator = torch.Generator().manual_seed(num)
     hidden, size = TINY.hidden, TINY.moe_intermediate
@@ -104,9 +104,10 @@ def test_experts_ignore_what_padding_rows_hold() -> None:
     assert (out[0] == 0).all() and out[1].isfinite().all()
 
 
-@pytest.mark.parametrize("num", [0, 1, 7, 40])
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(
+    ("num", "shared", "fp8"),
+    [(0, False, True), (1, True, False), (7, False, False), (7, True, True), (40, True, False)],
+)
 def test_every_expert_for_every_token(num: int, shared: bool, fp8: bool) -> None:
     """What runs on a GPU where no kernel takes the experts: float32, and FP8 that ends inside of a block."""
     generator, held = torch.Generator().manual_seed(num), 5
@@ -122,7 +123,7 @@ def test_every_expert_for_every_token(num: int, shared: bool, fp8: bool) -> None
     assert_close(found, moe_experts(*arguments, shared_expert=shared))
 
 
-def test_a_graph_may_hold_every_expert_for_every_token() -> None:
+def test_graph_may_hold_every_expert_for_every_token() -> None:
     """Without values there is nothing that the host could wait for; the reference sorts the choices on the host."""
     with FakeTensorMode():
         w13, w2 = torch.empty(5, 2 * 72, TINY.hidden), torch.empty(5, TINY.hidden, 72)

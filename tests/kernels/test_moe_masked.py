@@ -66,7 +66,7 @@ def test_products_of_the_library_equal_the_reference(counts: list[int], monkeypa
         assert_close(found[expert, :count], expected[expert, :count], FP8_EXPERTS_TOLERANCE)
 
 
-def test_the_reference_equals_that_of_unsorted_rows() -> None:
+def test_reference_equals_that_of_unsorted_rows() -> None:
     counts = COUNTS[0]
     x = rows(counts)
     w13, w2 = draw_experts(HELD, DIM, SIZE, torch.bfloat16, True, x.data.device, torch.Generator().manual_seed(1))

@@ -76,18 +76,21 @@ def test_estimates_of_noise_are_near() -> None:
     assert torch.equal(noise, exact.float()) and (estimated - exact).abs().max() < 2**-9
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"top_k": 3}, {"top_k": 1}, {"top_k": 4999}, {"top_k": 5000}, {"top_p": 0.30007}, {"top_p": 1e-12},
-        {"top_p": 0.0}, {"top_p": 0.99999}, {"min_p": 0.3}, {"min_p": 1.0}, {"top_k": 17, "top_p": 0.33, "min_p": 0.1},
-        {"top_k": 300, "top_p": 0.9, "temperature": 3.0},
-    ],
-    ids=str,
+LOGITS = ("drawn", "ties", "equal", "signed zeros", "few allowed", "one allowed")
+GIVEN: tuple[dict[str, float], ...] = (
+    {"top_k": 3}, {"top_k": 1}, {"top_k": 4999}, {"top_k": 5000}, {"top_p": 0.30007}, {"top_p": 1e-12},
+    {"top_p": 0.0}, {"top_p": 0.99999}, {"min_p": 0.3}, {"min_p": 1.0}, {"top_k": 17, "top_p": 0.33, "min_p": 0.1},
+    {"top_k": 300, "top_p": 0.9, "temperature": 3.0},
 )  # fmt: skip
-@pytest.mark.parametrize("most", [sample_candidates.MOST, 60], ids=["candidates", "too many candidates"])
-@pytest.mark.parametrize("logits", ["drawn", "ties", "equal", "signed zeros", "few allowed", "one allowed"])
-def test_the_kept_set(logits: str, most: int, given: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+# Each filter over two kinds of logits, through the candidates and where there are too many of them.
+KEPT = [(LOGITS[(index + 3 * turn) % 6], (60, sample_candidates.MOST)[(index + turn) % 2], given)
+        for turn in (0, 1) for index, given in enumerate(GIVEN)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("logits", "most", "given"), [*KEPT, *(("drawn", 60, given) for given in GIVEN[4:])], ids=str)
+def test_kept_set_is_the_references(
+    logits: str, most: int, given: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sample_candidates, "MOST", most)
     x = torch.randn(1, 5000, generator=torch.Generator().manual_seed(1)) * 2
     if logits == "ties":
@@ -120,7 +123,7 @@ def test_candidates(given: dict[str, float], nats: int) -> None:
     assert found.tops.item() == 0.0 and found.masses.item() == pytest.approx(x.exp().sum().item())
 
 
-def test_a_row_of_nothing_gives_token_0() -> None:
+def test_row_of_nothing_gives_token_0() -> None:
     given = draw_inputs(4, 2000)
     given["logits"][:] = -torch.inf
     with forced(**OURS):
@@ -138,7 +141,7 @@ def test_rows_do_not_look_at_each_other_nor_past_their_end() -> None:
             assert sample(alone) == together[row]
 
 
-def test_a_search_visits_few_probes() -> None:
+def test_search_visits_few_probes() -> None:
     """Its interval ends at values that occur, so two values are told apart at once."""
     x = torch.full((1, 600), -30.0)
     x[0, 77] = 30.0

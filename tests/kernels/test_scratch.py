@@ -28,7 +28,7 @@ def test_every_taker_gets_zeros_of_its_own() -> None:
         assert int(first.sum()) == 3 and int(second.sum()) == 2 * (ALIGN + 1)
 
 
-def test_a_replay_finds_them_where_they_were() -> None:
+def test_replay_finds_them_where_they_were() -> None:
     block = dirty(4 * ALIGN)
 
     def places() -> list[int]:
@@ -46,7 +46,7 @@ def test_what_is_used_up_comes_from_torch() -> None:
     assert [inside(block, part) for part in taken] == [True, True, False, False]
 
 
-def test_a_step_ends() -> None:
+def test_step_ends() -> None:
     """What is captured alone must zero its own."""
     outer, block = dirty(4 * ALIGN), dirty(4 * ALIGN)
     with outer.step():

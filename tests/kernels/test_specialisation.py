@@ -38,7 +38,7 @@ def test_there_are_kernels() -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_kernel_is_not_compiled_for_kinds_of_sizes(kernel: ast.FunctionDef) -> None:
+def test_kernel_is_not_compiled_for_kinds_of_sizes(kernel: ast.FunctionDef) -> None:
     plain = " ".join(map(ast.unparse, kernel.decorator_list))
     names = {arg.arg for arg in kernel.args.args}
     assert {name for name in names & (SIZES | PARTS) if f"'{name}'" not in plain} == set()

@@ -33,7 +33,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU te
 E4M3 = torch.float8_e4m3fn
 HEADS = 3  # no power of two
 EXACT = OP_TOLERANCE | {E4M3: 0.0}
-by_name = {"ids": lambda case: case.name}
 
 
 def check(
@@ -53,15 +52,16 @@ def check(
     assert_like_reference(op, f"millrace_kernels.triton.{target}", inputs, tolerances, changed)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 20])
-@pytest.mark.parametrize("num", [0, 1, 7])
+@pytest.mark.parametrize(("num", "heads"), [(0, 2), (1, 20), (7, 1), (7, 20)])
 def test_rope_q_leaves_the_other_columns(num: int, heads: int) -> None:
     check("mla_expand.rope_q", "mla_expand:rope_q", attention_inputs.rope_q, num, heads, changed=("q",))
 
 
-@pytest.mark.parametrize("num", [0, 1, SMALL_TOKENS, SMALL_TOKENS + 1])
-@pytest.mark.parametrize("q_width", [1536, 200])
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, E4M3])
+@pytest.mark.parametrize(
+    ("num", "q_width", "kv_dtype"),
+    [(0, 200, E4M3), (1, 1536, torch.float32), (SMALL_TOKENS, 200, torch.bfloat16), (SMALL_TOKENS + 1, 1536, E4M3),
+     (SMALL_TOKENS + 1, 200, torch.float32), (1, 200, E4M3)],
+)  # fmt: skip
 def test_mla_qkv_norm(num: int, q_width: int, kv_dtype: torch.dtype) -> None:
     make = attention_inputs.mla_qkv_norm
     tolerances = EXACT | {torch.bfloat16: 2**-8, E4M3: 2**-4}  # a tie that float32 turned
@@ -90,7 +90,7 @@ def test_mla_qkv_norm_passes_q_through() -> None:
 
 
 @pytest.mark.parametrize("target", ["millrace_kernels.triton.mla_qkv:mla_qkv_norm", ""])
-def test_a_cached_value_beyond_e4m3_is_its_largest(target: str) -> None:
+def test_cached_value_beyond_e4m3_is_its_largest(target: str) -> None:
     call = attention_inputs.mla_qkv_norm(Draw(dtype=torch.bfloat16), 3, 200, True, E4M3)
     call["kv_weight"] = call["kv_weight"].abs() * 1e4 + 1e4
     with forced(**{"mla_qkv.mla_qkv_norm": target}):
@@ -102,14 +102,14 @@ def test_a_cached_value_beyond_e4m3_is_its_largest(target: str) -> None:
     assert torch.equal(stored[beyond], 448.0 * c_kv[beyond].float().sign())
 
 
-@pytest.mark.parametrize("target", ["absorb_q", "absorb_q_small"])
-@pytest.mark.parametrize("num", [0, 1, 7, SMALL_TOKENS])
+@pytest.mark.parametrize(
+    ("num", "target"), [(0, "absorb_q"), (7, "absorb_q"), (1, "absorb_q_small"), (SMALL_TOKENS, "absorb_q_small")]
+)
 def test_absorb_q(target: str, num: int) -> None:
     check("mla_absorb.absorb_q", f"mla_absorb:{target}", attention_inputs.absorb_q, num, HEADS)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("num", [0, 17, 40])
+@pytest.mark.parametrize(("num", "fp8"), [(0, True), (17, False), (40, True)])
 def test_absorption_of_many_tokens(num: int, fp8: bool) -> None:
     draw = Draw(dtype=torch.bfloat16)
     inputs, tile = attention_inputs.absorb_q(draw, num, HEADS), Tile(64, 4, 32)
@@ -174,31 +174,41 @@ def test_merge_state(num: int) -> None:
     check("merge_state.merge_state", "merge_state:merge_state", attention_inputs.merge_state, num, HEADS)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, E4M3])
 @pytest.mark.parametrize(
-    ("starts", "lens"),
+    ("starts", "lens", "kv_dtype"),
     [
-        ((), ()),
-        ((0, 0, 0), (65, 10, 64)),
-        ((0, 64, 0), (65, 0, 3)),
-        ((64, 0, 128), (36, 129, 1)),
-        ((0, 0, 0), (0, 0, 0)),
+        ((), (), torch.float32),
+        ((0, 0, 0), (65, 10, 64), torch.bfloat16),
+        ((0, 64, 0), (65, 0, 3), E4M3),
+        ((64, 0, 128), (36, 129, 1), torch.float32),
+        ((64, 0, 128), (36, 129, 1), E4M3),
+        ((0, 0, 0), (0, 0, 0), torch.bfloat16),
     ],
 )
 def test_kv_gather(starts: tuple[int, ...], lens: tuple[int, ...], kv_dtype: torch.dtype) -> None:
     check("kv_gather.kv_gather", "kv_gather:kv_gather", attention_inputs.kv_gather, starts, lens, kv_dtype)
 
 
-@pytest.mark.parametrize("case", PREFILL_CASES, **by_name)
-@pytest.mark.parametrize("causal", [True, False])
+SHORT_PREFILL = [
+    *((case, True) for case in PREFILL_CASES[:2]),
+    (PrefillCase("ragged", (7, 64, 1), (0, 0, 0)), True),
+    (PrefillCase("ragged", (7, 64, 1), (0, 0, 0)), False),
+    (PrefillCase("across-blocks", (129, 5), (0, 0)), True),
+    (PREFILL_CASES[4], False),
+]
+
+
+@pytest.mark.parametrize(("case", "causal"), SHORT_PREFILL, ids=str)
 def test_mla_prefill(case: PrefillCase, causal: bool) -> None:
     args = (case.q_lens, case.q_lens if causal else case.prefix_lens, 1, causal)
     name = "mla_prefill.mla_prefill"
     check(name, "mla_prefill:mla_prefill", attention_inputs.mla_prefill, *args, tolerances=ATTENTION_TOLERANCE)
 
 
-@pytest.mark.parametrize("sms", [0, 6], ids=["whole", "split"])
-@pytest.mark.parametrize("case", DECODE_CASES, **by_name)
+SHORT = (*DECODE_CASES[:-1], DecodeCase("long-and-short", 1, (700, 5)))  # a chunk takes the interpreter long
+
+
+@pytest.mark.parametrize(("case", "sms"), [*((case, 6) for case in SHORT), (SHORT[2], 0), (SHORT[4], 0)], ids=str)
 def test_mla_decode(case: DecodeCase, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mla_decode, "sms", lambda: sms)
     make = functools.partial(attention_inputs.mla_decode, kv_dtype=torch.float32)
@@ -217,7 +227,7 @@ def test_mla_decode_over_an_fp8_pool() -> None:
     )
 
 
-def test_the_query_is_cast_to_e4m3_with_saturation() -> None:
+def test_query_is_cast_to_e4m3_with_saturation() -> None:
     from millrace_kernels.triton.e4m3 import to_e4m3
 
     x = torch.tensor([[0.0, 1.0, -1.06, 447.0, 449.0], [-1e6, 1e-4, 31.7, -3.0, 0.07]], dtype=torch.bfloat16)

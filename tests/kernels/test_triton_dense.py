@@ -25,8 +25,11 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU te
 
 OURS = {op: rows[0].target for op, rows in TABLE.items() if ".triton." in rows[0].target}
 TIES = 5e-3  # rms; an inverse instead of a division may turn a tie, to the neighbouring E4M3 value
-WIDTHS = [384, 200]  # groups that are no power of two, a partial one
-TOKENS = [0, 1, SMALL_TOKENS + 1]
+BF16, FP32, MANY = torch.bfloat16, torch.float32, SMALL_TOKENS + 1
+# Widths of groups that are no power of two, and with a partial one.
+shapes = pytest.mark.parametrize(
+    ("num", "width", "dtype"), [(0, 384, BF16), (1, 200, FP32), (MANY, 384, FP32), (MANY, 200, BF16)]
+)
 
 
 def assert_column_major(scales: Tensor) -> None:
@@ -34,9 +37,7 @@ def assert_column_major(scales: Tensor) -> None:
     assert num_tokens == 0 or scales.stride() == (1, -(-num_tokens // 4) * 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("num", TOKENS)
+@shapes
 def test_quant_groups(num: int, width: int, dtype: torch.dtype) -> None:
     x = strided_rows(num, width, dtype)
     expected = quant_groups(x)
@@ -54,9 +55,7 @@ def test_quant_groups_of_zeros_and_of_almost_nothing() -> None:
         assert (quantised.scales == 1).all() and quantised.data.float().sum() == 448.0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("num", TOKENS)
+@shapes
 def test_rms_norm(num: int, width: int, dtype: torch.dtype) -> None:
     x, residual = strided_rows(num, width, dtype), strided_rows(num, width, dtype, seed=1)
     weight = torch.randn(width, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -72,9 +71,8 @@ def test_rms_norm(num: int, width: int, dtype: torch.dtype) -> None:
         assert_quantised(operand, normed.plain)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("num", TOKENS)
-def test_a_norm_without_its_plain_form(num: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("num", "dtype"), [(0, FP32), (1, BF16), (MANY, BF16), (MANY, FP32)])
+def test_norm_without_its_plain_form(num: int, dtype: torch.dtype) -> None:
     x, weight = strided_rows(num, 256, dtype), torch.randn(256, generator=torch.Generator().manual_seed(2)).to(dtype)
     for target, residual in itertools.product((OURS, dict.fromkeys(OURS, "")), (None, x)):
         with forced(**target):
@@ -92,9 +90,8 @@ def test_a_norm_without_its_plain_form(num: int, dtype: torch.dtype) -> None:
             assert torch.equal(found.fp8.scales, wanted.fp8.scales)
 
 
-@pytest.mark.parametrize(("groups", "warps"), [(1, 1), (2, 2), (8, 4)])
-@pytest.mark.parametrize("plain", [True, False])
-def test_a_norm_in_tiles(groups: int, warps: int, plain: bool) -> None:
+@pytest.mark.parametrize(("groups", "warps", "plain"), [(1, 1, True), (2, 2, False), (8, 4, True)])
+def test_norm_in_tiles_is_that_of_the_reference(groups: int, warps: int, plain: bool) -> None:
     """The last tile ends within the row, or beyond it."""
     width, weight = 384, torch.randn(384, generator=torch.Generator().manual_seed(2)).bfloat16()
     x, residual = (strided_rows(SMALL_TOKENS + 1, width, torch.bfloat16, seed) for seed in (0, 1))
@@ -119,9 +116,7 @@ def assert_quantised(found: Operand, plain: Tensor) -> None:
         assert rms_error(dequantised(found.fp8), dequantised(quant_groups(plain))) < TIES
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("num", TOKENS)
+@shapes
 def test_silu_mul(num: int, width: int, dtype: torch.dtype) -> None:
     x = strided_rows(num, 2 * width, dtype)
     exact, _ = silu_mul(x.double())
@@ -137,8 +132,7 @@ def test_silu_mul(num: int, width: int, dtype: torch.dtype) -> None:
         assert rms_error(dequantised(operand.fp8), exact) < FP8_TOLERANCE
 
 
-@pytest.mark.parametrize(("n", "k"), [(200, 200), (72, 1152)])
-@pytest.mark.parametrize("num", [0, 1, 7, SMALL_TOKENS])
+@pytest.mark.parametrize(("num", "n", "k"), [(0, 200, 200), (1, 40, 1152), (7, 200, 200), (SMALL_TOKENS, 40, 1152)])
 def test_small_linear(num: int, n: int, k: int) -> None:
     x = strided_rows(num, k, torch.bfloat16)
     weight = quant_blocks(torch.randn(n, k, generator=torch.Generator().manual_seed(1)))
@@ -161,8 +155,11 @@ MID = [
 ]
 
 
-@pytest.mark.parametrize("chosen", [None, *MID])
-@pytest.mark.parametrize(("num", "n", "k"), [(0, 128, 128), (17, 200, 200), (65, 136, 384)])
+@pytest.mark.parametrize(
+    ("num", "n", "k", "chosen"),
+    [(0, 128, 128, None), (17, 200, 200, None),
+     (17, 72, 200, MID[0]), (65, 136, 256, MID[1]), (17, 72, 384, MID[2]), (65, 72, 384, MID[3])],
+)  # fmt: skip
 def test_fp8_linear(num: int, n: int, k: int, chosen: mid.Fp8LinearConfig | None) -> None:
     x = kernels.quant_groups(strided_rows(num, k, torch.bfloat16), (1, 1))
     weight = quant_blocks(torch.randn(n, k, generator=torch.Generator().manual_seed(1)))
@@ -193,9 +190,11 @@ def test_a_measured_shape_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "chosen", [Gemv(4, 512, 1), Gemv(8, 1024, 4), Gemv(2, 2048, 4), SmallLinearConfig(32, 3, 4, 2)]
-)
-@pytest.mark.parametrize(("num", "n", "k"), [(1, 203, 1352), (1, 64, 2048), (3, 203, 1352), (4, 64, 2048)])
+    ("num", "n", "k", "chosen"),
+    [(1, 43, 1352, Gemv(4, 512, 1)), (1, 32, 2048, Gemv(8, 1024, 4)), (3, 43, 1352, Gemv(2, 2048, 4)),
+     (4, 32, 2048, Gemv(4, 512, 1)), (3, 43, 1352, SmallLinearConfig(32, 3, 4, 2)),
+     (1, 32, 2048, SmallLinearConfig(32, 3, 4, 2))],
+)  # fmt: skip
 def test_few_rows_in_tiles(num: int, n: int, k: int, chosen: Gemv | SmallLinearConfig) -> None:
     """The last tile ends within the weight, beyond it, or with it; so do the last rows."""
     x = strided_rows(num, k, torch.bfloat16)

@@ -127,7 +127,7 @@ def test_estimates_fit_into_less_shared_memory(monkeypatch: pytest.MonkeyPatch) 
     assert fitting(4, 40_000) == 2 and fitting(4, 1 << 20) == 1 and fitting(2, 8) == 2
 
 
-def test_the_tuner_replaces_what_it_measured_and_keeps_the_rest(tmp_path: Path) -> None:
+def test_tuner_replaces_what_it_measured_and_keeps_the_rest(tmp_path: Path) -> None:
     config, other = fp8_linear.Fp8LinearConfig(32, 64, 1, 4, 4), small_linear.Gemv(2, 512, 1)
     first = [
         Entry("a", (2, 1), config, 1.234, {"b": 2.0}),
@@ -143,12 +143,12 @@ def test_the_tuner_replaces_what_it_measured_and_keeps_the_rest(tmp_path: Path) 
     assert (tables["b"][0]["commit"], tables["c"][0]["commit"], tables["c"][0]["triton"]) == ("c0ffee", "beef", "3.7.0")
 
 
-def test_the_file_of_the_h200_is_as_the_tuner_writes_it() -> None:
+def test_file_of_the_h200_is_as_the_tuner_writes_it() -> None:
     path = tuned_file.path_of(H200)
     assert path.read_text() == tuned_file.text(tuned.read(path))
 
 
-def test_the_files_are_packaged() -> None:
+def test_files_are_packaged() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (pattern,) = project["tool"]["setuptools"]["package-data"]["millrace_kernels"]
     package = tuned.FOLDER.parent

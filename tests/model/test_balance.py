@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from millrace_serve.model.experts.balance import LEAST_GAIN, imbalance, rebalance
 from millrace_serve.model.experts.moving import moves_between
 from millrace_serve.model.experts.placement import ExpertPlacement
+from millrace_testing.examples import examples
 
 Case = tuple[np.ndarray, ExpertPlacement]  # loads, placement before
 
@@ -26,7 +27,7 @@ def cases(draw: st.DrawFn) -> Case:
     return loads, ExpertPlacement(held, experts)
 
 
-@settings(deadline=None, max_examples=300)
+@examples(40)
 @given(cases())
 def test_no_layer_becomes_worse(case: Case) -> None:
     """That every expert has a slot is checked by Placement itself."""
@@ -39,7 +40,7 @@ def test_no_layer_becomes_worse(case: Case) -> None:
 
 @settings(deadline=None)
 @given(cases())
-def test_a_layer_without_gain_stays(case: Case) -> None:
+def test_layer_without_gain_stays(case: Case) -> None:
     loads, before = case
     after = rebalance(*case)
     gained = imbalance(loads, after) < imbalance(loads, before) * (1 - LEAST_GAIN)
@@ -66,7 +67,7 @@ def test_what_stays_on_a_rank_keeps_its_slot() -> None:
         assert len(kept) >= 2 and all(new[slot] == expert for slot, expert in enumerate(old) if expert in kept)
 
 
-def test_an_expert_with_half_of_the_tokens_is_shared() -> None:
+def test_expert_with_half_of_the_tokens_is_shared() -> None:
     loads = np.array([[600, 100, 100, 100, 100, 100, 50, 50]])
     before = ExpertPlacement.contiguous(1, 8, 4, 1)
     after = rebalance(loads, before)
@@ -74,14 +75,14 @@ def test_an_expert_with_half_of_the_tokens_is_shared() -> None:
     assert imbalance(loads, before)[0] > 1.4 and imbalance(loads, after)[0] < 1.1
 
 
-def test_a_hot_rank_without_spare_slots_is_relieved() -> None:
+def test_hot_rank_without_spare_slots_is_relieved() -> None:
     loads = np.array([[40, 30, 20, 10, 4, 3, 2, 1]])
     before = ExpertPlacement.contiguous(1, 8, 2)
     after = rebalance(loads, before)
     assert imbalance(loads, before)[0] > 1.8 and imbalance(loads, after)[0] < 1.05
 
 
-def test_an_even_load_moves_nothing() -> None:
+def test_even_load_moves_nothing() -> None:
     before = ExpertPlacement.contiguous(2, 16, 4)
     assert rebalance(np.full((2, 16), 7), before).experts.tolist() == before.experts.tolist()
     assert imbalance(np.zeros((2, 16)), before).tolist() == [1, 1]

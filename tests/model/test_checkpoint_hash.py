@@ -49,12 +49,12 @@ def drop_a_file(folder: Path) -> None:
     first_file(folder).unlink()
 
 
-def test_a_copy_is_the_same_checkpoint(copy: Path) -> None:
+def test_copy_is_the_same_checkpoint(copy: Path) -> None:
     assert checkpoint_hash(copy) == checkpoint_hash(TINY)
 
 
 @pytest.mark.parametrize("change", [negate, rename_a_tensor, change_the_last_byte, change_the_config, drop_a_file])
-def test_a_change_makes_another_checkpoint(copy: Path, change: Callable[[Path], None]) -> None:
+def test_change_makes_another_checkpoint(copy: Path, change: Callable[[Path], None]) -> None:
     change(copy)
     assert checkpoint_hash(copy) != checkpoint_hash(TINY)
 

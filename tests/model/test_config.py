@@ -150,7 +150,7 @@ def test_refusals_name_key_and_value(change: dict[str, Any], words: list[str]) -
     assert all(word in str(error.value) for word in ["there/config.json", *words]), str(error.value)
 
 
-def test_a_required_key_is_named() -> None:
+def test_required_key_is_named() -> None:
     raw = {key: value for key, value in CONFIG.items() if key != "kv_lora_rank"}
     with pytest.raises(ModelConfigError, match="kv_lora_rank"):
         ModelConfig.parse(raw)
@@ -192,7 +192,7 @@ def test_load(generation: dict[str, Any] | None, ends: tuple[int, ...], tmp_path
 
 
 @pytest.mark.parametrize("generation", [None, {"eos_token_id": 1}, {"eos_token_id": 6}])
-def test_the_end_of_a_turn_is_found_by_its_name(generation: dict[str, Any] | None, tmp_path: Path) -> None:
+def test_end_of_a_turn_is_found_by_its_name(generation: dict[str, Any] | None, tmp_path: Path) -> None:
     """Also where generation_config.json is absent, as trainers leave folders, or names the end of a text alone."""
     added = {"1": "[EOS]", "6": "<|im_end|>", "7": "<|im_user|>"}
     decoder = {token: {"content": content, "special": True} for token, content in added.items()}

@@ -111,7 +111,7 @@ def test_both_modes_give_what_gather_gives(name: str, dp: int, results: dict[tup
             assert not counts[rank] or found.count_nonzero() > 0
 
 
-def test_a_rank_that_does_not_answer_is_named(results: dict[tuple[str, int], list[Any]]) -> None:
+def test_rank_that_does_not_answer_is_named(results: dict[tuple[str, int], list[Any]]) -> None:
     assert [errors for errors, _ in results["silent", 2]] == [[0, 2], [0, 2]]
 
 

@@ -59,7 +59,7 @@ def test_replicas_take_turns(placement: ExpertPlacement) -> None:
 
 @settings(deadline=None)
 @given(placements(), st.data())
-def test_the_device_maps_as_the_table(placement: ExpertPlacement, data: st.DataObject) -> None:
+def test_device_maps_as_the_table(placement: ExpertPlacement, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, placement.experts.shape[1] - 1))
     ids = data.draw(st.lists(st.integers(-1, placement.num_experts - 1), min_size=6, max_size=6))
     found = SlotMap(placement, 0, rank, CPU)(torch.tensor(ids, dtype=torch.int32).view(3, 2))
@@ -110,7 +110,7 @@ def test_spare_slots_begin_with_experts_of_the_next_rank() -> None:
         ExpertPlacement.contiguous(1, 6, 1, 1)
 
 
-def test_an_expert_without_a_slot_is_a_mistake() -> None:
+def test_expert_without_a_slot_is_a_mistake() -> None:
     with pytest.raises(AssertionError, match="layer 0: every expert needs a slot"):
         ExpertPlacement(np.array([[[0, 1], [1, 3]]], np.int32), 4)
 
@@ -155,7 +155,7 @@ class Doubling(ParallelDims):
 
 
 @pytest.mark.parametrize("implementation", [LocalExperts, Complete])
-def test_a_complete_result_is_not_summed_again(implementation: Any, random_bf16: Path) -> None:
+def test_complete_result_is_not_summed_again(implementation: Any, random_bf16: Path) -> None:
     config = ModelConfig.load(random_bf16)
     ckpt, dims = Checkpoint(random_bf16, config, CPU, torch.float32), Doubling()
     placement = ExpertPlacement.contiguous(4, EXPERTS, 1)

@@ -57,7 +57,7 @@ def test_which_weights_stay_in_fp8(random_fp8: Path, random_bf16: Path) -> None:
     assert not isinstance(load(random_fp8, keep_quantised=False).layers[1].self_attn.o_proj, Fp8)
 
 
-def test_a_shard_inside_of_a_block_is_dequantised(random_fp8: Path) -> None:
+def test_shard_inside_of_a_block_is_dequantised(random_fp8: Path) -> None:
     ckpt = Checkpoint(random_fp8, ModelConfig.load(random_fp8), CPU, torch.float32, keep_quantised=True)
     whole = ckpt.matrix(Q_B, (768, 128))
     assert isinstance(whole, Fp8)
@@ -90,7 +90,7 @@ def test_fp8_weights_stay_where_kernels_can_run_on_them(random_fp8: Path, random
 
 
 @pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(rank=1, tp=2), ParallelDims(rank=2, tp=4)])
-def test_the_plan_of_memory_knows_which_parts_stay(dims: ParallelDims, random_fp8: Path) -> None:
+def test_plan_of_memory_knows_which_parts_stay(dims: ParallelDims, random_fp8: Path) -> None:
     """Parts that are not whole blocks do not."""
     model = load(random_fp8, keep_quantised=True, dims=dims)
     assert weight_bytes(model.config, dims, torch.float32, FP8) == tensor_bytes(model)

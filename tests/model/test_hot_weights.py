@@ -61,7 +61,7 @@ def where(model: DeepseekV3) -> list[tuple[int, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_model_with_other_weights_is_one_that_was_loaded_so(form: str, random_bf16: Path, tmp_path: Path) -> None:
+def test_model_with_other_weights_is_one_that_was_loaded_so(form: str, random_bf16: Path, tmp_path: Path) -> None:
     folders = [random_bf16, write_other(tmp_path / "other", seed=5, source=random_bf16)]
     if form:
         for index, folder in enumerate(list(folders)):
@@ -95,7 +95,7 @@ def test_weights_in_another_form_are_refused_by_name(random_fp8: Path, tmp_path:
         reload(load(random_fp8, quantised=True), mixed, quantised=True)
 
 
-def test_a_failed_load_is_mended_by_the_next_one(random_bf16: Path, tmp_path: Path) -> None:
+def test_failed_load_is_mended_by_the_next_one(random_bf16: Path, tmp_path: Path) -> None:
     other = write_other(tmp_path / "other", seed=5, source=random_bf16)
     cut = variant(other, tmp_path / "cut", lambda tensors: tensors.pop("lm_head.weight"))
     expected = logits(load(other, quantised=False))

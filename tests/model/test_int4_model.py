@@ -124,7 +124,7 @@ def test_what_the_forms_change() -> None:
         assert least < float((x @ (found - expected).T).norm() / (x @ expected.T).norm()) < most
 
 
-def test_a_gpu_keeps_experts_in_fp8_and_the_rest_plain(tmp_path: Path) -> None:
+def test_gpu_keeps_experts_in_fp8_and_the_rest_plain(tmp_path: Path) -> None:
     """With experts of whole blocks. The plan of memory, and the check of headers, say the same."""
     wide = {**PUBLISHED, "moe_intermediate_size": 128, "n_routed_experts": 8, "num_hidden_layers": 2}
     random_reference({**wide, "model_type": "deepseek_v3"}).save_pretrained(tmp_path / "plain")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from millrace_bench.checkpoint.export_quantised import QUANTISED, export
+from millrace_bench.checkpoint.export_quantised import export
 from millrace_bench.kernels.numeric import FP8_MODEL_TOLERANCE
 from millrace_kernels.int8 import Int8
 from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
@@ -18,7 +18,7 @@ from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import kept_forms, plain, stack_rows
 from millrace_serve.model.weights import Checkpoint, CheckpointError, Part
 from millrace_testing.paths import TINY
-from model.checkpoints import Tensors, tensors_of, variant
+from model.checkpoints import Tensors, variant
 from model.harness import Driver, Seq, random_prompt
 
 CPU = torch.device("cpu")
@@ -46,28 +46,6 @@ def drawn(random_bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 def load(path: Path, keep: bool, dtype: torch.dtype = torch.float32) -> DeepseekV3:
     return load_model(path, ParallelDims(), CPU, dtype, keep_quantised=keep)
-
-
-def dequantise(folder: Path, form: str, tensors: Tensors) -> None:
-    """By hand, what the loader is to do."""
-    stored = tensors_of(folder)
-    for name in [name for name in tensors if QUANTISED.fullmatch(name)]:
-        scales = stored[name + ("_scale" if form == "int8" else "_scale_inv")]
-        if form == "int8-block":
-            rows, cols = stored[name].shape
-            scales = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :cols]
-        tensors[name] = stored[name] * scales
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_loaded_as_the_dequantised_checkpoint(
-    form: str, exported: dict[str, Path], drawn: dict[str, Path], random_bf16: Path, tmp_path: Path
-) -> None:
-    for folder, source in ((exported[form], TINY), (drawn[form], random_bf16)):
-        by_hand = variant(source, tmp_path / source.name, lambda t, folder=folder: dequantise(folder, form, t))
-        found, expected = (Driver(load(path, False)) for path in (folder, by_hand))
-        prompt = random_prompt(40, found.model.config.vocab_size, 1)
-        assert torch.equal(*(driver.step([(Seq(list(prompt)), 40)]) for driver in (found, expected)))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_bench.kernels.numeric import MODEL_TOLERANCE, assert_close, poisoned
 from millrace_kernels import mla_decode
@@ -17,6 +17,7 @@ from millrace_serve.model import mla
 from millrace_serve.model.attn_step import FORMS, FormThresholds, prefix_chunks
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims
+from millrace_testing.examples import examples
 from model.harness import Driver, Seq, random_prompt
 
 LIMIT = FormThresholds(absorb_max_queries=100)
@@ -49,7 +50,7 @@ def test_choice_of_the_form(q_lens: tuple[int, ...], prefix_lens: tuple[int, ...
 
 
 @given(st.lists(st.integers(0, 700), max_size=6), st.integers(1, 900))
-@settings(max_examples=200, deadline=None)
+@examples(40)
 def test_prefix_chunks_cover_every_prefix_once(prefix_lens: list[int], max_tokens: int) -> None:
     covered = [0] * len(prefix_lens)
     for starts, lens in prefix_chunks(prefix_lens, max_tokens, 64):
@@ -105,7 +106,7 @@ def test_chunks_of_more_queries_than_a_call_takes_go_in_pieces(
     assert_close(results[1], results[0], MODEL_TOLERANCE)
 
 
-def test_a_step_touches_only_its_own_slots(random_bf16: Path) -> None:
+def test_step_touches_only_its_own_slots(random_bf16: Path) -> None:
     """Rows of other sequences, free pages and the tails of own pages keep their bytes; the padding goes to the sink."""
     model = load_model(random_bf16, ParallelDims(), torch.device("cpu"), torch.float32)
     driver, other, seq = Driver(model), Seq(random_prompt(70, 1280, 1)), Seq(random_prompt(70, 1280, 2))

@@ -66,7 +66,7 @@ def test_mtp_logits(model: DeepseekV3, random_bf16: Path) -> None:
     assert_close(torch.cat(drafts), expected_logits(random_bf16, tokens[1:], hidden), MODEL_TOLERANCE)
 
 
-def test_the_mtp_step_writes_only_its_own_layer(model: DeepseekV3) -> None:
+def test_mtp_step_writes_only_its_own_layer(model: DeepseekV3) -> None:
     driver, seq = Driver(model), Seq(random_prompt(20, model.config.vocab_size, 1))
     inputs = driver.build([(seq, 20)])
     model.forward_mtp(inputs, torch.zeros(20, model.config.hidden_size), driver.kv)
@@ -74,7 +74,7 @@ def test_the_mtp_step_writes_only_its_own_layer(model: DeepseekV3) -> None:
     assert page[-1, :20].isfinite().all() and page[-1, 20:].isnan().all() and page[:-1].isnan().all()
 
 
-def test_an_unused_mtp_layer_is_not_loaded(random_bf16: Path, model: DeepseekV3) -> None:
+def test_unused_mtp_layer_is_not_loaded(random_bf16: Path, model: DeepseekV3) -> None:
     short = load_model(random_bf16, ParallelDims(), torch.device("cpu"), torch.float32, mtp=False)
     assert short.mtp is None and short.config.num_kv_layers == model.config.num_kv_layers - 1
     tokens = random_prompt(20, model.config.vocab_size, 1)

@@ -79,7 +79,7 @@ def test_rows_that_make_replicas_equally_long_choose_no_expert(
     assert (ids[:, 2:] == -1).all() and (ids[:, :2] == 0).all()
 
 
-def test_a_step_of_the_model_has_counters_and_one_product_of_h_per_attention(
+def test_step_of_the_model_has_counters_and_one_product_per_attention(
     random_bf16: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ModelConfig.load(random_bf16).without_mtp()

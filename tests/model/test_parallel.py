@@ -175,7 +175,7 @@ def test_every_group_has_the_timeout_that_was_asked_for(results: dict[str, list]
     assert [out["timeouts"] for out in results["collectives"]] == [[TIMEOUT_S] * 3] * 4
 
 
-def test_a_vocabulary_that_does_not_divide(results: dict[str, list]) -> None:
+def test_vocabulary_that_does_not_divide(results: dict[str, list]) -> None:
     for embedded, logits in results["odd-vocabulary"]:
         assert torch.equal(embedded, TABLE) and torch.equal(logits, TABLE.T)
 
@@ -192,6 +192,6 @@ def test_one_rank_needs_no_process_group() -> None:
     assert dims.tp_all_gather(x).shape == (1, 2, 3) and torch.equal(dims.dp_reduce_scatter(x[None]), x)
 
 
-def test_a_rank_outside_of_the_world_is_refused() -> None:
+def test_rank_outside_of_the_world_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rank=4 .* tp=2 x dp=2"):
         init_parallel(4, 2, 2, "tcp://127.0.0.1:1", torch.device("cpu"))

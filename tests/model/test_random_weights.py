@@ -29,6 +29,6 @@ def test_stacks_parts_and_vectors() -> None:
     assert torch.equal(weights.tensor("norm.weight", (4,)), torch.ones(4, dtype=torch.bfloat16))
 
 
-def test_a_seed_gives_the_same_weights_again() -> None:
+def test_seed_gives_the_same_weights_again() -> None:
     first, again = (RandomWeights(CPU, torch.float32, PLAIN, seed=3).matrix("w", (8, 8)) for _ in range(2))
     assert torch.equal(first, again)

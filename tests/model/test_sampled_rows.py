@@ -91,7 +91,7 @@ def test_rows_within_a_prompt(model: DeepseekV3, widths: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dense", [0, 1])
-def test_the_first_layer_may_be_the_last(dense: int) -> None:
+def test_first_layer_may_be_the_last(dense: int) -> None:
     """And its queries may come from the hidden state itself, as a view of a wider product."""
     config = ModelConfig.parse({**CONFIG, "num_hidden_layers": 1, "first_k_dense_replace": dense, "q_lora_rank": None})
     weights = RandomWeights(torch.device("cpu"), torch.float32, PLAIN)
@@ -105,7 +105,7 @@ def test_the_first_layer_may_be_the_last(dense: int) -> None:
     assert_close(sampled_only(model).forward(inputs, driver.kv)[inputs.sample_rows], expected, MODEL_TOLERANCE)
 
 
-def test_a_decode_step_computes_every_row(model: DeepseekV3, widths: list[int]) -> None:
+def test_decode_step_computes_every_row(model: DeepseekV3, widths: list[int]) -> None:
     driver, seq = Driver(model), Seq(random_prompt(40, model.config.vocab_size, 0))
     driver.step([(seq, 39)])
     decode = driver.build([(seq, 1)], padding=3)

@@ -115,7 +115,7 @@ def test_e4m3_keys_choose_nearly_what_exact_ones_do(model: DeepseekV3, chosen: l
     assert 0.85 < sum(shared) / len(shared) < 1.0
 
 
-def test_a_pool_of_e4m3_keys_gives_the_same_tokens_in_chunks(model: DeepseekV3) -> None:
+def test_pool_of_e4m3_keys_gives_the_same_tokens_in_chunks(model: DeepseekV3) -> None:
     prompts = [random_prompt(n, VOCAB, n) for n in (30, 130)]
     found = [Driver(model, dtype=torch.bfloat16).greedy(prompts, 16, chunk) for chunk in (1 << 30, 1 << 20)]
     whole, again = found
@@ -150,7 +150,7 @@ def test_other_weights_take_the_place_of_these(sparse: Path, tmp_path: Path) -> 
     assert torch.equal(Driver(served).step([(Seq(tokens), 80)]), expected) and not torch.equal(before, expected)
 
 
-def test_the_mtp_layer_has_keys_of_its_own(model: DeepseekV3, chosen: list[Tensor]) -> None:
+def test_mtp_layer_has_keys_of_its_own(model: DeepseekV3, chosen: list[Tensor]) -> None:
     tokens = random_prompt(141, VOCAB, 10)
     driver, whole = Driver(model), Seq(tokens[:140])
     hidden = model.forward(driver.build([(whole, 140)]), driver.kv)
@@ -192,7 +192,7 @@ def test_prompts_are_not_shared(model: DeepseekV3) -> None:
         kv_layout(limits, Execution(), model.config, "hash", torch.bfloat16)
 
 
-def test_a_pool_without_index_keys_is_refused(model: DeepseekV3) -> None:
+def test_pool_without_index_keys_is_refused(model: DeepseekV3) -> None:
     config = model.config
     with pytest.raises(AssertionError, match="no room for index keys"):
         IndexPool.of(torch.zeros(2, config.num_kv_layers, 64, config.kv_row_dim), config)

@@ -121,7 +121,7 @@ def test_other_files(content: bytes, tmp_path: Path) -> None:
         TensorFile(tmp_path / "x")
 
 
-def test_a_file_that_is_cut_off_later_ends_the_read(tmp_path: Path) -> None:
+def test_file_that_is_cut_off_later_ends_the_read(tmp_path: Path) -> None:
     path = write(tmp_path / "x", {"a": ENTRY}, bytes(16))
     stored = TensorFile(path).tensors["a"]
     path.write_bytes(path.read_bytes()[:-8])

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_size_is_exact(dtype: torch.dtype) -> None:
+def test_size_is_exact(dtype: torch.dtype) -> None:
     config = ModelConfig.load(TINY)
     model = load_model(TINY, ParallelDims(), CPU, dtype)
     assert weight_bytes(config, ParallelDims(), dtype, PLAIN) == tensor_bytes(model)
@@ -35,7 +35,7 @@ def test_the_size_is_exact(dtype: torch.dtype) -> None:
         ParallelDims(rank=1, dp=2, spare_experts=1),
     ],
 )
-def test_the_size_of_a_shard_is_exact(dims: ParallelDims, kept: Kept) -> None:
+def test_size_of_a_shard_is_exact(dims: ParallelDims, kept: Kept) -> None:
     config = ModelConfig.load(TINY)
     model = DeepseekV3(RandomWeights(CPU, torch.bfloat16, kept), config, dims)
     size = weight_bytes(config, dims, torch.bfloat16, kept)
@@ -47,7 +47,7 @@ def test_views_of_one_memory_count_once() -> None:
     assert tensor_bytes({"whole": table, "part": (table[1:], table.T), "own": [table.clone()]}) == 800
 
 
-def test_a_config_that_does_not_divide_is_named() -> None:
+def test_config_that_does_not_divide_is_named() -> None:
     with pytest.raises(ValueError, match="not a multiple"):
         weight_bytes(ModelConfig.load(Path(TINY)), ParallelDims(tp=3), torch.bfloat16, PLAIN)
     odd = ModelConfig.parse({**json.loads((TINY / "config.json").read_text()), "moe_intermediate_size": 63})

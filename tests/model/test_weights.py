@@ -137,7 +137,7 @@ def test_fp8_scales_are_checked(
     _refused(path, words)
 
 
-def test_an_mtp_layer_that_nobody_loads_may_be_missing(random_bf16: Path, tmp_path: Path) -> None:
+def test_mtp_layer_that_nobody_loads_may_be_missing(random_bf16: Path, tmp_path: Path) -> None:
     """Trainers leave it out, and its number in config.json."""
     layer = f"model.layers.{ModelConfig.load(random_bf16).num_hidden_layers}."
 
@@ -177,7 +177,7 @@ def test_unreadable_files(random_bf16: Path, tmp_path: Path) -> None:
         load(empty)
 
 
-def test_a_dimension_that_does_not_divide_is_named(random_bf16: Path) -> None:
+def test_dimension_that_does_not_divide_is_named(random_bf16: Path) -> None:
     with pytest.raises(ValueError, match=r"num_attention_heads=4 .* tp=3"):
         load(random_bf16, ParallelDims(tp=3))
     with pytest.raises(ValueError, match=r"n_routed_experts=16 .* tp \* dp=3"):
