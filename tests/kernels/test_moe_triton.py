@@ -61,7 +61,7 @@ def test_expert_slots(num: int, turns: int) -> None:
     assert torch.equal(triton_slots.expert_slots(ids, table), expert_slots(ids, table))
 
 
-@pytest.mark.parametrize("num", [0, 1, 17, 130])
+@pytest.mark.parametrize("num", [0, 1, 35])
 def test_gate_logits(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(num, 608, generator=seeded(num)).bfloat16()[:, :600]  # whose last part is not whole
     weight = torch.randn(70, 600, generator=seeded(1)).bfloat16()
@@ -102,7 +102,7 @@ def test_small(num: int, shared: bool, dim: int, size: int, fp8: bool) -> None:
 
 
 def test_small_in_fp32_multiplies_one_token_exactly() -> None:
-    x, weights, _, (w13, w2) = case(1, 256, 128, torch.float32, True)
+    x, weights, _, (w13, w2) = case(1, 128, 128, torch.float32, True)
     arguments = (x, weights, torch.tensor([[0, 3, 2]], dtype=torch.int32), w13, w2)
     assert_close(moe_small.moe_experts(*arguments), ref_experts.moe_experts(*arguments))
 

@@ -102,14 +102,15 @@ def ask(loop: Loop, room: int, count: int) -> float:
     return times[0] - asked
 
 
-def test_idle_loops_do_nothing_and_wake_at_once(loops: list[Loop]) -> None:
+def test_idle_loops_do_nothing_and_wake_at_once(loops: list[Loop], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace_serve.worker.rank.loop.QUIET_S", 0.2)
     for loop in loops:
         loop.thread.start()
     ask(loops[0], 1, 3)
-    assert all(loop.checked.wait(30) for loop in loops), "the pools are checked once, after a quiet second"
-    time.sleep(0.5)  # for the step behind the check
+    assert all(loop.checked.wait(30) for loop in loops), "the pools are checked once, after a quiet time"
+    time.sleep(0.2)  # for the step behind the check
     before, cpu_s = [loop.num_steps for loop in loops], time.process_time()
-    time.sleep(1.0)  # nothing may happen for as long
+    time.sleep(0.5)  # nothing may happen for longer than that
     assert [loop.num_steps for loop in loops] == before, "they stepped while nobody had work"
     assert time.process_time() - cpu_s < 0.02
     first = [ask(loops[room % 2], room, 2) for room in range(2, 12)]
@@ -121,7 +122,7 @@ def test_idle_loops_do_nothing_and_wake_at_once(loops: list[Loop]) -> None:
 def test_replica_that_starts_late_is_waited_for(loops: list[Loop]) -> None:
     """Such as one that compiles for minutes: the others have joined with it, and sleep until it is ready."""
     loops[0].thread.start()
-    time.sleep(0.5)
+    time.sleep(0.2)
     assert loops[0].thread.is_alive()
     loops[1].thread.start()
     ask(loops[0], 1, 4)
