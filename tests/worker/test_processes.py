@@ -212,7 +212,9 @@ async def test_a_router_that_comes_later_costs_a_worker_nothing_of_its_prefix_ca
             before = (await two.whole()).replicas
             await two.stub.Warmup(worker_pb2.WarmupRequest())
             after = (await two.whole()).replicas
-            computed = [b.prompt_tokens - a.prompt_tokens for a, b in zip(before, after, strict=True)]
+            computed = [
+                b.counters["prompt_tokens"] - a.counters["prompt_tokens"] for a, b in zip(before, after, strict=True)
+            ]
             assert computed == [1, 1], "of each replica"
 
 
