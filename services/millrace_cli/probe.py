@@ -64,16 +64,26 @@ async def speaks_http(address: str) -> bool:
 
 
 async def worker_info(address: str, identity: Identity | None = None, token: str = "") -> worker_pb2.WorkerInfo | None:
-    request, stub = worker_pb2.GetInfoRequest(), worker_pb2_grpc.WorkerServiceStub
-    return await _ask(address, identity, lambda ch: stub(ch).GetInfo(request, timeout=TIMEOUT_S), token)
+    request = worker_pb2.GetInfoRequest()
+    return await _ask(
+        address,
+        identity,
+        lambda ch: worker_pb2_grpc.WorkerServiceStub(ch).GetInfo(request, timeout=TIMEOUT_S),
+        token,
+    )
 
 
 async def workers(
     admin_address: str, identity: Identity | None = None, token: str = ""
 ) -> list[admin_pb2.WorkerStatus] | None:
     """A router's view of its workers."""
-    request, stub = admin_pb2.ListWorkersRequest(), admin_pb2_grpc.AdminStub
-    answer = await _ask(admin_address, identity, lambda ch: stub(ch).ListWorkers(request, timeout=TIMEOUT_S), token)
+    request = admin_pb2.ListWorkersRequest()
+    answer = await _ask(
+        admin_address,
+        identity,
+        lambda ch: admin_pb2_grpc.AdminStub(ch).ListWorkers(request, timeout=TIMEOUT_S),
+        token,
+    )
     return None if answer is None else list(answer.workers)
 
 

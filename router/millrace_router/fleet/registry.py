@@ -37,7 +37,7 @@ from millrace_router.fleet.worker import Worker
 from millrace_router.policy.cache_key import CacheKey
 from millrace_router.policy.choose import Decision
 from millrace_router.policy.placer import Placer
-from millrace_router.policy.snapshot import Pace, View, Want
+from millrace_router.policy.snapshot import Pace, Replica, View, Want
 from millrace_router.resilience.health import WorkerHealth
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class Registry:
 
     def view(self, weights: str) -> View:
         """The view of the model with these weights."""
-        roles: dict[int, list] = {PREFILL: [], DECODE: [], UNIFIED: []}
+        roles: dict[int, list[Replica]] = {PREFILL: [], DECODE: [], UNIFIED: []}
         left_out = self.health.left_out()
         for worker, sources in self._able:
             if worker.weights == weights:
