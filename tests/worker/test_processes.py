@@ -227,7 +227,9 @@ async def test_warmup_of_a_ready_worker_keeps_its_prefix_cache(two: Worker) -> N
             before = (await two.whole()).replicas
             await two.stub.Warmup(worker_pb2.WarmupRequest())
             after = (await two.whole()).replicas
-            computed = [b.prompt_tokens - a.prompt_tokens for a, b in zip(before, after, strict=True)]
+            computed = [
+                b.counters["prompt_tokens"] - a.counters["prompt_tokens"] for a, b in zip(before, after, strict=True)
+            ]
             assert computed == [1, 1], "of each replica"
 
 

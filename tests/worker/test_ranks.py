@@ -115,7 +115,7 @@ async def test_rank_that_hangs_ends_the_worker(
     """
     launcher, lost = Nobody(tmp_path), asyncio.get_running_loop().create_future()
     config = WorkerConfig(engine="sim")
-    ranks = make(config, launcher, {}, lost.set_result)
+    ranks = make(config, launcher, {Events: lambda rank, events: None}, lost.set_result)
     starting = asyncio.create_task(ranks.start())
     rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
     rank.send(FromRank(0, ready(config, f"ipc://{tmp_path}/rank")))
@@ -159,7 +159,7 @@ async def test_ranks_that_end_before_an_answer_leave_no_question_to_the_next(
     make: Callable[..., Ranks], context: zmq.Context[Any], tmp_path: Path
 ) -> None:
     config, launcher = WorkerConfig(engine="sim"), Nobody(tmp_path)
-    ranks = make(config, launcher, {}, lambda why: None)
+    ranks = make(config, launcher, {Events: lambda rank, events: None}, lambda why: None)
     with pytest.raises(MillraceError, match="the ranks are not up"):
         await ranks.freeze_gc()
 
@@ -196,7 +196,7 @@ async def test_answers_are_in_the_order_of_ranks(
 ) -> None:
     """Not in that in which the ranks became ready: the one that failed is named by its place."""
     config, launcher = WorkerConfig(engine="sim", dp=2), Nobody(tmp_path)
-    ranks = make(config, launcher, {}, lambda why: None)
+    ranks = make(config, launcher, {Events: lambda rank, events: None}, lambda why: None)
     starting = asyncio.create_task(ranks.start())
     frontend: Sender[FromRank] = Sender(context, await launcher.endpoint)
     for rank in (1, 0):

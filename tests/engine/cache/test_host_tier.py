@@ -105,7 +105,9 @@ def test_evicted_prefix_comes_back(role, overlap):
     load = driver.engine.load()
     assert driver.cached(2) == load.counters["cached_tokens"] == load.counters["host_cached_tokens"] == 12
     assert (
-        load.counters["host_bytes/load"] == 3 * driver.engine.pool.layout.page_bytes < load.counters["host_bytes/store"]
+        load.counters.get("host_bytes/load", 0)
+        == 3 * driver.engine.pool.layout.page_bytes
+        < load.counters["host_bytes/store"]
     )
     assert load.counters["host_seconds/store"] > 0 and load.counters["host_seconds/load"] > 0
     driver.end()
@@ -182,9 +184,9 @@ def test_preempted_sequence_goes_on_where_it_was(host_pages, drafts, overlap):
     load = driver.engine.load()
     assert load.counters["preemptions"] == load.counters["resumed"] + load.counters["recomputed"] == 1
     if host_pages == 100:
-        assert load.counters["resumed"] == 1 and load.counters["host_bytes/load"] > 0
+        assert load.counters["resumed"] == 1 and load.counters.get("host_bytes/load", 0) > 0
     elif not host_pages:
-        assert not load.counters["host_bytes/load"] and (
+        assert not load.counters.get("host_bytes/load", 0) and (
             load.counters["recomputed"] or drafts
         )  # drafts are as long as pages here
     driver.end()

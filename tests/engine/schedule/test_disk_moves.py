@@ -223,7 +223,7 @@ def fill_folder(folder: Path) -> None:
     """By an engine that ends."""
     first = OnDisk(folder, host_pages=100)
     assert first.ask(1, PROMPT) == 0
-    assert first.settle().disk_stored_pages == 5
+    assert first.settle().counters["disk_pages/store"] == 5
     first.engine.close()
 
 

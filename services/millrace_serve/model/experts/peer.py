@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from millrace_kernels.fp8 import BLOCK, SMALL_TOKENS, Fp8, Operand
+from millrace_kernels.backend import SMALL_TOKENS
+from millrace_kernels.fp8 import BLOCK, Fp8, Operand
 from millrace_kernels.peer.exchange import Exchange, ExpertPlaces
 from torch import Tensor
 

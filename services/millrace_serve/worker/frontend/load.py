@@ -92,6 +92,12 @@ class LoadBoard:
                 await self.changed.wait(max_interval_s - min_interval_s)
 
     def report(self, metrics: Metrics) -> None:
+        families = {
+            "": metrics.engine,
+            "host_bytes": metrics.host_bytes,
+            "host_seconds": metrics.host_seconds,
+            "disk_pages": metrics.disk_pages,
+        }
         for index, load in enumerate(self.loads):
             replica = str(index)
             for name in DOING:
@@ -102,7 +108,7 @@ class LoadBoard:
             metrics.credits.labels(replica=replica).set(load.credits)
             for name, count in load.counters.items():
                 metric, _, label = name.rpartition("/")
-                self._advance(getattr(metrics, metric or "engine").labels(replica, label), count)
+                self._advance(families[metric].labels(replica, label), count)
             for counter, counts in ((metrics.drafts, load.drafted), (metrics.drafts_accepted, load.accepted)):
                 for position, count in enumerate(counts, 1):
                     self._advance(counter.labels(replica=replica, position=position), count)
