@@ -128,7 +128,7 @@ def without_extras(lines: Iterable[str]) -> Iterator[Requirement]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_what_is_installed_without_dependencies_is_in_no_extra_and_in_the_lock(device: str) -> None:
+def test_package_without_dependencies_is_in_no_extra_but_in_the_lock(device: str) -> None:
     """In an extra it would be resolved with its dependencies after all."""
     alone = pins(REQUIREMENTS / f"no-deps-{device}.txt")
     assert alone and alone.items() <= locked(f"worker-{device}").items()

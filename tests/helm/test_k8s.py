@@ -51,7 +51,7 @@ def test_the_device_plugin_gives_what_the_fabrics_ask_for() -> None:
 
 
 @pytest.mark.helm
-def test_the_adapter_has_the_metrics_of_the_catalogue_that_autoscalers_ask_for() -> None:
+def test_adapter_has_the_metrics_that_autoscalers_ask_for() -> None:
     charts = read(K8S / "prerequisites" / "monitoring" / "kustomization.yaml")["helmCharts"]
     (adapter,) = (chart for chart in charts if chart["name"] == "prometheus-adapter")
     names = {row.name for row in metrics.WORKER}

@@ -85,7 +85,7 @@ def test_pods_on_openshift_fit_the_strictest_constraints() -> None:
         assert "runAsUser" not in context
 
 
-def test_unified_pools_on_aks_tolerate_the_taint_of_agent_pools_without_a_fabric() -> None:
+def test_unified_pool_on_aks_tolerates_the_taint_of_agent_pools() -> None:
     (worker,) = workers(rendered("aks", "h200-8gpu-unified", "helm", "fabric.preset="))
     assert {"key": "sku", "operator": "Equal", "value": "gpu", "effect": "NoSchedule"} in worker["tolerations"]
 

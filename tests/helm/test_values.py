@@ -129,7 +129,7 @@ def test_each_role_scales_on_what_it_runs_out_of() -> None:
 
 
 @pytest.mark.helm
-def test_who_may_talk_to_whom() -> None:
+def test_policy_lets_in_only_who_asks_this_port() -> None:
     policies = {
         item["metadata"]["name"]: item["spec"]["ingress"] for item in of_kind(rendered("policies"), "NetworkPolicy")
     }
@@ -141,6 +141,8 @@ def test_who_may_talk_to_whom() -> None:
     from_router, from_workers, metrics = worker
     assert from_router["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
     assert "ports" not in from_workers and metrics["ports"] == [{"port": 9090}]
+    monitors = {"namespaceSelector": {"matchLabels": {"team": "b"}}}
+    assert router[1]["from"] == [monitors] and metrics["from"] == [monitors, test]
     for rule in (from_router, from_workers):  # of this release only
         assert rule["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "demo"
 
