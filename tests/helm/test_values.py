@@ -165,7 +165,8 @@ def test_what_each_kind_of_pod_may_reach() -> None:
     shared = []
     for name, rules in found.items():
         *_, resolvers, collector = rules
-        assert resolvers["ports"] == dns and {"namespaceSelector": {}} in resolvers["to"], name
+        local = {"ipBlock": {"cidr": "169.254.0.0/16"}}
+        assert resolvers == {"to": [{"namespaceSelector": {}}, local], "ports": dns}, name
         assert collector == {"ports": [{"port": 4319}]}, name
         shared.append(rules[:-2])
     assert list(found) == [
