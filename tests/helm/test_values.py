@@ -67,6 +67,13 @@ def test_probe_waits_for_the_start_and_notices_readiness_soon() -> None:
 
 
 @pytest.mark.helm
+def test_admin_port_is_on_loopback_unless_another_host_is_said() -> None:
+    for sets, host in (((), "127.0.0.1"), (("router.adminHost=0.0.0.0", "tls.mode=certManager"), "0.0.0.0")):
+        config = config_of(rendered("cpu-tiny", *sets), ROUTER)
+        assert [config[key].rpartition(":")[0] for key in ("admin", "admin_http")] == [host] * 2
+
+
+@pytest.mark.helm
 @pytest.mark.parametrize("plain", ["true", "false"])
 def test_api_keys_without_tls_are_taken_only_where_that_is_said(plain: str) -> None:
     config = config_of(rendered("keys", "tls.mode=certManager", f"apiKeys.allowPlaintext={plain}"), ROUTER)
