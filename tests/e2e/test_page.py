@@ -147,7 +147,7 @@ async def test_a_page_that_may_not_read_answers_names_the_setting(system: Simple
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 700, 1000, 1600])
+@pytest.mark.parametrize("width", [360, 1000])
 async def test_it_fits_every_width(page: Page, width: int, scheme: str) -> None:
     await page.emulate_media(color_scheme=scheme)
     await page.set_viewport_size({"width": width, "height": 800})
