@@ -106,7 +106,7 @@ def test_alert_fires_for_its_fault_and_only_then(tmp_path: Path) -> None:
 
 
 @needs_prometheus
-def test_a_group_that_is_made_again_and_again_restarts(tmp_path: Path) -> None:
+def test_group_that_is_made_again_and_again_restarts(tmp_path: Path) -> None:
     """Its pods have the same names and other addresses."""
     starts = {f'{STARTED[:-1]},instance="10.0.0.{n}"}}': f"_x{17 * n} {n}x11 stale" for n in range(1, 7)}
     once = dict(list(starts.items())[:1])
@@ -141,7 +141,7 @@ def test_releases_of_a_namespace_do_not_mix(tmp_path: Path) -> None:
 
 
 @needs_prometheus
-def test_a_link_names_the_deployment_whatever_its_name(tmp_path: Path) -> None:
+def test_link_names_the_deployment_whatever_its_name(tmp_path: Path) -> None:
     of = Deployment("n", "org/m & more", "blue")
     alert = yaml.safe_load(rules(of, "MillraceNotReady"))["groups"][0]["rules"][0]
     link = alert["annotations"]["dashboard_url"]

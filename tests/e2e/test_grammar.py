@@ -68,7 +68,7 @@ async def test_json_always_satisfies_its_schema(cluster: ControlledCluster, clie
     await client.wait_whole()
 
 
-async def test_a_regex_is_matched_beside_requests_without_one(client: Client) -> None:
+async def test_regex_is_matched_beside_requests_without_one(client: Client) -> None:
     grammar = common_pb2.Grammar(regex=REGEX)
     free = [client.generate("Hello", max_tokens=30, ignore_eos=True) for _ in range(3)]
     answers = await asyncio.gather(*free, *(client.generate("Far?", grammar=grammar, **s) for s in SAMPLINGS))
@@ -98,7 +98,7 @@ async def test_what_cannot_be_compiled_is_refused_before_any_work(cluster: Contr
     await client.wait_whole()
 
 
-async def test_a_worker_dies_in_the_middle(cluster: ControlledCluster, client: Client) -> None:
+async def test_worker_dies_in_the_middle(cluster: ControlledCluster, client: Client) -> None:
     """The other decode worker goes on behind what was said, with the tokens that would have come. The last test: it
     leaves a worker less.
     """

@@ -63,7 +63,7 @@ def test_each_role_has_a_name_of_its_own_which_every_process_knows(mode: str) ->
     assert sections[0]["server_name"] in named["demo-millrace-worker-tls"]
 
 
-async def test_the_generated_certificates_work(tmp_path: Path) -> None:
+async def test_generated_certificates_work(tmp_path: Path) -> None:
     """A worker's port with the rendered configuration, and callers with each certificate of the release."""
     items = rendered("cpu-tiny", "tls.mode=generated")
     folder = "/etc/millrace/tls"
@@ -130,7 +130,7 @@ def test_upgrade_keeps_certificates_and_issues_missing_ones(tmp_path: Path) -> N
         assert signers == {again["demo-millrace-ca"]["tls.crt"]}
 
 
-def test_the_authoritys_key_is_in_no_pod() -> None:
+def test_authoritys_key_is_in_no_pod() -> None:
     items = rendered("h200-1p1d-16gpu")
     assert "demo-millrace-ca" in secrets(items)
     for where, spec in pods(items):

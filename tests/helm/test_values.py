@@ -90,7 +90,7 @@ def test_drain_fits_into_the_grace() -> None:
 
 
 @pytest.mark.helm
-def test_a_group_has_one_frontend_and_ray_on_pinned_ports() -> None:
+def test_group_has_one_frontend_and_ray_on_pinned_ports() -> None:
     items = rendered("groups")
     found = dict(pods(items))
     leader, follower = (
@@ -111,7 +111,7 @@ def test_a_group_has_one_frontend_and_ray_on_pinned_ports() -> None:
 
 @pytest.mark.helm
 @pytest.mark.parametrize("name", ["hpa", "keda", "keda-groups"])
-def test_an_autoscaler_begins_with_its_minimum(name: str) -> None:
+def test_autoscaler_begins_with_its_minimum(name: str) -> None:
     """A field that an upgrade leaves out falls back to 1, whatever runs; in a cluster the live number is rendered."""
     items = rendered(name)
     scalers = of_kind(items, "HorizontalPodAutoscaler", "ScaledObject")
@@ -223,7 +223,7 @@ def test_every_pod_of_ours_has_an_egress_policy() -> None:
         assert checked >= 3
 
 
-def test_a_routers_certificate_names_its_services_as_clients_call_them() -> None:
+def test_routers_certificate_names_its_services_as_clients_call_them() -> None:
     made = rendered("tls")
     services = [it["metadata"]["name"] for it in of_kind(made, "Service") if "-router" in it["metadata"]["name"]]
     assert len(services) == 2, "for simple clients, and for those that balance themselves"
