@@ -318,7 +318,7 @@ def loaded_with(package: str) -> set[str]:
     ("package", "roots"),
     [(f"{WORKER}.rank", {"grpc", STUBS, RPC}), (f"{WORKER}.main", {"torch"}), (HANDOVER, {"torch"})],
 )
-def test_a_process_does_not_load_what_the_other_one_is_for(package: str, roots: set[str]) -> None:
+def test_process_does_not_load_what_the_other_one_is_for(package: str, roots: set[str]) -> None:
     """Neither does what it imports."""
     found = loaded_with(package)
     assert COMMON + ".config" in found

@@ -74,7 +74,7 @@ def constrained(device: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_a_lock_has_what_its_extras_ask_for(name: str) -> None:
+def test_lock_has_what_its_extras_ask_for(name: str) -> None:
     extras, device, elsewhere = LOCKS[name]
     have = locked(name) | {one: constrained(device)[one] for one in elsewhere}
     for requirement in asked(*extras):
@@ -87,7 +87,7 @@ def test_a_lock_has_what_its_extras_ask_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["build", *LOCKS])
-def test_a_lock_has_the_versions_of_its_constraints_with_hashes(name: str) -> None:
+def test_lock_has_the_versions_of_its_constraints_with_hashes(name: str) -> None:
     device = LOCKS[name][1] if name in LOCKS else "cpu"
     wanted = constrained(device) | pins(REQUIREMENTS / f"no-deps-{device}.txt")
     have = locked(name)
@@ -104,7 +104,7 @@ def test_torch_of_the_cpu_image_has_its_own_lock() -> None:
 
 
 @pytest.mark.parametrize("name", ["router", "worker-cpu"])
-def test_a_lock_has_what_its_packages_ask_for(name: str) -> None:
+def test_lock_has_what_its_packages_ask_for(name: str) -> None:
     """As the packages say that are installed here, where those are of the same version."""
     _, device, elsewhere = LOCKS[name]
     have, exempt = locked(name), pins(REQUIREMENTS / f"no-deps-{device}.txt")
@@ -128,7 +128,7 @@ def without_extras(lines: Iterable[str]) -> Iterator[Requirement]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_what_is_installed_without_dependencies_is_in_no_extra_and_in_the_lock(device: str) -> None:
+def test_package_without_dependencies_is_in_no_extra_but_in_the_lock(device: str) -> None:
     """In an extra it would be resolved with its dependencies after all."""
     alone = pins(REQUIREMENTS / f"no-deps-{device}.txt")
     assert alone and alone.items() <= locked(f"worker-{device}").items()

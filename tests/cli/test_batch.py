@@ -90,7 +90,7 @@ WHOLE = "".join(json.dumps(line) + "\n" for line in LINES).encode()
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, len(WHOLE)))
-def test_a_file_may_be_cut_off_anywhere(tmp_path_factory: pytest.TempPathFactory, size: int) -> None:
+def test_file_may_be_cut_off_anywhere(tmp_path_factory: pytest.TempPathFactory, size: int) -> None:
     path = tmp_path_factory.mktemp("cut") / "out"
     path.write_bytes(WHOLE[:size])
     ids, kept = batch_file.answered(path)
@@ -98,7 +98,7 @@ def test_a_file_may_be_cut_off_anywhere(tmp_path_factory: pytest.TempPathFactory
     assert kept <= size and (kept == 0 or WHOLE[kept - 1 : kept] == b"\n")
 
 
-def test_a_busy_server_is_asked_again(tmp_path: Path) -> None:
+def test_busy_server_is_asked_again(tmp_path: Path) -> None:
     file, out = write(tmp_path / "in", *map(request, "abc")), tmp_path / "out"
     tries: dict[str, int] = {}
 
@@ -176,7 +176,7 @@ def test_only_the_first_bad_lines_are_told(tmp_path: Path) -> None:
     assert str(caught.value).count("line ") == 10 and str(caught.value).endswith("and 4 more")
 
 
-def test_an_output_that_is_none_is_not_touched(tmp_path: Path) -> None:
+def test_output_that_is_none_is_not_touched(tmp_path: Path) -> None:
     file, out = write(tmp_path / "in", request("a")), write(tmp_path / "out", "notes")
     with pytest.raises(CommandError, match="line 1 is not an answer"):
         run(file, out, echo)
@@ -191,7 +191,7 @@ def test_an_output_that_is_none_is_not_touched(tmp_path: Path) -> None:
         run(file, tmp_path / "none" / "out", echo)
 
 
-def test_a_full_disk_ends_the_run_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_ends_the_run_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(io.BytesIO):
         def write(self, data: object) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -208,7 +208,7 @@ def test_a_full_disk_ends_the_run_with_its_reason(tmp_path: Path, monkeypatch: p
         run(write(tmp_path / "in", *map(request, "abcdef")), tmp_path / "out", echo)
 
 
-def test_a_refused_key_and_a_missing_server_end_the_run(tmp_path: Path) -> None:
+def test_refused_key_and_a_missing_server_end_the_run(tmp_path: Path) -> None:
     file = write(tmp_path / "in", request("a"))
 
     def dead(asked: httpx.Request) -> httpx.Response:

@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 
 
 @pytest.mark.helm
-def test_the_values_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check(ROOT / "models" / "generated" / "tiny-fp8", "H100", ["limits.max_model_len=2048"])
     printed = capsys.readouterr()
     assert "FP8 weights" in printed.err and "8 experts in 4 group(s)" in printed.err
@@ -82,7 +82,7 @@ def test_v3_on_gpus_of_80_gb_needs_a_group_of_two_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_v3s_size_is_checked_in_seconds(tmp_path: Path) -> None:
+def test_checkpoint_of_v3s_size_is_checked_in_seconds(tmp_path: Path) -> None:
     """All headers of 671B parameters in FP8, in 163 files without data. As a command."""
     folder = write_headers(tmp_path / "v3", 163)
     assert sum(file.stat().st_size for file in folder.glob("*.safetensors")) > 680e9
@@ -136,7 +136,7 @@ def write_file(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> N
         file.truncate(8 + len(text) + end)
 
 
-def test_a_folder_without_a_chat_template_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_without_a_chat_template_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(TINY, tmp_path / "a")
     check(tmp_path / "a", "H200", [])
     assert "no chat template" not in capsys.readouterr().err
@@ -174,14 +174,14 @@ def test_experts_in_int4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert plain - packed == 2 * params - (params + 4 * params // 128**2), "with the scales of blocks"
 
 
-def test_the_fewest_gpus_then_the_most_kv() -> None:
+def test_fewest_gpus_then_the_most_kv() -> None:
     found = [Layout("H200", 1, 4, 9, 0, "no"), Layout("H200", 1, 8, 9, 100), Layout("H200", 8, 1, 9, 300)]
     assert choose(found, "H200") == found[1]
     assert choose([*found, Layout("H200", 4, 1, 9, 50)], "H200") == Layout("H200", 4, 1, 9, 50)
     assert choose(found, "H100") is None
 
 
-def test_a_layout_that_is_asked_for_is_the_only_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layout_that_is_asked_for_is_the_only_one(capsys: pytest.CaptureFixture[str]) -> None:
     check(TINY, "H200", ["tp=2", "dp=2", "limits.max_running=7"])
     found = capsys.readouterr()
     worker = yaml.safe_load(found.out)["workerDefaults"]

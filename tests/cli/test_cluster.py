@@ -107,7 +107,7 @@ async def test_start_gives_up_and_says_who_is_late(make_spec, wait_gone, monkeyp
     wait_gone([cluster.pid(name) for name in cluster.processes])
 
 
-def test_a_worker_on_a_gpu_has_time_to_compile(make_spec) -> None:
+def test_worker_on_a_gpu_has_time_to_compile(make_spec) -> None:
     assert make_spec(start_timeout_s=None).patience_s == START_S
     assert make_spec(start_timeout_s=7, worker_set=("device=cuda",)).patience_s == 7
     assert make_spec(start_timeout_s=None, worker_set=("device=cuda",)).patience_s == GPU_START_S
@@ -159,7 +159,7 @@ async def test_deaf_child_and_its_own_children_are_killed(make_spec, wait_gone) 
     wait_gone(pids + children)
 
 
-async def test_a_child_that_ends_while_all_are_killed_spares_no_other(make_spec, wait_gone) -> None:
+async def test_child_that_ends_while_all_are_killed_spares_no_other(make_spec, wait_gone) -> None:
     async with ControlledCluster(make_spec(worker_set=("deaf=true",), stop_grace_s=60)) as cluster:
         pids = [cluster.pid(name) for name in cluster.processes]
         os.kill(cluster.pid("router"), signal.SIGKILL)
@@ -169,7 +169,7 @@ async def test_a_child_that_ends_while_all_are_killed_spares_no_other(make_spec,
         wait_gone(pids)
 
 
-async def test_a_stop_that_is_cancelled_at_once_kills(make_spec, wait_gone) -> None:
+async def test_stop_that_is_cancelled_at_once_kills(make_spec, wait_gone) -> None:
     async with ControlledCluster(make_spec()) as cluster:
         pids = [cluster.pid(name) for name in cluster.processes]
         stopping = asyncio.create_task(cluster.stop())
@@ -180,7 +180,7 @@ async def test_a_stop_that_is_cancelled_at_once_kills(make_spec, wait_gone) -> N
         wait_gone(pids)
 
 
-async def test_a_worker_that_ends_after_it_was_seen_ready_fails_the_start(
+async def test_worker_that_ends_after_it_was_seen_ready_fails_the_start(
     make_spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its watcher has given up, as for every end during the start."""

@@ -16,7 +16,7 @@ def compile_caches(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_config_alone_is_enough(tmp_path: Path) -> None:
+def test_config_alone_is_enough(tmp_path: Path) -> None:
     shutil.copy(TINY / "config.json", tmp_path)
     sets = ("--set", f"cache_dir={tmp_path / 'caches'}", "--set", "graphs=on", "--set", "limits.max_running=2")
     result = compile_caches("--model", str(tmp_path), "--random-weights", *sets)

@@ -164,7 +164,7 @@ def test_help_of_bench_says_what_each_bench_measures(
         (["serve-local", "--log-dir", "/dev/null/x"], "Not a directory: '/dev/null/x'"),
     ],
 )
-def test_a_path_through_a_file_is_one_line(
+def test_path_through_a_file_is_one_line(
     arguments: list[str], message: str, here: Callable[..., CompletedProcess[str]]
 ) -> None:
     result = here(*arguments)
@@ -236,7 +236,7 @@ def test_router_needs_no_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tenant", ["team-a", "true", "1.5", None])
-def test_a_new_key_and_its_entry_fit(
+def test_new_key_and_its_entry_fit(
     here: Callable[..., CompletedProcess[str]], tmp_path: Path, tenant: str | None
 ) -> None:
     made = []
@@ -252,6 +252,6 @@ def test_a_new_key_and_its_entry_fit(
     assert [known.tenant(f"Bearer {key}").name for key in keys] == [tenant or "default"] * 2
 
 
-def test_a_new_key_needs_a_name_that_the_file_may_have(here: Callable[..., CompletedProcess[str]]) -> None:
+def test_new_key_needs_a_name_that_the_file_may_have(here: Callable[..., CompletedProcess[str]]) -> None:
     result = here("keys", "new", "--tenant", "a b")
     assert result.returncode == 2 and "--tenant" in result.stderr and not result.stdout

@@ -45,7 +45,7 @@ def test_http_clients_take_the_exemption(address: str, clean: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_channel_of_ours_uses_no_proxy(name: str, clean: pytest.MonkeyPatch) -> None:
+async def test_channel_of_ours_uses_no_proxy(name: str, clean: pytest.MonkeyPatch) -> None:
     clean.setenv(name, NOBODY)
     server = Server([])
     try:

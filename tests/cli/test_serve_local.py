@@ -108,7 +108,7 @@ def test_run_shows_addresses_replaces_a_child_and_stops_cleanly(start, wait_gone
         ({}, (), ()),
     ],
 )
-def test_the_routers_page_alone_may_read_answers_in_a_browser(
+def test_routers_page_alone_may_read_answers_in_a_browser(
     ports: dict[str, int], own: tuple[str, ...], origins: tuple[str, ...]
 ) -> None:
     spec = with_playground(ClusterSpec(ports=ports, router_set=own))

@@ -67,7 +67,7 @@ WORKERS = [
 ]
 
 
-def test_the_table_is_narrow_and_reasons_stand_below(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_is_narrow_and_reasons_stand_below(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     lines = workers.text(WORKERS, workers.TableWidth.NARROW).splitlines()
     assert all(len(line.removesuffix(one.address)) <= 80 for line, one in zip(lines[1:], WORKERS, strict=False))

@@ -40,7 +40,7 @@ def metrics(*expressions: str) -> set[str]:
     return {re.sub(r"_(bucket|count|sum)$", "", name) for name in names}
 
 
-def test_the_chart_has_what_the_generator_writes() -> None:
+def test_chart_has_what_the_generator_writes() -> None:
     assert files.differing(files.rendered(), files.OUT) == [], "run `make dashboards`"
 
 
@@ -106,7 +106,7 @@ def test_variables_are_those_that_queries_use(board: Dashboard) -> None:
 
 
 @every_board
-def test_a_variable_offers_what_the_ones_before_it_leave(board: Dashboard) -> None:
+def test_variable_offers_what_the_ones_before_it_leave(board: Dashboard) -> None:
     _, *variables = made(board)["templating"]["list"]
     for number, variable in enumerate(variables):
         chosen = re.findall(r"\$(\w+)", variable["query"]["query"])
@@ -114,7 +114,7 @@ def test_a_variable_offers_what_the_ones_before_it_leave(board: Dashboard) -> No
 
 
 @every_board
-def test_a_board_leads_to_every_board_and_keeps_the_deployment(board: Dashboard) -> None:
+def test_board_leads_to_every_board_and_keeps_the_deployment(board: Dashboard) -> None:
     uids = {other["uid"] for other in map(made, BOARDS)}
     links = made(board)["links"]
     assert {link["url"].removeprefix("/d/").partition("?")[0] for link in links} == uids
@@ -175,7 +175,7 @@ def test_colors_are_those_of_the_limits(rules: list[Alert], colors: dict[float |
 
 
 @every_board
-def test_a_panel_of_an_alert_has_its_limit_and_leads_to_it(board: Dashboard) -> None:
+def test_panel_of_an_alert_has_its_limit_and_leads_to_it(board: Dashboard) -> None:
     drawn = {panel.title: panel for row in board.rows for panel in row.panels}
     for panel in (panel for panel in panels(board) if panel["type"] != "row"):
         rules = [RULES[name] for name in drawn[panel["title"]].alerts]
@@ -203,7 +203,7 @@ def test_every_alert_leads_to_the_panel_that_draws_its_value(grafana: str) -> No
 
 
 @pytest.mark.parametrize("alert", RULES.values(), ids=RULES)
-def test_an_alert_knows_the_labels_of_its_value(alert: Alert) -> None:
+def test_alert_knows_the_labels_of_its_value(alert: Alert) -> None:
     """Its link and the legend of its panel are made of them."""
     assert set(re.findall(r" by \((?:le, )?([\w, ]+)\)", alert.value)) >= {", ".join(alert.by)}
     assert set(re.findall(r"\$labels\.(\w+)", alert.summary)) <= set(alert.by)
@@ -227,7 +227,7 @@ def test_thresholds_reach_the_rules() -> None:
     assert 'namespace="serving",model="m",release="r"' in text and "__" not in text
 
 
-def test_an_alert_knows_its_page() -> None:
+def test_alert_knows_its_page() -> None:
     for alert in RULES.values():
         assert alert.to_json("")["annotations"]["runbook_url"] == f"docs/alerts/Millrace{alert.name}.md"
 

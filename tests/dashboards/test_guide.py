@@ -89,7 +89,7 @@ def test_every_alert_has_a_page_and_no_other() -> None:
     assert {page.stem for page in PAGES} == ALERTS.keys()
 
 
-def test_the_index_has_them_all_and_knows_which_are_critical() -> None:
+def test_index_has_them_all_and_knows_which_are_critical() -> None:
     critical, _, others = INDEX.read_text().partition("| about |")
     listed = set(re.findall(r"\[(Millrace\w+)\]\(\1\.md\)", critical))
     assert listed == {name for name, alert in ALERTS.items() if alert.severity == "critical"}
@@ -97,14 +97,14 @@ def test_the_index_has_them_all_and_knows_which_are_critical() -> None:
 
 
 @pages
-def test_a_page_has_every_section(page: Path) -> None:
+def test_page_has_every_section(page: Path) -> None:
     headings = re.findall(r"^\*\*([^*]+)\*\*", page.read_text(), re.MULTILINE)
     assert tuple(heading.rstrip(":") for heading in headings) == SECTIONS
     assert page.read_text().startswith(f"# {page.stem}\n")
 
 
 @pages
-def test_a_page_says_how_long_it_must_last(page: Path) -> None:
+def test_page_says_how_long_it_must_last(page: Path) -> None:
     """And how much it is: what a page says of its rule is what the rule has."""
     alert = ALERTS[page.stem]
     first = text(page).partition("**Users feel:**")[0]
@@ -120,6 +120,6 @@ def test_a_page_says_how_long_it_must_last(page: Path) -> None:
 
 
 @pages
-def test_a_page_names_something_to_look_at(page: Path) -> None:
+def test_page_names_something_to_look_at(page: Path) -> None:
     look = text(page).partition("**Look at:**")[2].partition("**Do:**")[0]
     assert re.search(rf"\*({BOARDS}): ", look) or "DCGM" in look or "kubectl" in look

@@ -83,7 +83,7 @@ def test_every_board_has_a_picture_in_the_guide(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.e2e
 @needs_prometheus
-async def test_a_run_is_recorded(tmp_path: Path) -> None:
+async def test_run_is_recorded(tmp_path: Path) -> None:
     recording = await record(tmp_path, (10.0, 2.0, 2.0))
     requests = [query for query in recording.answers if query.startswith("sum by (status) (rate(millrace_requests")]
     assert requests and all(recording.answers[query] for query in requests)

@@ -1,7 +1,6 @@
 """Every rule, played to Prometheus's own rule tester: the fault that raises it, and what looks like it and is none.
 
-Values are in promtool's notation: `a+bxn` is a, a+b, … n steps further; `_xn` are n scrapes that fail; `stale` ends a
-series. tests/e2e/test_prometheus.py inflicts most of the faults on real processes.
+faults.yaml has the faults. tests/e2e/test_prometheus.py inflicts some of them on real processes.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from typing import Any
 import yaml
 from millrace_dashboards import alerts, files
 from millrace_dashboards.alert import Deployment
+from millrace_dashboards.promql import filled
 from millrace_testing.prometheus import binary, needs_prometheus
 
 OF, GREEN = Deployment("n", "m", "blue"), Deployment("n", "m", "green")  # two releases of a model in a namespace
-WHERE = OF.matchers
-POD = f'{WHERE},pod="p"'
-GPU = 'Hostname="node",gpu="3"'
+POD = f'{OF.matchers},pod="p"'
+STARTED = f"millrace_start_timestamp_seconds{{{POD}}}"
+WORDS = {"where": OF.matchers, "pod": POD, "gpu": 'Hostname="node",gpu="3"', "other_gpu": 'Hostname="node",gpu="4"'}
 Series = dict[str, str]
 
 
@@ -34,175 +34,13 @@ class Case:
     why: str = ""  # what the sound series stand for
 
 
-def requests(**rates: int) -> Series:
-    """Requests per minute, by how they ended."""
-    return {f'millrace_requests_total{{{POD},api="grpc",status="{name}"}}': f"0+{n}x150" for name, n in rates.items()}
+def named(series: Series) -> Series:
+    return {filled(name, **WORDS): values for name, values in series.items()}
 
 
-def histogram(name: str, labels: str, **per_minute: int) -> Series:
-    """Observations per minute up to each bound; `le_0_25` stands for 0.25."""
-    bounds = {key.removeprefix("le_").replace("_", "."): n for key, n in per_minute.items()}
-    series = {bound: f"0+{n}x150" for bound, n in bounds.items()} | {"+Inf": f"0+{max(bounds.values())}x150"}
-    return {f'{name}_bucket{{{POD}{labels},le="{bound}"}}': values for bound, values in series.items()}
-
-
-def workers(role: str, discovered: int, routable: int) -> Series:
-    states = {"discovered": discovered, "routable": routable}
-    return {f'millrace_workers{{{POD},role="{role}",state="{state}"}}': f"{n}x150" for state, n in states.items()}
-
-
-def gpu(name: str, values: str, labels: str = GPU) -> Series:
-    return {f"DCGM_FI_DEV_{name}{{{labels}}}": values}
-
-
-STARTED = f"millrace_start_timestamp_seconds{{{POD}}}"
-READY = f'millrace_worker_state{{{POD},state="ready"}}'
-FIRST, BETWEEN = "millrace_stage_seconds", "millrace_inter_token_seconds"
-STAGE = ',stage="first_token"'
-LAG = "millrace_event_loop_lag_seconds"
-PROMPTS = f'millrace_engine_total{{{POD},component="prefill",replica="0",what="prompt_tokens"}}'
-OTHER_GPU = 'Hostname="node",gpu="4"'
-SERVICE = {
-    "RoutersGone": Case(
-        {f'millrace_workers{{{POD},role="prefill",state="routable"}}': "1x10 stale"},
-        {f'millrace_workers{{{POD},role="prefill",state="routable"}}': "0x40"},
-        why="routers that have no workers are another matter",
-    ),
-    "RouterDown": Case(
-        {f'up{{{POD},component="router"}}': "1x10 0x30"},
-        {f'up{{{POD},component="router"}}': "1x27 0x2 1x10"},
-        why="two scrapes fail",
-    ),
-    "NotReady": Case(workers("decode", 1, 0), workers("decode", 1, 1)),
-    "Errors": Case(requests(internal=1, ok=9), requests(internal=1, ok=30)),
-    "ManyErrors": Case(requests(worker_lost=3, ok=7), requests(worker_lost=1, ok=9)),
-    "Retries": Case(
-        {
-            f'millrace_retries_total{{{POD},reason="STALLED"}}': "0+1x40",
-            f'millrace_decisions_total{{{POD},way="pair"}}': "0+10x40",
-        },
-        {f'millrace_decisions_total{{{POD},way="pair"}}': "0+30x40"},
-    ),
-    "RetryBudgetEmpty": Case(
-        {f"millrace_retries_refused_total{{{POD}}}": "0+3x40"}, {f"millrace_retries_refused_total{{{POD}}}": "3x40"}
-    ),
-    "FirstTokenSlow": Case(histogram(FIRST, STAGE, le_5=90, le_10=100), histogram(FIRST, STAGE, le_5=100, le_10=100)),
-    "TokensSlow": Case(histogram(BETWEEN, "", le_0_25=90, le_0_5=100), histogram(BETWEEN, "", le_0_25=100, le_0_5=100)),
-    "QueueGrows": Case(
-        {f"millrace_queue_requests{{{POD}}}": "1+1x40"},
-        {f"millrace_queue_requests{{{POD}}}": "20x40"},
-        why="a long queue that stays as it is",
-    ),
-    "RequestsRefused": Case(requests(queue_full=1, ok=9), requests(queue_full=0, ok=9)),
-}
-TRANSFER = {
-    "KvTransfersFail": Case(
-        {f'millrace_kv_failures_total{{{POD},reason="STALLED"}}': "0+1x40"},
-        {
-            f'millrace_kv_failures_total{{{POD},reason="STALLED"}}': "1x40",
-            f'millrace_kv_failures_total{{{POD},reason="CANCELLED"}}': "0+1x40",
-        },
-        why="clients that go away",
-    ),
-    "KvSlow": Case(
-        {
-            f"millrace_kv_bytes_total{{{POD}}}": "0+60000000000x40",
-            f"millrace_kv_read_seconds_sum{{{POD}}}": "0+60x40",
-        },
-        {f"millrace_kv_read_seconds_sum{{{POD}}}": "0+2x40"},
-    ),
-    "PrefillIdle": Case(
-        {PROMPTS: "50x40", **requests(ok=9), **workers("prefill", 1, 1)}, {PROMPTS: "0+50x40"}, why="it computes"
-    ),
-    "TokenMismatches": Case(
-        {f"millrace_token_mismatches_total{{{POD}}}": "0x27 1x12"},
-        {f"millrace_token_mismatches_total{{{POD}}}": "1x40"},
-    ),
-    "LeasesExpire": Case(
-        {f'millrace_leases_ended_total{{{POD},outcome="expired"}}': "0+1x40"},
-        {
-            f'millrace_leases_ended_total{{{POD},outcome="expired"}}': "0x40",
-            f'millrace_leases_ended_total{{{POD},outcome="released"}}': "0+1x40",
-        },
-    ),
-    "LeasesLeak": Case(
-        {f"millrace_leases{{{POD}}}": "5x40", f'millrace_active_requests{{{WHERE},pod="r"}}': "2x40"},
-        {f'millrace_active_requests{{{WHERE},pod="r"}}': "7x40"},
-    ),
-    "PagesInQuarantine": Case(
-        {f"millrace_quarantined_pages{{{POD}}}": "4x40"},
-        {f"millrace_quarantined_pages{{{POD}}}": "4 4 0 4 4 0 4 4 0 4 4 0 4 4 0 4 4 0 4 4 0 4 4 0 4 4 0 4 4 0 4 4 0"},
-        why="each read ends after a while",
-    ),
-    "DecodeFull": Case(
-        {
-            f'millrace_kv_pages{{{POD},component="decode",replica="0",use="running"}}': "98x40",
-            f'millrace_kv_pages{{{POD},component="decode",replica="0",use="free"}}': "2x40",
-        },
-        {f'millrace_kv_pages{{{POD},component="decode",replica="0",use="cached"}}': "50x40"},
-    ),
-}
-# A start takes 12 minutes, then the worker dies, and Kubernetes waits for 5: seen once a minute.
-LOADS_AND_DIES = " ".join(f"{start}x11 _x4" for start in range(1, 10))
-PROCESSES = {
-    "WorkersNotRoutable": Case(workers("prefill", 2, 1), workers("prefill", 2, 2), at="45m"),
-    "WorkersShunned": Case(
-        {f'millrace_ejected_workers{{{POD},role="decode"}}': "1x40"},
-        {f'millrace_ejected_workers{{{POD},role="decode"}}': "0x40"},
-    ),
-    "WorkerNotReady": Case(
-        {READY: " ".join(["0x11 _x4"] * 9)}, {READY: "0x55 1x95"}, at="2h", why="a start that takes 55 minutes"
-    ),
-    "Restarts": Case({STARTED: LOADS_AND_DIES}, {STARTED: "1x70 2x80"}, at="2h", why="one restart"),
-    "MetricsMissing": Case(workers("decode", 1, 1), {READY: "1x40"}),
-    "DiscoveryStale": Case(
-        {
-            f"millrace_discovery_last_sync_timestamp_seconds{{{POD}}}": "60x40",
-            f'millrace_discovery_troubles_total{{{POD},kind="refused"}}': "0+1x40",
-        },
-        {f'millrace_discovery_troubles_total{{{POD},kind="refused"}}': "0x40"},
-        why="nothing changes",
-    ),
-    "FilesNotUsed": Case(
-        {f'millrace_reloads_total{{{POD},what="api_keys",outcome="failed"}}': "0x20 1x20"},
-        {
-            f'millrace_reloads_total{{{POD},what="api_keys",outcome="failed"}}': "0x40",
-            f'millrace_reloads_total{{{POD},what="api_keys",outcome="used"}}': "0x20 1x20",
-        },
-    ),
-    "GcPauses": Case(
-        {
-            f'millrace_gc_pause_seconds_count{{{POD},process="rank",generation="2"}}': "0+2x40",
-            f'millrace_gc_pause_seconds_bucket{{{POD},process="rank",generation="2",le="0.1"}}': "0+1x40",
-        },
-        {f'millrace_gc_pause_seconds_bucket{{{POD},process="rank",generation="2",le="0.1"}}': "0+2x40"},
-    ),
-    "GcNotFrozen": Case(
-        {STARTED: "10x40", READY: "1x40"}, {f'millrace_gc_frozen_objects{{{POD},process="frontend"}}': "1000x40"}
-    ),
-    "EventLoopLags": Case(
-        histogram(LAG, ',process="router"', le_0_25=90, le_0_5=100),
-        histogram(LAG, ',process="router"', le_0_25=100, le_0_5=100),
-    ),
-}
-GPUS = {
-    "GpuXid": Case(
-        gpu("XID_ERRORS", "0x20 79x20"), gpu("XID_ERRORS", "0x20 31x20"), why="a program read where it must not"
-    ),
-    "GpuMemoryErrors": Case(
-        gpu("UNCORRECTABLE_REMAPPED_ROWS", "1x20 2x20"), gpu("UNCORRECTABLE_REMAPPED_ROWS", "2x40"), why="long ago"
-    ),
-    "GpuMemoryBroken": Case(gpu("ROW_REMAP_FAILURE", "1x40"), gpu("ROW_REMAP_FAILURE", "0x40")),
-    "GpuNvlinkErrors": Case(
-        gpu("NVLINK_RECOVERY_ERROR_COUNT_TOTAL", "0x20 1x20"), gpu("NVLINK_RECOVERY_ERROR_COUNT_TOTAL", "1x40")
-    ),
-    "GpuSlow": Case(
-        gpu("SM_CLOCK", "1200x40") | gpu("SM_CLOCK", "1980x40", OTHER_GPU) | gpu("GPU_UTIL", "99x40"),
-        gpu("GPU_UTIL", "0x40"),
-        why="it has nothing to do",
-    ),
-}
-CASES = SERVICE | TRANSFER | PROCESSES | GPUS
+FAULTS = yaml.safe_load((Path(__file__).parent / "faults.yaml").read_text())
+CASES = {name: Case(named(row.pop("faulty")), named(row.pop("sound")), **row) for name, row in FAULTS.items()}
+OURS = {name: case for name, case in CASES.items() if not name.startswith("Gpu")}  # GPUs are of no deployment
 
 
 def count(alerts: str) -> str:
@@ -268,7 +106,7 @@ def test_alert_fires_for_its_fault_and_only_then(tmp_path: Path) -> None:
 
 
 @needs_prometheus
-def test_a_group_that_is_made_again_and_again_restarts(tmp_path: Path) -> None:
+def test_group_that_is_made_again_and_again_restarts(tmp_path: Path) -> None:
     """Its pods have the same names and other addresses."""
     starts = {f'{STARTED[:-1]},instance="10.0.0.{n}"}}': f"_x{17 * n} {n}x11 stale" for n in range(1, 7)}
     once = dict(list(starts.items())[:1])
@@ -283,7 +121,7 @@ def test_other_deployments_are_not_ours(tmp_path: Path) -> None:
     """Another release of the same Prometheus has rules of its own, with its own thresholds and exceptions."""
     ours = count('alertname!="MillraceRoutersGone"')
     series: Series = {}
-    for case in (SERVICE | TRANSFER | PROCESSES).values():
+    for case in OURS.values():
         series |= case.faulty
     everything = Case(series, {}, at="2h")
     for other in (Deployment("elsewhere", "m", "blue"), Deployment("n", "another", "blue"), GREEN):
@@ -294,7 +132,7 @@ def test_other_deployments_are_not_ours(tmp_path: Path) -> None:
 def test_releases_of_a_namespace_do_not_mix(tmp_path: Path) -> None:
     """The fault of one is seen once, and what is sound of the other hides nothing."""
     paths = []
-    for name, case in (SERVICE | TRANSFER | PROCESSES).items():
+    for name, case in OURS.items():
         sound = {key.replace(OF.matchers, GREEN.matchers): values for key, values in (case.faulty | case.sound).items()}
         alert = f'alertname="Millrace{name}"'
         checks = [(count(alert), 1), (count(f'{alert},release="blue"'), 1)]
@@ -303,7 +141,7 @@ def test_releases_of_a_namespace_do_not_mix(tmp_path: Path) -> None:
 
 
 @needs_prometheus
-def test_a_link_names_the_deployment_whatever_its_name(tmp_path: Path) -> None:
+def test_link_names_the_deployment_whatever_its_name(tmp_path: Path) -> None:
     of = Deployment("n", "org/m & more", "blue")
     alert = yaml.safe_load(rules(of, "MillraceNotReady"))["groups"][0]["rules"][0]
     link = alert["annotations"]["dashboard_url"]

@@ -100,7 +100,7 @@ async def test_same_refusal_on_grpc_and_http(cluster: LocalCluster, name: str) -
         (["workers"], "admin_http", "speaks HTTP; this command asks a router's admin port"),
     ],
 )
-async def test_a_command_says_in_one_line_what_is_wrong(
+async def test_command_says_in_one_line_what_is_wrong(
     cluster: LocalCluster, arguments: list[str], port: str, message: str
 ) -> None:
     command = [sys.executable, "-m", "millrace_cli", *arguments, "--address", cluster.address("router", port)]

@@ -43,7 +43,7 @@ async def test_nothing_wrong_comes_out_of_a_system_that_breaks(tmp_path: Path) -
     assert sum(int(row["errors"]) for row in only_router) <= len(complete) // 10, report.table()
 
 
-async def test_an_overloaded_system_that_breaks_loses_nothing_and_blames_nobody_healthy(tmp_path: Path) -> None:
+async def test_overloaded_system_that_breaks_loses_nothing_and_nobody(tmp_path: Path) -> None:
     """Four times, because other tests may take half of the machine while the capacity is measured, and not later."""
     report = await overload(tmp_path, minutes=0.5, seed=2, factors=(1.5, 4.0))
     assert not report.broken(), report.table()
@@ -69,7 +69,7 @@ async def test_processes_with_a_fifth_of_the_time_are_not_taken_for_hung(tmp_pat
     assert len(complete) >= 4 and len(complete) == len(report.seen), report.table()
 
 
-async def test_a_namespace_that_is_cut_off_hears_nothing_until_it_is_joined_again() -> None:
+async def test_namespace_that_is_cut_off_hears_nothing_until_it_is_joined() -> None:
     """What `make chaos` cuts workers off with: connections stay open, packets are lost and sent again."""
     if not available():
         pytest.skip("this machine makes no network namespaces")

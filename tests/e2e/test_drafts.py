@@ -150,7 +150,7 @@ async def test_drafts_change_no_token(
 
 
 @pytest.mark.parametrize("handed", PAIRS)
-async def test_the_decode_worker_takes_the_drafts_of_the_prefill_worker(handed: int, routers: Routers) -> None:
+async def test_decode_worker_takes_the_drafts_of_the_prefill_worker(handed: int, routers: Routers) -> None:
     """Its first step verifies them: the second and the third token come of that step. Later drafts are good only with
     the prompt's KV of the MTP layer.
     """

@@ -72,18 +72,18 @@ def importing(tmp_path: Path) -> Callable[[str], dict[str, str]]:
         ("millrace_cli", "typer", 143),
     ],
 )
-def test_a_process_that_imports_ends(
+def test_process_that_imports_ends(
     module: str, package: str, code: int, importing: Callable[[str], dict[str, str]]
 ) -> None:
     assert exit_code([sys.executable, "-m", module], importing(package), "imported") == code
 
 
-def test_an_init_container_that_waits_for_its_model_ends(tmp_path: Path) -> None:
+def test_init_container_that_waits_for_its_model_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-u", str(FILES / "preflight.py"), "--model", str(tmp_path / "nowhere")]
     assert exit_code(command, {}, "nowhere") == 143
 
 
-def test_a_pod_that_waits_for_its_leader_ends(tmp_path: Path) -> None:
+def test_pod_that_waits_for_its_leader_ends(tmp_path: Path) -> None:
     group = {"MILLRACE_RUN": str(tmp_path), "RAY_PORT": "1", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "127.0.0.1"}
     command = ["/bin/sh", str(FILES / "start.sh"), "run", "millrace_serve.decode"]
     assert exit_code(command, group, "waiting for the leader's Ray") == 143

@@ -48,12 +48,12 @@ async def run(command: list[str], environment: dict[str, str]) -> str:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", ANSWERS)
-async def test_a_script_prints_the_answer(name: str, system: dict[str, str]) -> None:
+async def test_script_prints_the_answer(name: str, system: dict[str, str]) -> None:
     assert (await run([sys.executable, str(EXAMPLES / name)], system)).strip() == ANSWERS[name]
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_batch_is_answered(system: dict[str, str], tmp_path: Path) -> None:
+async def test_batch_is_answered(system: dict[str, str], tmp_path: Path) -> None:
     output = await run([str(EXAMPLES / "batch.sh"), str(tmp_path / "answers.jsonl")], system)
     answers = {
         line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"]
@@ -64,7 +64,7 @@ async def test_a_batch_is_answered(system: dict[str, str], tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(find_helm() is None, reason="no helm here: `make setup` could not install it (npm)")
-def test_the_values_for_keda_scale_both_pools() -> None:
+def test_values_for_keda_scale_both_pools() -> None:
     items = objects(
         template((CHART / "presets/h200-4p-9d.yaml", EXAMPLES / "keda-values.yaml"), ("images.registry=r",))
     )

@@ -175,7 +175,7 @@ async def test_lease_expires_while_the_decode_worker_stalls() -> None:
 
 
 @pytest.mark.long
-async def test_a_decode_worker_whose_reads_fail_in_a_row_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_decode_worker_whose_reads_fail_in_a_row_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its supervisor has to start it anew. The single prefill worker, which may be at fault too, goes on."""
     fault = tmp_path / "kv-fault"
     monkeypatch.setenv("PYTHONPATH", ":".join(str(ROOT / path) for path in PATHS))

@@ -10,7 +10,6 @@ import re
 from collections.abc import AsyncIterator
 from typing import Any
 
-import anthropic
 import grpc
 import httpx
 import openai
@@ -42,31 +41,11 @@ SAMPLINGS = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}, {"temperatur
 FORMAT = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
 
 
-CITY = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Oslo", "Lima"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-RESULTS = {"weather": "sunny", "clock": "noon"}  # of the tools
-ROUNDS = ("weather", "clock", None)  # the tool that must be called
-WITH_TOOLS = (
-    "{# <｜tool▁calls▁begin｜> #}{{ bos_token }}{% for m in messages %}"
-    "{{ '<｜User｜>' if m.role in ('user', 'tool') else '<｜Assistant｜>' if m.role == 'assistant' }}"
-    "{{ m.content or '' }}"
-    "{% for call in m.tool_calls or () %}{{ call.function.name + call.function.arguments }}{% endfor %}"
-    "{{ eos_token if m.role == 'assistant' }}{% endfor %}{{ '<｜Assistant｜>' }}"
-)  # the tiny model's own template knows no calls
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ControlledCluster]:
+async def cluster() -> AsyncIterator[ControlledCluster]:
     # A worker warms up with prompts of a whole step: small ones save seconds.
     limits = ("limits.checks=[canary, poison]", "limits.max_prefill_tokens=512")
-    template = tmp_path_factory.mktemp("template") / "chat_template.jinja"
-    template.write_text(WITH_TOOLS)
-    told = (f"chat_template={template}",)
-    async with ControlledCluster(ClusterSpec(prefill=1, decode=2, worker_set=limits, router_set=told)) as cluster:
+    async with ControlledCluster(ClusterSpec(prefill=1, decode=2, worker_set=limits)) as cluster:
         yield cluster
 
 
@@ -89,7 +68,7 @@ async def test_json_always_satisfies_its_schema(cluster: ControlledCluster, clie
     await client.wait_whole()
 
 
-async def test_a_regex_is_matched_beside_requests_without_one(client: Client) -> None:
+async def test_regex_is_matched_beside_requests_without_one(client: Client) -> None:
     grammar = common_pb2.Grammar(regex=REGEX)
     free = [client.generate("Hello", max_tokens=30, ignore_eos=True) for _ in range(3)]
     answers = await asyncio.gather(*free, *(client.generate("Far?", grammar=grammar, **s) for s in SAMPLINGS))
@@ -107,42 +86,6 @@ async def test_thoughts_are_free_until_they_end(client: Client) -> None:
     assert answer.tokens[0] == mark and answer.text.endswith(("yes", "no")) and answer.finish == "stop"
 
 
-async def test_an_agent_of_openai(cluster: ControlledCluster, client: Client) -> None:
-    tools = [{"type": "function", "name": name, "parameters": CITY, "strict": True} for name in RESULTS]
-    items: list[Any] = [{"role": "user", "content": "Weather?"}]
-    async with openai.AsyncOpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", max_retries=0) as http:
-        for name in ROUNDS:
-            choice = {"type": "function", "name": name} if name else "none"
-            ask = {"model": "", "input": items, "tools": tools, "tool_choice": choice, "temperature": 0.0}
-            async with http.responses.stream(**ask, max_output_tokens=200 if name else 40) as stream:
-                answer = await stream.get_final_response()
-            items += answer.output
-            for call in answer.output if name else ():
-                assert call.name == name and json.loads(call.arguments)["city"] in ("Oslo", "Lima")
-                items.append({"type": "function_call_output", "call_id": call.call_id, "output": RESULTS[name]})
-    assert len(items) == 1 + 2 * 2 + 1 and answer.output[0].type == "message" and answer.usage.output_tokens <= 40
-    await client.wait_whole()
-
-
-async def test_an_agent_of_anthropic(cluster: ControlledCluster, client: Client) -> None:
-    tools = [{"name": name, "input_schema": CITY, "strict": True} for name in RESULTS]
-    messages: list[Any] = [{"role": "user", "content": "Weather?"}]
-    async with anthropic.AsyncAnthropic(base_url=cluster.http_url, api_key="none", max_retries=0) as http:
-        for name in ROUNDS:
-            choice = {"type": "tool", "name": name} if name else {"type": "none"}
-            ask = {"model": "", "messages": messages, "tools": tools, "tool_choice": choice}
-            ask["extra_body"] = {"temperature": 0.0}
-            async with http.messages.stream(**ask, max_tokens=200 if name else 40) as stream:
-                answer = await stream.get_final_message()
-            messages.append({"role": "assistant", "content": answer.content})
-            for call in answer.content if name else ():
-                assert call.name == name and call.input["city"] in ("Oslo", "Lima") and answer.stop_reason == "tool_use"
-                result = {"type": "tool_result", "tool_use_id": call.id, "content": RESULTS[name]}
-                messages.append({"role": "user", "content": [result]})
-    assert len(messages) == 1 + 2 * 2 + 1 and answer.content[0].type == "text" and answer.usage.output_tokens <= 40
-    await client.wait_whole()
-
-
 async def test_what_cannot_be_compiled_is_refused_before_any_work(cluster: ControlledCluster, client: Client) -> None:
     bad = {"type": "json_schema", "json_schema": {"schema": {"type": "strng"}}}
     async with httpx.AsyncClient(base_url=cluster.http_url) as http:
@@ -155,7 +98,7 @@ async def test_what_cannot_be_compiled_is_refused_before_any_work(cluster: Contr
     await client.wait_whole()
 
 
-async def test_a_worker_dies_in_the_middle(cluster: ControlledCluster, client: Client) -> None:
+async def test_worker_dies_in_the_middle(cluster: ControlledCluster, client: Client) -> None:
     """The other decode worker goes on behind what was said, with the tokens that would have come. The last test: it
     leaves a worker less.
     """

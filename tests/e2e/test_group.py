@@ -32,7 +32,7 @@ def _machine() -> None:
         pytest.skip(lacks)
 
 
-async def test_a_group_starts_and_drains(tmp_path: Path) -> None:
+async def test_group_starts_and_drains(tmp_path: Path) -> None:
     sets = ("workers.group.drain.preStop=1", "workers.group.config.limits.max_model_len=1024")
     async with Group(tmp_path, *sets) as group:
         # A Service of ours in place of LeaderWorkerSet's would not give the name before the leader is ready.
@@ -91,7 +91,7 @@ async def drains(group: Group) -> None:
     await asyncio.wait_for(follower, SOON_S)
 
 
-async def test_the_leader_ends_when_a_follower_is_lost(tmp_path: Path) -> None:
+async def test_leader_ends_when_a_follower_is_lost(tmp_path: Path) -> None:
     async with Group(tmp_path, SIM) as group:
         group.publish()
         await group.ready(READY_S)
@@ -103,7 +103,7 @@ async def test_the_leader_ends_when_a_follower_is_lost(tmp_path: Path) -> None:
         assert await group.follower.ended(SOON_S) != 0
 
 
-async def test_a_host_that_is_cut_off_is_noticed_in_three_seconds(tmp_path: Path) -> None:
+async def test_host_that_is_cut_off_is_noticed_in_three_seconds(tmp_path: Path) -> None:
     async with Group(tmp_path, SIM) as group:
         group.publish()
         await group.ready(READY_S)
@@ -115,7 +115,7 @@ async def test_a_host_that_is_cut_off_is_noticed_in_three_seconds(tmp_path: Path
         assert await group.leader.ended(SOON_S) == 1
 
 
-async def test_a_follower_ends_when_the_leader_is_lost(tmp_path: Path) -> None:
+async def test_follower_ends_when_the_leader_is_lost(tmp_path: Path) -> None:
     wait = "workers.group.env.RAY_gcs_rpc_server_reconnect_timeout_s=5"  # Ray's own is 60
     async with Group(tmp_path, SIM, wait) as group:
         group.publish()

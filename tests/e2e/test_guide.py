@@ -52,7 +52,7 @@ async def test_every_command_is_answered(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_helm() is None, reason="no helm here: `make setup` could not install it (npm)")
-async def test_the_names_in_a_certificate_are_those_that_the_guide_uses(tmp_path: Path) -> None:
+async def test_names_in_a_certificate_are_those_that_the_guide_uses(tmp_path: Path) -> None:
     (certificate,) = (
         it for it in of_kind(rendered("tls"), "Certificate") if it["metadata"]["name"].endswith("-router")
     )

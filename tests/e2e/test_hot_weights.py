@@ -118,7 +118,7 @@ async def serving(tmp_path: Path) -> AsyncIterator[tuple[ControlledCluster, Clie
         await client.wait_whole()
 
 
-async def test_the_weights_of_a_pair_change_under_load(tmp_path: Path) -> None:
+async def test_weights_of_a_pair_change_under_load(tmp_path: Path) -> None:
     """All workers at once, with running requests kept or dropped; and one worker after the other."""
     async with serving(tmp_path) as (cluster, clients, other):
         prefill, decode = (cluster.address(name) for name in ("prefill-0", "decode-0"))
@@ -142,7 +142,7 @@ async def test_the_weights_of_a_pair_change_under_load(tmp_path: Path) -> None:
         assert clients.ended == ended, "a pause alone ends nothing"
 
 
-async def test_a_pair_sleeps_and_wakes_with_other_weights_under_load(tmp_path: Path) -> None:
+async def test_pair_sleeps_and_wakes_with_other_weights_under_load(tmp_path: Path) -> None:
     async with serving(tmp_path) as (cluster, clients, other):
         both = [cluster.address(name) for name in ("prefill-0", "decode-0")]
         await order(both, "pause", drop=True)

@@ -315,7 +315,7 @@ async def test_every_number_of_the_other_services_of_workers(cluster: LocalClust
                 await at_once(calls)
 
 
-async def test_a_drain_may_take_as_long_as_one_likes() -> None:
+async def test_drain_may_take_as_long_as_one_likes() -> None:
     """What runs ends, and so does the process, when it is told to."""
     async with (
         LocalCluster(ClusterSpec(engine="sim", worker_set=("sim.step_s=0.01",))) as cluster,

@@ -80,7 +80,7 @@ async def run_all(client: Client, number: int = CONCURRENCY, **sampling: float) 
     return await asyncio.gather(*(client.generate(prompt, **options) for prompt in prompts()[:number]))
 
 
-async def test_the_pair_equals_transformers(pair: Client, worker_set: tuple[str, ...]) -> None:
+async def test_pair_equals_transformers(pair: Client, worker_set: tuple[str, ...]) -> None:
     await check_twice(pair, one_cache="dp=2" not in worker_set)
 
 

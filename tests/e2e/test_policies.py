@@ -131,7 +131,7 @@ async def test_decode_worker_runs_what_would_wait_for_prefill() -> None:
         await client.wait_whole()
 
 
-async def test_a_prefix_is_computed_where_it_is_cached() -> None:
+async def test_prefix_is_computed_where_it_is_cached() -> None:
     """With two prefill workers, every prompt of a family goes to one that has computed all of it; after a flush nobody
     has anything.
     """

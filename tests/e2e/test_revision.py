@@ -67,7 +67,7 @@ async def replaced(old: ControlledCluster) -> None:
     assert old.processes["router"].returncode == 0
 
 
-async def test_a_new_layout_takes_over_and_back_without_a_failed_request(server: KubeServer, tmp_path: Path) -> None:
+async def test_new_layout_takes_over_and_back_without_a_failed_request(server: KubeServer, tmp_path: Path) -> None:
     ports = [free_port() for _ in range(2)]
     target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
     async with Pods(server, tmp_path, WORKERS) as pods, contextlib.AsyncExitStack() as stack:
@@ -106,7 +106,7 @@ async def test_a_new_layout_takes_over_and_back_without_a_failed_request(server:
         assert load.failures == []
 
 
-async def test_a_new_model_takes_over_without_a_failed_request(server: KubeServer, tmp_path: Path) -> None:
+async def test_new_model_takes_over_without_a_failed_request(server: KubeServer, tmp_path: Path) -> None:
     """Clients ask for either name all the time. Each answer is of one model, whole."""
     ports = [free_port() for _ in range(2)]
     target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)

@@ -78,7 +78,7 @@ def one(spans: list[Seen], service: str, name: str) -> Seen:
     return found
 
 
-async def test_a_token_through_mutual_tls_with_a_key_and_a_trace(
+async def test_token_through_mutual_tls_with_a_key_and_a_trace(
     cluster: LocalCluster, collector: Collector, authority: Authority, tmp_path: Path
 ) -> None:
     client = Identity(Tls.model_validate(authority.tls(tmp_path / "client")))

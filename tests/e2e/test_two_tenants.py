@@ -251,7 +251,7 @@ async def test_rates_are_of_one_tenant(house: House) -> None:
 # ------------------------------------------------------------------------------------- answers
 
 
-async def test_a_request_of_the_same_id_is_another_request(house: House) -> None:
+async def test_request_of_the_same_id_is_another_request(house: House) -> None:
     """Anna leaves hers in the middle, by either API; Bert's goes on."""
     endless = {"ignore_eos": True, "max_tokens": 120}
     alone = await house.ask(BERT, [30, 31, 32], sampling=endless)

@@ -82,7 +82,7 @@ async def explained(client: Client, name: str) -> admin_pb2.PlacementDecision:
 
 
 @pytest.mark.long
-async def test_a_conversation_is_computed_once() -> None:
+async def test_conversation_is_computed_once() -> None:
     """Ten turns: whatever was said before comes from a cache, and every token is that of the oracle."""
     spec = ClusterSpec(engine="sim", worker_set=COSTS, router_set=KV_AWARE, command=patient)
     async with LocalCluster(spec) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:

@@ -46,7 +46,7 @@ def test_bases_are_pinned_and_stages_are_known(path: str) -> None:
     assert len(stages) > 1, "one stage: compilers and caches would stay in the image"
 
 
-def test_a_tag_has_one_digest_and_the_syntax_has_one() -> None:
+def test_tag_has_one_digest_and_the_syntax_has_one() -> None:
     everything = "".join((ROOT / path).read_text() for path in FILES)
     found = re.findall(r"^(?:FROM |# syntax=)([^@\s]+:[^@\s]+)(?:@(\S+))?", everything, re.MULTILINE)
     digests = dict(found)
@@ -54,7 +54,7 @@ def test_a_tag_has_one_digest_and_the_syntax_has_one() -> None:
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_the_last_stage_is_somebody_and_has_no_tools_to_build(path: str) -> None:
+def test_last_stage_is_somebody_and_has_no_tools_to_build(path: str) -> None:
     instructions = read(path)
     last = max(index for index, one in enumerate(instructions) if one.name == "FROM")
     final = instructions[last:]
@@ -89,7 +89,7 @@ def test_what_is_copied_is_there_and_not_ignored(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_the_command_is_a_server_with_a_configuration_that_it_accepts(path: str) -> None:
+def test_command_is_a_server_with_a_configuration_that_it_accepts(path: str) -> None:
     """And its probes ask the port that it opens."""
     (command,) = (json.loads(text) for text in texts(path, "CMD"))
     assert command[:2] == ["python3", "-m"] and command[2] in {module for module, *_ in SERVERS.values()}
@@ -110,14 +110,14 @@ def test_the_worker_image_has_the_load_client_and_no_other_bench() -> None:
         assert texts(path, "COPY")[-1].split()[1] == f"{home}/{TINY.relative_to(ROOT)}", "commands look elsewhere"
 
 
-def test_the_gpu_image_has_what_looks_at_a_network() -> None:
+def test_gpu_image_has_what_looks_at_a_network() -> None:
     """The runbook of slow transfers asks for ibv_devinfo, ibstat and ib_read_bw."""
     (install,) = (text for text in texts("services/Dockerfile", "RUN") if "apt-get install" in text)
     assert {"perftest", "ibverbs-utils", "infiniband-diags", "ibverbs-providers"} <= set(install.split())
 
 
 @pytest.mark.helm
-def test_the_charts_user_and_model_are_those_of_the_images() -> None:
+def test_charts_user_and_model_are_those_of_the_images() -> None:
     items = rendered("cpu-tiny")
     assert {spec["securityContext"]["runAsUser"] for _, spec in pods(items)} == {10001}
     model = next(item["data"]["config.yaml"] for item in of_kind(items, "ConfigMap") if "config.yaml" in item["data"])

@@ -54,7 +54,7 @@ def test_images_for_cpu_and_gpu_cannot_be_taken_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("engine", images.ENGINES)
-def test_a_build_names_a_dockerfile_that_is_there_and_its_device(engine: str) -> None:
+def test_build_names_a_dockerfile_that_is_there_and_its_device(engine: str) -> None:
     for device, image in WORKERS.items():
         for command, one in zip(commands(engine, device)[:2], (ROUTER, image), strict=True):
             assert command[0] == engine and (ROOT / option(command, "--file")).is_file()
@@ -68,7 +68,7 @@ def test_without_a_registry_nothing_is_pushed() -> None:
 
 
 @pytest.mark.parametrize("image", [WORKERS["cpu"]], ids=lambda image: image.lock)
-def test_a_bill_of_materials_lists_every_package_with_its_hashes(
+def test_bill_of_materials_lists_every_package_with_its_hashes(
     image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As in tests/conftest.py, for the process that checks what it has written: seconds for a format that is not there.
@@ -122,7 +122,7 @@ def client(source: str, *sets: str) -> str:
         ("hf", ("images.download.repository=a.b/hf", "images.download.tag=v1"), "a.b/hf:v1"),
     ],
 )
-def test_the_client_that_downloads(source: str, sets: tuple[str, ...], image: str) -> None:
+def test_client_that_downloads(source: str, sets: tuple[str, ...], image: str) -> None:
     assert client(source, *sets) == image
 
 
@@ -136,7 +136,7 @@ def test_another_client_needs_a_tag_of_its_own(source: str) -> None:
 
 
 @pytest.mark.helm
-def test_a_repository_that_names_its_registry_stays_there() -> None:
+def test_repository_that_names_its_registry_stays_there() -> None:
     items = rendered("cpu-tiny", "images.router.repository=quay.io/acme/router", "images.worker.repository=a/b")
     found = {spec["containers"][0]["image"] for _, spec in pods(items)}
     assert found == {"quay.io/acme/router:0.1.0", f"{MIRROR}/a/b:0.1.0-cpu"}

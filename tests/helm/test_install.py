@@ -53,7 +53,7 @@ def test_chart_testing_finds_nothing_in_the_yaml() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in presets() if name != "cpu-tiny"])
-def test_a_preset_replaces_the_default_whole(name: str) -> None:
+def test_preset_replaces_the_default_whole(name: str) -> None:
     """Nothing of the default's pools is in it: neither a pool nor a variable."""
     values = yaml.safe_load(preset_file(name).read_text())
     items = rendered(name)
@@ -68,7 +68,7 @@ def test_a_preset_replaces_the_default_whole(name: str) -> None:
                 assert container["resources"]["requests"]["memory"] == "256Gi", where
 
 
-def test_the_defaults_pools_can_be_changed_together() -> None:
+def test_defaults_pools_can_be_changed_together() -> None:
     items = objects(template((CHART / "values.yaml",), ("workerDefaults.replicas=2",)))
     replicas = {item["metadata"]["name"]: item["spec"]["replicas"] for item in of_kind(items, "Deployment")}
     assert replicas == {"demo-millrace-router": 1, "demo-millrace-prefill": 2, "demo-millrace-decode": 2}
@@ -103,7 +103,7 @@ def test_images_that_are_on_the_nodes_need_no_registry() -> None:
     assert (worker["image"], worker["imagePullPolicy"]) == ("millrace-worker-gpu:0.1.0-cuda13", "Never")
 
 
-def test_a_digest_wins_and_names_the_caches() -> None:
+def test_digest_wins_and_names_the_caches() -> None:
     digest = "sha256:" + "ab" * 32
     items = objects(template((PAIR,), (f"images.gpuWorker.digest={digest}", "images.gpuWorker.tag=x")))
     spec = spec_of(items)
@@ -116,7 +116,7 @@ def test_a_digest_wins_and_names_the_caches() -> None:
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
-def test_a_rollout_may_take_as_long_as_the_slowest_start(name: str) -> None:
+def test_rollout_may_take_as_long_as_the_slowest_start(name: str) -> None:
     """Routers are ready when a pair of workers is. Kubernetes' own limit of 600 s would call the install failed."""
     items = rendered(name)
     startups = [
@@ -134,7 +134,7 @@ def test_a_rollout_may_take_as_long_as_the_slowest_start(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
-def test_the_grace_covers_everything_that_a_drain_waits_for(name: str) -> None:
+def test_grace_covers_everything_that_a_drain_waits_for(name: str) -> None:
     """preStop, running work, pages that others still read, ranks and servers."""
     items = rendered(name)
     for where, spec in pods(items):
@@ -164,7 +164,7 @@ def test_rollout_keeps_routers_and_replaces_one_worker_at_a_time() -> None:
         assert item["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
 
 
-def test_a_new_version_runs_beside_the_old_one() -> None:
+def test_new_version_runs_beside_the_old_one() -> None:
     items = rendered("next")
     old, new = (named(items, "Deployment", f"demo-millrace-decode{suffix}") for suffix in ("", "-b"))
     assert "millrace/revision" not in old["spec"]["template"]["metadata"]["labels"]
@@ -214,7 +214,7 @@ def test_job_of_another_template_has_another_name(change: str) -> None:
     assert [mine == other for mine, other in zip(before, after, strict=True)] == [change == "logLevel=DEBUG"] * 2
 
 
-def test_a_job_goes_when_it_has_ended_and_its_pods_are_nobody_elses() -> None:
+def test_job_goes_when_it_has_ended_and_its_pods_are_nobody_elses() -> None:
     items = rendered("hf")
     (job,) = of_kind(items, "Job")
     assert job["spec"]["ttlSecondsAfterFinished"] > 0
@@ -254,7 +254,7 @@ def test_caches_are_warmed_before_workers_hold_the_gpus() -> None:
         assert job["metadata"]["name"] not in {it["metadata"]["name"] for it in of_kind(items, *WORKLOADS)}
 
 
-def test_a_model_that_is_downloaded_is_there_before_caches_are_warmed() -> None:
+def test_model_that_is_downloaded_is_there_before_caches_are_warmed() -> None:
     model = ("model.source=hf", "model.uri=a/b", "model.path=c", "model.claim=d")
     jobs = {
         job["metadata"]["labels"]["app.kubernetes.io/component"]: job
@@ -264,7 +264,7 @@ def test_a_model_that_is_downloaded_is_there_before_caches_are_warmed() -> None:
     assert weights["download"] < weights["warm"]
 
 
-def test_a_cache_folder_of_a_node_is_made_and_given_to_the_worker() -> None:
+def test_cache_folder_of_a_node_is_made_and_given_to_the_worker() -> None:
     folder = ("cache.kind=hostPath", "cache.hostPath=/mnt/cache")
     items = rendered("h200-1p1d-16gpu", *folder, "podSecurity.runAsUser=2000", "podSecurity.fsGroup=3000")
     spec = spec_of(items)
@@ -284,7 +284,7 @@ def test_a_cache_folder_of_a_node_is_made_and_given_to_the_worker() -> None:
 # ---------------------------------------------------------------------------------------------------- groups
 
 
-def test_the_large_preset_has_no_experts_over_several_nodes() -> None:
+def test_large_preset_has_no_experts_over_several_nodes() -> None:
     items = rendered("h200-4p-9d")
     workers = {
         item["metadata"]["name"].rsplit("-", 1)[1]: item["spec"]["replicas"]

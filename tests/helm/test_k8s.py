@@ -41,7 +41,7 @@ def test_every_prerequisite_is_in_the_guide() -> None:
         assert f"k8s/prerequisites/{path.parent.name} " in text
 
 
-def test_the_device_plugin_gives_what_the_fabrics_ask_for() -> None:
+def test_device_plugin_gives_what_the_fabrics_ask_for() -> None:
     patch = read(K8S / "prerequisites" / "rdma" / "devices.yaml")
     lists = json.loads(patch["data"]["config.json"])["configList"]
     given = {f"{entry['resourcePrefix']}/{entry['resourceName']}" for entry in lists}
@@ -51,7 +51,7 @@ def test_the_device_plugin_gives_what_the_fabrics_ask_for() -> None:
 
 
 @pytest.mark.helm
-def test_the_adapter_has_the_metrics_of_the_catalogue_that_autoscalers_ask_for() -> None:
+def test_adapter_has_the_metrics_that_autoscalers_ask_for() -> None:
     charts = read(K8S / "prerequisites" / "monitoring" / "kustomization.yaml")["helmCharts"]
     (adapter,) = (chart for chart in charts if chart["name"] == "prometheus-adapter")
     names = {row.name for row in metrics.WORKER}
@@ -69,7 +69,7 @@ def test_the_adapter_has_the_metrics_of_the_catalogue_that_autoscalers_ask_for()
 
 
 @pytest.mark.helm
-def test_the_demo_renders_and_its_ports_come_out() -> None:
+def test_demo_renders_and_its_ports_come_out() -> None:
     items = objects(template((K8S / "kind" / "values.yaml",), ("images.registry=",)))
     (host,) = (item for item in of_kind(items, "Service") if item["metadata"]["name"] == "millrace-host")
     kubernetes_validate.validate(host, "1.37", strict=True)

@@ -66,7 +66,7 @@ def restarts(node: Path) -> int:
     return (node / "calls").read_text().count("restart containerd.service")
 
 
-def test_the_runtime_is_restarted_once(node: Path) -> None:
+def test_runtime_is_restarted_once(node: Path) -> None:
     done = run(node)
     assert done.returncode == 0, done.stderr
     assert "may lock 8388608 bytes: restarting it" in done.stdout and "without limit now" in done.stdout
@@ -76,7 +76,7 @@ def test_the_runtime_is_restarted_once(node: Path) -> None:
     assert again.returncode == 0 and "nothing to do" in again.stdout and restarts(node) == 1
 
 
-def test_a_node_without_limit_is_left_alone(node: Path) -> None:
+def test_node_without_limit_is_left_alone(node: Path) -> None:
     (node / "proc" / "4242" / "limits").write_text(line("unlimited"))
     done = run(node)
     assert done.returncode == 0 and "nothing to do" in done.stdout
@@ -91,7 +91,7 @@ def test_another_runtime_is_left_alone_and_said(node: Path) -> None:
     assert not restarts(node) and not (node / "etc").exists()
 
 
-def test_a_limit_that_stays_is_said(node: Path) -> None:
+def test_limit_that_stays_is_said(node: Path) -> None:
     (node / "stubborn").touch()
     done = run(node)
     assert done.returncode == 1 and "the limit is still 8388608: another drop-in wins" in done.stdout

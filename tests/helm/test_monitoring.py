@@ -57,7 +57,7 @@ def test_rules_of_a_release_are_read_by_prometheus(tmp_path: Path) -> None:
     assert f'namespace="{NAMESPACE}",model="a\\"b\\\\c: {{{{ d }}}}",release="{RELEASE}"' in expr
 
 
-def test_an_api_server_takes_them() -> None:
+def test_api_server_takes_them() -> None:
     kinds = ("PrometheusRule", "PodMonitor", "ServiceMonitor")
     found = of_kind(monitors("monitoring.dcgm=true", "monitoring.vllmNames=true"), *kinds)
     assert len(found) == len(kinds)
@@ -83,7 +83,7 @@ def test_which_are_left_out() -> None:
     assert rules("monitoring.vllmNames=true").keys() - on_cpu == alerts.recordings()[alerts.VLLM].keys()
 
 
-def test_an_alert_that_does_not_exist_cannot_be_left_out() -> None:
+def test_alert_that_does_not_exist_cannot_be_left_out() -> None:
     with pytest.raises(ChartError, match=r"monitoring\.disabledAlerts: there is no alert MillraceEror"):
         rules("monitoring.disabledAlerts={MillraceEror}")
 
@@ -99,7 +99,7 @@ def test_panels_are_where_grafana_is() -> None:
     assert found.startswith("https://example.org/grafana/d/millrace-alerts?viewPanel=")
 
 
-def test_a_worker_has_as_long_as_its_pool_gives_it() -> None:
+def test_worker_has_as_long_as_its_pool_gives_it() -> None:
     slow = rules("workers.prefill.startup=1200", "workers.decode.startup=7200")["MillraceWorkerNotReady"]
     assert slow["for"] == "7200s"
 
@@ -122,7 +122,7 @@ def test_targets_have_the_labels_that_queries_name() -> None:
         assert name.endswith("-router") or labels["millrace/pool"] == name.removeprefix(f"{RELEASE}-millrace-")
 
 
-def test_an_install_does_not_fail_where_there_is_no_operator() -> None:
+def test_install_does_not_fail_where_there_is_no_operator() -> None:
     """The API server refuses kinds that it does not know, and with them the whole release."""
     arguments = ["template", RELEASE, str(CHART), "--kube-version", KUBERNETES, "--values", str(PAIR), "--set", EDITED]
     kinds = ("PrometheusRule", "PodMonitor", "ServiceMonitor")

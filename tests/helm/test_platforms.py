@@ -85,7 +85,7 @@ def test_pods_on_openshift_fit_the_strictest_constraints() -> None:
         assert "runAsUser" not in context
 
 
-def test_unified_pools_on_aks_tolerate_the_taint_of_agent_pools_without_a_fabric() -> None:
+def test_unified_pool_on_aks_tolerates_the_taint_of_agent_pools() -> None:
     (worker,) = workers(rendered("aks", "h200-8gpu-unified", "helm", "fabric.preset="))
     assert {"key": "sku", "operator": "Equal", "value": "gpu", "effect": "NoSchedule"} in worker["tolerations"]
 
@@ -103,7 +103,7 @@ def test_workers_on_bare_metal_are_guaranteed_and_read_their_own_disk() -> None:
     assert {"name": "model", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}} in router["volumes"]
 
 
-def test_an_air_gapped_site_pulls_from_its_registry_alone() -> None:
+def test_air_gapped_site_pulls_from_its_registry_alone() -> None:
     registry = values("air-gapped")["images"]["registry"]
     images = {container["image"] for container in containers(rendered("air-gapped"))}
     assert all(image.startswith(f"{registry}/") for image in images) and len(images) == 3

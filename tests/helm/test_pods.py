@@ -32,7 +32,7 @@ def test_every_object_takes_labels_and_annotations() -> None:
             assert item["metadata"]["annotations"]["example.com/owner"] == "serving", where
 
 
-def test_a_users_label_never_changes_what_selects() -> None:
+def test_users_label_never_changes_what_selects() -> None:
     items = rendered("cpu-tiny", "labels.app\\.kubernetes\\.io/component=mine")
     assert items[0]["metadata"]["labels"]["app.kubernetes.io/component"] != "mine"
     for item in workloads(items).values():
@@ -97,7 +97,7 @@ def test_downloads_trust_a_companys_authorities() -> None:
     assert "ca.crt" not in json.dumps(plain)
 
 
-def test_the_pod_of_helm_test_takes_what_quotas_taints_and_policies_want() -> None:
+def test_pod_of_helm_test_takes_what_quotas_taints_and_policies_want() -> None:
     (pod,) = of_kind(rendered("extended"), "Pod")
     spec, (main,) = pod["spec"], pod["spec"]["containers"]
     assert main["resources"]["limits"] == {"cpu": "200m", "memory": "256Mi", "ephemeral-storage": "100Mi"}
@@ -155,7 +155,7 @@ def test_gpu_pods_choose_their_nodes_and_tolerate_their_taints() -> None:
     assert "affinity" not in tiny and "tolerations" not in tiny
 
 
-def test_an_own_affinity_replaces_the_charts_of_that_kind_only() -> None:
+def test_own_affinity_replaces_the_charts_of_that_kind_only() -> None:
     at = "workerDefaults.scheduling.affinity"
     mine = f"{at}.podAffinity.requiredDuringSchedulingIgnoredDuringExecution[0].topologyKey=rack"
     affinity = spec_of(rendered("aws-efa", mine), DECODE)["affinity"]
@@ -163,7 +163,7 @@ def test_an_own_affinity_replaces_the_charts_of_that_kind_only() -> None:
     assert affinity["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"] == [{"topologyKey": "rack"}]
 
 
-def test_a_group_stays_within_a_domain_without_keeping_others_out() -> None:
+def test_group_stays_within_a_domain_without_keeping_others_out() -> None:
     items = rendered("rack")
     for part in ("leaderTemplate", "workerTemplate"):
         affinity = spec_of(items, f"LeaderWorkerSet/demo-millrace-decode/{part}")["affinity"]["podAffinity"]
@@ -181,7 +181,7 @@ def test_a_group_stays_within_a_domain_without_keeping_others_out() -> None:
     assert "podAffinity" not in spec_of(own, "LeaderWorkerSet/demo-millrace-decode/leaderTemplate")["affinity"]
 
 
-def test_a_queue_takes_a_worker_whole() -> None:
+def test_queue_takes_a_worker_whole() -> None:
     group = workloads(rendered("kueue"))["decode"]
     assert group["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
     items = rendered("volcano-groups")
@@ -212,7 +212,7 @@ def test_secret_of_a_pod_is_for_its_group_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu-tiny", "groups", "hf", "warm"])
-def test_a_platform_may_choose_who_pods_run_as(name: str) -> None:
+def test_platform_may_choose_who_pods_run_as(name: str) -> None:
     """OpenShift's restricted-v2 refuses every user and group but those of the namespace, which no chart knows."""
     more = ("podSecurity.runAsUser=null", "podSecurity.fsGroup=null", "cache.kind=pvc", "cache.claim=cache")
     for where, spec in pods(rendered(name, *more)):

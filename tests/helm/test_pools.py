@@ -29,7 +29,7 @@ def test_pods_of_a_guaranteed_pool_are_guaranteed(name: str, tier: tuple[str, ..
         assert {spec["containers"][0]["resources"]["requests"]["cpu"] for spec in workers} == {"32"}
 
 
-def test_routers_read_a_small_claim_while_workers_read_the_disks_of_their_nodes() -> None:
+def test_router_reads_a_claim_while_workers_read_disks_of_nodes() -> None:
     items = rendered("h200-1p1d-16gpu", *NVME)
     found = {
         where.rpartition("-")[2]: volume

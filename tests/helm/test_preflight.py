@@ -181,7 +181,7 @@ def test_memory_may_be_locked(
         assert good or way in problems[0]
 
 
-def test_the_limits_of_this_machine_are_understood(preflight: ModuleType) -> None:
+def test_limits_of_this_machine_are_understood(preflight: ModuleType) -> None:
     """The kernel's own text, of which the others here are copies."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     status = Path("/proc/self/status").read_text()
@@ -191,7 +191,7 @@ def test_the_limits_of_this_machine_are_understood(preflight: ModuleType) -> Non
     assert not problems or f"may lock {limit} bytes" in problems[0]
 
 
-def test_the_model_the_cache_and_files_of_the_node(preflight: ModuleType, tmp_path: Path) -> None:
+def test_model_the_cache_and_files_of_the_node(preflight: ModuleType, tmp_path: Path) -> None:
     def problems(*more: str) -> list[str]:
         options = ["--model", str(tmp_path / "model"), "--cache", str(tmp_path / "cache"), *more]
         return preflight.look(preflight.parse(options))[0]
@@ -214,7 +214,7 @@ def test_the_model_the_cache_and_files_of_the_node(preflight: ModuleType, tmp_pa
     assert not problems(*needs)
 
 
-def test_a_cache_that_code_cannot_be_loaded_from_is_said(tmp_path: Path) -> None:
+def test_cache_that_code_cannot_be_loaded_from_is_said(tmp_path: Path) -> None:
     """The kernel's own answer, on a mount in a namespace of the test's own."""
     script = "import runpy, sys; f = runpy.run_path(sys.argv[1]); print(*f['look'](f['parse'](sys.argv[2:]))[0])"
     mount = f'mount -t tmpfs -o noexec tmpfs {tmp_path}; exec "$@"'
@@ -226,7 +226,7 @@ def test_a_cache_that_code_cannot_be_loaded_from_is_said(tmp_path: Path) -> None
     assert f"{tmp_path} cannot hold code (Operation not permitted" in said and "cache.kind=emptyDir" in said
 
 
-def test_the_marker_is_the_one_that_the_download_writes(preflight: ModuleType) -> None:
+def test_marker_is_the_one_that_the_download_writes(preflight: ModuleType) -> None:
     templates = "".join(path.read_text() for path in (CHART / "templates").iterdir() if path.is_file())
     assert f'touch "$FOLDER/{preflight.MARKER}"' in templates
 

@@ -34,7 +34,7 @@ def test_two_pools_follow_one_query() -> None:
     assert thresholds == {"prefill": 64, "decode": 32}
 
 
-def test_a_pool_counts_its_own_workers_only() -> None:
+def test_pool_counts_its_own_workers_only() -> None:
     for pool, spec in scalers(KEDA, *GROUPS).items():
         query = spec["triggers"][0]["metadata"]["query"]
         assert f'namespace="{NAMESPACE}",release="{RELEASE}",pool="{pool}"' in query
@@ -59,7 +59,7 @@ def test_one_at_a_time_as_long_as_the_api_allows(kind: tuple[str, ...], timeout:
 
 
 @pytest.mark.parametrize("target", ["many", "-5", "0", "8 tokens"])
-def test_a_target_is_a_number(target: str) -> None:
+def test_target_is_a_number(target: str) -> None:
     with pytest.raises(ChartError, match="values don't meet the specifications of the schema"):
         scalers(KEDA, f"workers.decode.autoscaling.target={target}")
 

@@ -28,7 +28,7 @@ def tokens(*sets: str) -> list[Object]:
     return found
 
 
-def test_a_group_has_a_token_that_nobody_knows() -> None:
+def test_group_has_a_token_that_nobody_knows() -> None:
     made = secrets(*SETS)["demo-millrace-ray"]["data"]["token"]
     assert (
         len(base64.b64decode(made)) == 48
@@ -37,7 +37,7 @@ def test_a_group_has_a_token_that_nobody_knows() -> None:
     assert tokens() == [{"secretKeyRef": {"name": "demo-millrace-ray", "key": "token"}}] * 2
 
 
-def test_a_given_token_is_taken_and_none_is_made() -> None:
+def test_given_token_is_taken_and_none_is_made() -> None:
     own = ("ray.auth.secretName=ours", "ray.auth.key=ray")
     assert secrets(*SETS, *own) == {}
     assert tokens(*own) == [{"secretKeyRef": {"name": "ours", "key": "ray"}}] * 2

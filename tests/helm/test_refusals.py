@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from millrace_chart.config_schema import OWNED, config_schemas
 from millrace_chart.render import CHART, ChartError, presets, template
 from millrace_testing.charts import CPU, FILES, GROUPS, VARIANTS, of_kind, pods, rendered
 
@@ -79,6 +80,13 @@ def test_part_of_an_expert_need_not_divide_the_experts() -> None:
     with pytest.raises(ChartError, match=r"model\.routedExperts 256 cannot be divided"):
         template((GROUPS,), ranks)
     assert template((GROUPS,), (*ranks, "workers.decode.config.expert_tp=true"))
+
+
+@pytest.mark.parametrize("of", OWNED)
+def test_schema_of_a_configuration_lacks_what_the_chart_sets(of: str) -> None:
+    known = config_schemas()[of]["properties"]
+    assert "drain" not in known["timeouts"]["properties"]
+    assert not set(OWNED[of]) & known.keys()
 
 
 def test_object_of_the_schema_is_closed_or_says_what_is_in_it() -> None:

@@ -40,6 +40,6 @@ def test_routers_have_a_secret_that_nobody_knows(which: str) -> None:
     assert again["data"]["key"] != made["data"]["key"]
 
 
-def test_a_given_secret_is_taken_and_none_is_made() -> None:
+def test_given_secret_is_taken_and_none_is_made() -> None:
     items = release("secret.secretName=ours", "secret.key=salt")
     assert of_kind(items, "Secret") == [] and secret_of_routers(items) == ("ours", "salt")

@@ -39,11 +39,11 @@ def run(pod: dict[str, str], *arguments: str, **more: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_single_pod_is_the_worker(pod: dict[str, str]) -> None:
+def test_single_pod_is_the_worker(pod: dict[str, str]) -> None:
     assert run(pod, "run", "fake_worker", "--config", "a b") == ["worker ['--config', 'a b'] ^tcp"]
 
 
-def test_the_leader_of_a_group_is_rays_head_and_the_worker(pod: dict[str, str]) -> None:
+def test_leader_of_a_group_is_rays_head_and_the_worker(pod: dict[str, str]) -> None:
     lines = run(pod, "run", "fake_worker", "--set", "a=b", RAY_PORT="6379", LWS_WORKER_INDEX="0")
     assert lines == [
         "ray start --head --port=6379 --include-dashboard=false --num-cpus=8",
@@ -68,7 +68,7 @@ def test_another_pod_joins_the_leader_and_lingers_until_it_has_gone(pod: dict[st
             assert lingering.wait(60) == 0
 
 
-def test_a_pod_that_has_not_joined_does_not_linger(pod: dict[str, str]) -> None:
+def test_pod_that_has_not_joined_does_not_linger(pod: dict[str, str]) -> None:
     assert run(pod, "linger", RAY_PORT="1", LWS_LEADER_ADDRESS="gone.invalid") == []
 
 
@@ -92,7 +92,7 @@ def test_who_cannot_ask_asks_again_for_a_while(pod: dict[str, str], codes: list[
     assert left.read_text() == "99\n", "it should have ended with the last of these answers, and not before"
 
 
-def test_a_name_that_is_not_in_dns_yet_is_waited_for(pod: dict[str, str]) -> None:
+def test_name_that_is_not_in_dns_yet_is_waited_for(pod: dict[str, str]) -> None:
     group = {"RAY_PORT": "6379", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "not-yet.invalid"}
     command = ["sh", str(SCRIPT), "run", "fake_worker"]
     with subprocess.Popen(command, env={**pod, **group}, stdout=-1, stderr=-1, text=True) as waiting:
@@ -103,14 +103,14 @@ def test_a_name_that_is_not_in_dns_yet_is_waited_for(pod: dict[str, str]) -> Non
         assert waiting.stderr.readline().startswith("not-yet.invalid:6379: [Errno ")
 
 
-def test_an_ipv6_address_has_brackets(pod: dict[str, str]) -> None:
+def test_ipv6_address_has_brackets(pod: dict[str, str]) -> None:
     answers(pod, [0])
     (Path(pod["PATH"].split(":")[0]) / "python3").write_text("#!/bin/sh\necho fd00::1\n")
     group = {"RAY_PORT": "6379", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader"}
     assert run(pod, "run", "fake_worker", **group) == ["ray start --address=[fd00::1]:6379 --block --num-cpus=8"]
 
 
-def test_a_missing_python_is_an_error_and_not_a_leader_that_is_late(pod: dict[str, str]) -> None:
+def test_missing_python_is_an_error_and_not_a_leader_that_is_late(pod: dict[str, str]) -> None:
     tools = Path(pod["PATH"].split(":")[0])
     (tools / "python3").unlink()
     (tools / "rm").symlink_to(shutil.which("rm") or "/bin/rm")

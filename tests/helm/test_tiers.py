@@ -36,7 +36,7 @@ def test_host_tiers_of_all_ranks_are_beside_the_memory_for_everything_else(
     assert memory(decode("cpu-tiny", *(f"workers.decode.{item}" for item in sets))) == wanted
 
 
-def test_a_pod_of_a_group_has_the_host_tiers_of_its_own_ranks() -> None:
+def test_pod_of_a_group_has_the_host_tiers_of_its_own_ranks() -> None:
     sets = ("kind=lws", "size=2", "dp=4", "config.limits.host_cache_gib=1", "resources.limits.memory=4Gi")
     items = rendered("cpu-tiny", *(f"workers.decode.{item}" for item in sets))
     specs = [spec for name, spec in pods(items) if "decode" in name]
@@ -52,7 +52,7 @@ def test_a_pod_of_a_group_has_the_host_tiers_of_its_own_ranks() -> None:
         (("kind=hostPath", "hostPath=/mnt/kv"), {"hostPath": {"path": "/mnt/kv", "type": "DirectoryOrCreate"}}),
     ],
 )
-def test_the_disk_tier_has_a_volume_at_its_folder(sets: tuple[str, ...], volume: Object) -> None:
+def test_disk_tier_has_a_volume_at_its_folder(sets: tuple[str, ...], volume: Object) -> None:
     limits = ("config.limits.disk_cache=/kv", "config.limits.host_cache_gib=1")
     more = (*limits, *(f"diskCache.{item}" for item in sets))
     spec = decode("cpu-tiny", *(f"workers.decode.{item}" for item in more))
@@ -65,7 +65,7 @@ def test_the_disk_tier_has_a_volume_at_its_folder(sets: tuple[str, ...], volume:
     )
 
 
-def test_an_own_volume_above_the_folder_will_do() -> None:
+def test_own_volume_above_the_folder_will_do() -> None:
     more = ("config.limits.disk_cache=/data/kv", "config.limits.host_cache_gib=1")
     mounts = ("extraVolumeMounts[0].name=data", "extraVolumeMounts[0].mountPath=/data")
     spec = decode("cpu-tiny", *(f"workers.decode.{item}" for item in (*more, *mounts)))

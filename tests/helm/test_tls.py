@@ -37,7 +37,8 @@ def secrets(items: Iterable[Object]) -> dict[str, dict[str, bytes]]:
 def names(certificate: bytes) -> set[str]:
     parsed = x509.load_pem_x509_certificate(certificate)
     alternative = parsed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return set(alternative.get_values_for_type(x509.DNSName))
+    addresses = map(str, alternative.get_values_for_type(x509.IPAddress))
+    return {*alternative.get_values_for_type(x509.DNSName), *addresses}
 
 
 @pytest.mark.parametrize("mode", ["generated", "certManager"])
@@ -45,6 +46,7 @@ def test_each_role_has_a_name_of_its_own_which_every_process_knows(mode: str) ->
     items = rendered("cpu-tiny", f"tls.mode={mode}")
     if mode == "generated":
         named = {name: names(data["tls.crt"]) for name, data in secrets(items).items() if not name.endswith("-ca")}
+        assert all("127.0.0.1" in found for found in named.values()), "port-forward and exec"
     else:
         issued = [it["spec"] for it in of_kind(items, "Certificate") if not it["spec"].get("isCA")]
         for spec in issued:
@@ -53,7 +55,7 @@ def test_each_role_has_a_name_of_its_own_which_every_process_knows(mode: str) ->
         named = {it["secretName"]: set(it["dnsNames"]) for it in issued}
     assert named.keys() == {f"demo-millrace-{role}-tls" for role in ROLES}
     sections = [config_of(items, f"demo-millrace-{name}")["tls"] for name in ("router", "prefill", "decode")]
-    assert sections[0] == sections[1] == sections[2]
+    assert sections[0] == sections[1] == sections[2] and sections[0]["require_client_cert"] is True
     for role in ROLES:
         (peer,) = sections[0]["peers"][role]
         having = [name for name, dns in named.items() if peer in dns]
@@ -61,7 +63,7 @@ def test_each_role_has_a_name_of_its_own_which_every_process_knows(mode: str) ->
     assert sections[0]["server_name"] in named["demo-millrace-worker-tls"]
 
 
-async def test_the_generated_certificates_work(tmp_path: Path) -> None:
+async def test_generated_certificates_work(tmp_path: Path) -> None:
     """A worker's port with the rendered configuration, and callers with each certificate of the release."""
     items = rendered("cpu-tiny", "tls.mode=generated")
     folder = "/etc/millrace/tls"
@@ -128,7 +130,7 @@ def test_upgrade_keeps_certificates_and_issues_missing_ones(tmp_path: Path) -> N
         assert signers == {again["demo-millrace-ca"]["tls.crt"]}
 
 
-def test_the_authoritys_key_is_in_no_pod() -> None:
+def test_authoritys_key_is_in_no_pod() -> None:
     items = rendered("h200-1p1d-16gpu")
     assert "demo-millrace-ca" in secrets(items)
     for where, spec in pods(items):

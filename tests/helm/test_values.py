@@ -67,6 +67,13 @@ def test_probe_waits_for_the_start_and_notices_readiness_soon() -> None:
 
 
 @pytest.mark.helm
+def test_admin_port_is_on_loopback_unless_another_host_is_said() -> None:
+    for sets, host in (((), "127.0.0.1"), (("router.adminHost=0.0.0.0", "tls.mode=certManager"), "0.0.0.0")):
+        config = config_of(rendered("cpu-tiny", *sets), ROUTER)
+        assert [config[key].rpartition(":")[0] for key in ("admin", "admin_http")] == [host] * 2
+
+
+@pytest.mark.helm
 @pytest.mark.parametrize("plain", ["true", "false"])
 def test_api_keys_without_tls_are_taken_only_where_that_is_said(plain: str) -> None:
     config = config_of(rendered("keys", "tls.mode=certManager", f"apiKeys.allowPlaintext={plain}"), ROUTER)
@@ -83,7 +90,7 @@ def test_drain_fits_into_the_grace() -> None:
 
 
 @pytest.mark.helm
-def test_a_group_has_one_frontend_and_ray_on_pinned_ports() -> None:
+def test_group_has_one_frontend_and_ray_on_pinned_ports() -> None:
     items = rendered("groups")
     found = dict(pods(items))
     leader, follower = (
@@ -104,7 +111,7 @@ def test_a_group_has_one_frontend_and_ray_on_pinned_ports() -> None:
 
 @pytest.mark.helm
 @pytest.mark.parametrize("name", ["hpa", "keda", "keda-groups"])
-def test_an_autoscaler_begins_with_its_minimum(name: str) -> None:
+def test_autoscaler_begins_with_its_minimum(name: str) -> None:
     """A field that an upgrade leaves out falls back to 1, whatever runs; in a cluster the live number is rendered."""
     items = rendered(name)
     scalers = of_kind(items, "HorizontalPodAutoscaler", "ScaledObject")
@@ -129,7 +136,7 @@ def test_each_role_scales_on_what_it_runs_out_of() -> None:
 
 
 @pytest.mark.helm
-def test_who_may_talk_to_whom() -> None:
+def test_policy_lets_in_only_who_asks_this_port() -> None:
     policies = {
         item["metadata"]["name"]: item["spec"]["ingress"] for item in of_kind(rendered("policies"), "NetworkPolicy")
     }
@@ -141,6 +148,8 @@ def test_who_may_talk_to_whom() -> None:
     from_router, from_workers, metrics = worker
     assert from_router["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
     assert "ports" not in from_workers and metrics["ports"] == [{"port": 9090}]
+    monitors = {"namespaceSelector": {"matchLabels": {"team": "b"}}}
+    assert router[1]["from"] == [monitors] and metrics["from"] == [monitors, test]
     for rule in (from_router, from_workers):  # of this release only
         assert rule["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "demo"
 
@@ -163,7 +172,8 @@ def test_what_each_kind_of_pod_may_reach() -> None:
     shared = []
     for name, rules in found.items():
         *_, resolvers, collector = rules
-        assert resolvers["ports"] == dns and {"namespaceSelector": {}} in resolvers["to"], name
+        local = {"ipBlock": {"cidr": "169.254.0.0/16"}}
+        assert resolvers == {"to": [{"namespaceSelector": {}}, local], "ports": dns}, name
         assert collector == {"ports": [{"port": 4319}]}, name
         shared.append(rules[:-2])
     assert list(found) == [
@@ -213,7 +223,7 @@ def test_every_pod_of_ours_has_an_egress_policy() -> None:
         assert checked >= 3
 
 
-def test_a_routers_certificate_names_its_services_as_clients_call_them() -> None:
+def test_routers_certificate_names_its_services_as_clients_call_them() -> None:
     made = rendered("tls")
     services = [it["metadata"]["name"] for it in of_kind(made, "Service") if "-router" in it["metadata"]["name"]]
     assert len(services) == 2, "for simple clients, and for those that balance themselves"

@@ -28,25 +28,8 @@ WEBHOOKS: dict[tuple[str, str], list[dict[str, str]]] = {
             " || self.spec.rolloutStrategy.rollingUpdateConfiguration.maxUnavailable != 0",
             "message": "maxSurge and maxUnavailable are both 0",
         },
-        {
-            "rule": "has(self.spec.leaderWorkerTemplate.subGroupPolicy)"
-            " == has(oldSelf.spec.leaderWorkerTemplate.subGroupPolicy)",
-            "message": "a subGroupPolicy cannot be added or taken away",
-        },
         {"rule": "self.spec.leaderWorkerTemplate.size >= 1", "message": "a group has one pod or more"},
     ],
-    ("cert-manager.io/v1", "Certificate"): [
-        {
-            "rule": "has(self.spec.commonName) || has(self.spec.dnsNames) || has(self.spec.ipAddresses)"
-            " || has(self.spec.uris)",
-            "message": "a certificate needs a commonName, dnsNames, ipAddresses or uris",
-        },
-        {
-            "rule": "!has(self.spec.commonName) || self.spec.commonName.size() <= 64",
-            "message": "a commonName has at most 64 characters",
-        },
-    ],
-    ("cert-manager.io/v1", "Issuer"): [{"rule": "size(self.spec) == 1", "message": "an issuer is of one kind"}],
 }
 DEFAULT_KEYS = {"protocol": "TCP"}  # the one key of a built-in list-map that may be left out
 

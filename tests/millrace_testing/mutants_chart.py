@@ -90,7 +90,7 @@ MUTANTS = (
     of("mirror-keeps-the-registry", f"{TOOLS}/millrace_chart/mirror.py", "{HOST.sub('', name)}", "{name}",
        "helm/test_images.py"),
     of("schema-keeps-owned-keys", f"{TOOLS}/millrace_chart/config_schema.py",
-       'del schema["properties"][section]["properties"][key]', "pass", "helm/test_render.py"),
+       'del schema["properties"][section]["properties"][key]', "pass", "helm/test_refusals.py"),
     of("colors-of-low-limits-upside-down", f"{TOOLS}/millrace_dashboards/grafana.py",
        '[*colors, "green"] if low', '["green", *colors] if low', "dashboards/test_dashboards.py"),
     of("rules-of-every-deployment", f"{TOOLS}/millrace_dashboards/alerts.py",
