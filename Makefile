@@ -146,7 +146,7 @@ loc: ## Count the lines of each package, its largest file, the tests, and the pr
 	@printf '%-26s %6d lines\n' product "$$(find $(PRODUCT) -name '*.py' ! -name '*_pb2*' -exec cat {} + | wc -l)"
 
 .PHONY: figures
-figures: setup ## Write the measured figures of README.md and docs/ from bench/results, and the fields of docs/api.md from their types
+figures: setup ## Write the measured figures of README.md and docs/ from bench/results, and the fields of docs/reference from their types
 	@$(BIN)/python -m millrace_bench.figures
 
 .PHONY: page-picture

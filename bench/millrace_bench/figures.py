@@ -10,7 +10,7 @@ A document names what it wants between two marks, and Markdown is put there:
 
 The functions of figures_readme.py, figures_docs.py, figures_gpus.py and figures_seeds.py make the Markdown. They take
 figures from bench/results with `row` (figures_source.py), so a number that no run has cannot get into a table. The
-tables of docs/api.md come from the types that read requests (api_fields.py).
+tables of docs/reference/api-*.md come from the types that read requests (api_fields.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fault matrix of docs/kv_transfer.md, each row against real processes with a simulated engine.
+"""The fault matrix of docs/explanation/kv-failures.md, each row against real processes with a simulated engine.
 
 The simulated engine's tokens depend on the prompt and the position only, and each of its KV pages carries the hash of
 its tokens, which is checked before every step: a page of another request, or one reused too early, is an error, never

@@ -107,7 +107,7 @@ esac
 
 
 def test_the_commands_of_the_guide_remove_only_what_no_revision_uses(tmp_path: Path) -> None:
-    guide = (ROOT / "docs" / "operations.md").read_text()
+    guide = (ROOT / "docs" / "how-to" / "upgrade.md").read_text()
     (block,) = (text for text in re.findall(r"```bash\n(.*?)```", guide, re.DOTALL) if "millrace/files" in text)
     pod = {"spec": {"volumes": [{"name": "config", "configMap": {"defaultMode": 420, "name": "millrace-decode-22"}}]}}
     items = [{"kind": "Deployment", "spec": {"template": pod}}, {"kind": "ControllerRevision", "data": pod}]
