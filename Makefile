@@ -17,6 +17,7 @@ LOCK = $(BIN)/uv pip compile --quiet --no-annotate --generate-hashes --python-ve
 TORCH_INDEX_cpu := --extra-index-url https://download.pytorch.org/whl/cpu
 ARGS ?=
 REGISTRY ?=
+SITE := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build 2>&1 | { grep -v '^INFO' || true; }
 ENGINE ?= docker
 
 SERVING := $(VENV)/.serving
@@ -77,10 +78,16 @@ mutants: setup stubs checkpoint ## Break one line at a time in a copy and see wh
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m millrace_testing.mutants $(ARGS)
 
 .PHONY: lint
-lint: setup stubs ## Check style, formatting and types
+lint: setup stubs ## Check style, formatting and types, the prose of the documents and the links of the site
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@PYTHONPATH=tests $(BIN)/python -m millrace_testing.prose
+	@$(SITE)
+
+.PHONY: site
+site: setup ## Build the site of docs/ into build/site; a broken link fails
+	@$(SITE)
 
 .PHONY: format
 format: setup ## Format the code and fix what can be fixed
@@ -148,6 +155,10 @@ loc: ## Count the lines of each package, its largest file, the tests, and the pr
 .PHONY: figures
 figures: setup ## Write the measured figures of README.md and docs/ from bench/results, and the fields of docs/reference from their types
 	@$(BIN)/python -m millrace_bench.figures
+
+.PHONY: reference
+reference: setup stubs ## Write the tables of docs/reference: settings, metrics, errors
+	@PYTHONPATH=tests $(BIN)/python -m millrace_testing.reference_pages
 
 .PHONY: page-picture
 page-picture: setup stubs $(BROWSER) ## Take docs/figures/page.png, the router's page of a system with load (ARGS="--minutes 5")

@@ -14,7 +14,7 @@ from millrace_dashboards.boards import dashboards
 from millrace_dashboards.promql import CATALOGUE
 from millrace_testing.paths import ROOT
 
-OF_PROCESSES = {"secure", "tune-kernels"}  # name keys and modules of processes, not values and metrics
+OF_PROCESSES = {"add-a-policy", "secure", "tune-kernels"}  # name keys and modules of processes, not values and metrics
 GUIDES = [path for path in sorted((ROOT / "docs" / "how-to").glob("*.md")) if path.stem not in OF_PROCESSES]
 PAGES = sorted((ROOT / RUNBOOKS).glob("Millrace*.md"))
 ALERTS = {alert.title: alert for group in alerts.groups().values() for alert in group}

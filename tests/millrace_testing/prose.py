@@ -42,7 +42,9 @@ PRIVATE = {
     r"way to serve|ways?: `": "route",
 }
 WORD = re.compile(rf"\b(?:{'|'.join(PRIVATE)})\b", re.IGNORECASE)
-SKIPPED = re.compile(r"^```.*?^```|<!-- (?:figures|reference): .*?<!-- end of .*?-->|<!--.*?-->", re.MULTILINE | re.DOTALL)
+SKIPPED = re.compile(
+    r"^```.*?^```|<!-- (?:figures|reference): .*?<!-- end of .*?-->|<!--.*?-->", re.MULTILINE | re.DOTALL
+)
 ITEM = re.compile(r"^(?:[-*]|\d+\.) ")
 END = re.compile(r"(?<=[.!?])[)\"*”]*\s+")
 CODE, LINK = re.compile(r"`[^`]*`"), re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
@@ -72,7 +74,7 @@ def _shape(name: str, text: str) -> Iterator[Fault]:
     if len(lines) > most:
         yield Fault(most, f"the page has {len(lines)} lines, more than {most}")
     for number, line in enumerate(_blanked(text).splitlines(), 1):
-        breakable = CODE.sub("", LINK.sub("", line))  # a span of code or a link may be longer by itself
+        breakable = CODE.sub("", re.sub(r"\]\([^)]*\)", "", LINK.sub("", line)))  # what a line break can shorten
         if len(breakable) > MAX_COLUMNS and not line.startswith("|"):
             yield Fault(number, f"the line has {len(line)} columns, more than {MAX_COLUMNS}")
 
