@@ -26,6 +26,7 @@ HELM := $(VENV)/helm/.installed
 PEERS := build/peers
 PROMETHEUS := $(VENV)/prometheus/.installed
 BROWSER := $(VENV)/chromium/.installed
+MERMAID := $(VENV)/mermaid/.installed
 PROTOS := $(wildcard proto/millrace/v1/*.proto)
 STUBS := proto/millrace/v1/worker_pb2.py
 TINY := models/tiny
@@ -86,7 +87,7 @@ lint: setup stubs ## Check style, formatting and types, the prose of the documen
 	@$(SITE)
 
 .PHONY: site
-site: setup ## Build the site of docs/ into build/site; a broken link fails
+site: setup $(MERMAID) ## Build the site of docs/ into build/site; a broken link fails
 	@$(SITE)
 
 .PHONY: format
@@ -239,6 +240,13 @@ $(BROWSER): | $(HELM)
 		&& unpack al2023.tar | tar -x && unpack fonts.tar | tar -x fonts && unpack chromium > unpacked \
 		&& chmod +x unpacked && mv unpacked chromium && rm -r node_modules \
 		|| echo "make: chromium could not be had; tests of the router's page will be skipped" >&2
+	@touch $@
+
+# Draws the diagrams of the site.
+$(MERMAID): | $(HELM)
+	@mkdir -p $(@D) && cd $(@D) && export PATH="$(CURDIR)/$(BIN):$$PATH" \
+		&& npm pack --silent mermaid@11.17.2 >/dev/null && tar -xzf mermaid-*.tgz package/dist/mermaid.min.js && rm mermaid-*.tgz \
+		|| echo "make: mermaid could not be had; a browser loads it from the web" >&2
 	@touch $@
 
 $(STUBS): $(PROTOS) $(SERVING)

@@ -30,7 +30,7 @@ def test_a_broken_link_fails(tmp_path: Path, link: str) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text(f"# Home\n\n[a]({link})\n")
     text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[0]
-    hook = "hooks: [docs/.site/links.py]"
+    hook = "hooks: [docs/.site/hooks.py]"
     assert hook in text
     (tmp_path / "mkdocs.yml").write_text(text.replace(hook, "").partition("not_in_nav")[0])
     built = build(tmp_path / "mkdocs.yml", tmp_path / "site")
