@@ -14,7 +14,7 @@ from pathlib import Path
 
 from millrace_testing.paths import ROOT
 
-MAX_WORDS, MAX_COLUMNS, MAX_LINES = 25, 120, 250
+MAX_WORDS, MAX_CELL, MAX_COLUMNS, MAX_LINES = 25, 45, 120, 250
 SHORTER = {"README.md": 150}
 LONGER = {"CHANGELOG.md": 10_000}  # grows with each release
 # Private word → the field's. A word between backticks is a name in the code, and may stay.
@@ -38,6 +38,7 @@ PRIVATE = {
     r"balanced experts": "expert load balancing",
     r"doubts|wedged?": "broken transport",
     r"credits?": "capacity",
+    r"thoughts": "reasoning",
     r"so many|of these|what \w+ does": "name the thing",
     r"way to serve|ways?: `": "route",
 }
@@ -80,7 +81,10 @@ def _shape(name: str, text: str) -> Iterator[Fault]:
 
 
 def _sentences(text: str) -> Iterator[Fault]:
+    lines = ["", *text.splitlines()]
     for number, block in blocks(_blanked(text)):
+        if lines[number].startswith("|") and (count := len(_plain(block).split())) > MAX_CELL:
+            yield Fault(number, f"the table cell has {count} words: a list below the table reads better")
         for word in WORD.findall(CODE.sub("", PANEL.sub("", LINK.sub(r"\1", block)))):
             better = next(good for bad, good in PRIVATE.items() if re.fullmatch(bad, word, re.IGNORECASE))
             yield Fault(number, f"{word!r} is a private word: {better}")
@@ -113,8 +117,11 @@ def blocks(text: str) -> Iterator[tuple[int, str]]:
 
 def sentences(block: str) -> list[str]:
     """A span of code is one word, a link is its text."""
-    plain = CODE.sub("code", LINK.sub(r"\1", block)).replace("e.g. ", "").replace("i.e. ", "")
-    return [sentence for sentence in END.split(plain) if sentence.strip()]
+    return [sentence for sentence in END.split(_plain(block)) if sentence.strip()]
+
+
+def _plain(block: str) -> str:
+    return CODE.sub("code", LINK.sub(r"\1", block)).replace("e.g. ", "").replace("i.e. ", "")
 
 
 def main() -> None:
