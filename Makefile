@@ -17,6 +17,7 @@ LOCK = $(BIN)/uv pip compile --quiet --no-annotate --generate-hashes --python-ve
 TORCH_INDEX_cpu := --extra-index-url https://download.pytorch.org/whl/cpu
 ARGS ?=
 REGISTRY ?=
+SITE := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build 2>&1 | { grep -v '^INFO' || true; }
 ENGINE ?= docker
 
 SERVING := $(VENV)/.serving
@@ -25,6 +26,7 @@ HELM := $(VENV)/helm/.installed
 PEERS := build/peers
 PROMETHEUS := $(VENV)/prometheus/.installed
 BROWSER := $(VENV)/chromium/.installed
+MERMAID := $(VENV)/mermaid/.installed
 PROTOS := $(wildcard proto/millrace/v1/*.proto)
 STUBS := proto/millrace/v1/worker_pb2.py
 TINY := models/tiny
@@ -79,10 +81,16 @@ mutants: setup stubs checkpoint ## Break one line at a time in a copy and see wh
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m millrace_testing.mutants $(ARGS)
 
 .PHONY: lint
-lint: setup stubs ## Check style, formatting and types
+lint: setup stubs ## Check style, formatting and types, the prose of the documents and the links of the site
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@PYTHONPATH=tests $(BIN)/python -m millrace_testing.prose
+	@$(SITE)
+
+.PHONY: site
+site: setup $(MERMAID) ## Build the site of docs/ into build/site; a broken link fails
+	@$(SITE)
 
 .PHONY: format
 format: setup ## Format the code and fix what can be fixed
@@ -148,8 +156,12 @@ loc: ## Count the lines of each package, its largest file, the tests, and the pr
 	@printf '%-26s %6d lines\n' product "$$(find $(PRODUCT) -name '*.py' ! -name '*_pb2*' -exec cat {} + | wc -l)"
 
 .PHONY: figures
-figures: setup ## Write the measured figures of README.md and docs/ from bench/results, and the fields of docs/api.md from their types
+figures: setup ## Write the measured figures of README.md and docs/ from bench/results, and the fields of docs/reference from their types
 	@$(BIN)/python -m millrace_bench.figures
+
+.PHONY: reference
+reference: setup stubs ## Write the tables of docs/reference: settings, metrics, errors
+	@PYTHONPATH=tests $(BIN)/python -m millrace_testing.reference_pages
 
 .PHONY: page-picture
 page-picture: setup stubs $(BROWSER) ## Take docs/figures/page.png, the router's page of a system with load (ARGS="--minutes 5")
@@ -230,6 +242,13 @@ $(BROWSER): | $(HELM)
 		&& unpack al2023.tar | tar -x && unpack fonts.tar | tar -x fonts && unpack chromium > unpacked \
 		&& chmod +x unpacked && mv unpacked chromium && rm -r node_modules \
 		|| echo "make: chromium could not be had; tests of the router's page will be skipped" >&2
+	@touch $@
+
+# Draws the diagrams of the site.
+$(MERMAID): | $(HELM)
+	@mkdir -p $(@D) && cd $(@D) && export PATH="$(CURDIR)/$(BIN):$$PATH" \
+		&& npm pack --silent mermaid@11.17.2 >/dev/null && tar -xzf mermaid-*.tgz package/dist/mermaid.min.js && rm mermaid-*.tgz \
+		|| echo "make: mermaid could not be had; a browser loads it from the web" >&2
 	@touch $@
 
 $(STUBS): $(PROTOS) $(SERVING)

@@ -1,7 +1,8 @@
-"""The documents say what is true: their make targets and links exist, and README's commands run as they are written.
+"""The documents say what is true: their make targets and links exist, and their commands run as they are written.
 
-A fenced bash block below `<!-- run: serve -->` is started and left running; those below `<!-- run -->` run one after
-the other meanwhile. A plain block right after one of them is what it prints.
+In README and the tutorial for a laptop, a fenced bash block below `<!-- run: serve -->` is started and left running.
+Those below `<!-- run -->` run one after the other meanwhile. A plain block right after one of them is what it prints.
+Blocks below `<!-- run: gpu -->` and `<!-- run: cluster -->` need more than this machine; tests/helm renders the latter.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import get_args
 import pytest
 from millrace_router.config import RouterConfig
 from millrace_serve.worker.config import WorkerConfig
+from millrace_testing import prose
 from millrace_testing.paths import ROOT
 from pydantic import BaseModel
 
@@ -26,11 +28,13 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").r
 BLOCK = re.compile(
     r"<!-- run(?:: (?P<kind>\w+))? -->\n```bash\n(?P<code>.*?)```\n(?:\n```\n(?P<output>.*?)```)?", re.DOTALL
 )
+EXECUTED = [ROOT / "README.md", ROOT / "docs" / "tutorials" / "laptop.md"]
 PORTS = (50051, 50052, 8000, 8001)  # what `make serve` listens on, and so what README names
 
 
 def blocks(kind: str | None) -> list[re.Match[str]]:
-    return [match for match in BLOCK.finditer((ROOT / "README.md").read_text()) if match["kind"] == kind]
+    found = [match for document in EXECUTED for match in BLOCK.finditer(document.read_text())]
+    return [match for match in found if match["kind"] == kind]
 
 
 def make_targets() -> set[str]:
@@ -61,6 +65,19 @@ def test_named_files_exist(document: Path) -> None:
         if not any(path.match(rest) for path in (ROOT / folder).rglob(Path(rest).name))
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize("document", prose.documents(), ids=lambda path: path.name)
+def test_sentences_are_short_and_words_are_the_fields(document: Path) -> None:
+    assert [f"{fault.line}: {fault.what}" for fault in prose.faults(document)] == []
+
+
+def test_figures_of_the_readme_are_results() -> None:
+    """Each number in bold, and each that loses, is in a table of docs/results.md."""
+    section = (ROOT / "README.md").read_text().partition("## Results")[2].partition("\n## ")[0]
+    results = (ROOT / "docs" / "results.md").read_text()
+    numbers = re.findall(r"\d[\d,.]*\d(?= (?:ms|GB/s|tokens)|%|\*\*| over HTTP)", section)
+    assert len(numbers) > 8 and [number for number in numbers if number not in results] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -98,19 +115,20 @@ def test_every_documented_target_has_a_recipe() -> None:
     assert set(re.findall(r"^  make ([a-z-]+)", listed, re.MULTILINE)) == make_targets() - {"bench"}
 
 
-def test_every_bash_block_of_the_readme_runs() -> None:
-    text = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("document", EXECUTED, ids=lambda path: path.name)
+def test_every_bash_block_has_a_run_mark(document: Path) -> None:
+    text = document.read_text()
     assert text.count("```bash\n") == len(list(BLOCK.finditer(text))), "a block without a run mark is never tested"
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[None]:
-    """The system that README starts, until the test ends; afterwards nothing of it is left."""
+    """The system that both documents start, until the test ends; afterwards nothing of it is left."""
     for port in PORTS:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 pytest.skip(f"README's port {port} is in use on this machine")
-    command = blocks("serve")[0]["code"]
+    (command,) = {block["code"] for block in blocks("serve")}
     output = tmp_path / "output"
     with output.open("wb") as out:
         process = subprocess.Popen(

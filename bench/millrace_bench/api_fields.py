@@ -1,4 +1,4 @@
-"""Tables of the fields of each API in docs/api.md, made from the types that parse them."""
+"""Tables of the fields of each API in docs/reference/api-*.md, made from the types that parse them."""
 
 from __future__ import annotations
 

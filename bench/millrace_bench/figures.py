@@ -9,7 +9,7 @@ A document names what it wants between two marks, and the template of that name,
     <!-- end of figures -->
 
 A template is Markdown. It takes figures from bench/results with `row`, so a number that no run has cannot get into a
-table. The tables of docs/api.md come from the types that read requests (api_fields.py).
+table. The tables of docs/reference/api-*.md come from the types that read requests (api_fields.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 python -m millrace_bench.scaling [--results bench/results/h200]
 
 It reads exchange.json (dispatch and combine by rows) and ranks.json (steps of two ranks with and without an exchange),
-and prints what docs/scaling.md shows. The assumptions are the constants below; that page has their reasons.
+and prints what docs/explanation/scaling.md shows. The assumptions are the constants below; that page has their reasons.
 """
 
 from __future__ import annotations

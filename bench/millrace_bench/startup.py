@@ -1,6 +1,6 @@
 """From the start of a worker's process to READY: with empty caches of compiled code, and again with what that left.
 
-    ready_s   the whole, and the seconds of each phase (docs/gpu.md)
+    ready_s   the whole, and the seconds of each phase (docs/explanation/start.md)
 
 Weights are random, so nothing is read from a disk; `tp8` has the shapes of one of 8 tensor-parallel ranks of the 671B
 model, all 61 layers of which fit on one H200.

@@ -2,7 +2,9 @@
 
 python -m millrace_load.plots FILE.svg RESULT.json ...      results of `bench serving` and `bench pd`; .svg or .png
 
-A row of three axes for each load (two length mixes, say), a line for each system, in one colour everywhere.
+A row of three axes for each load (two length mixes, say), a line for each system, in one colour and with one mark
+everywhere. Goodput is the offered rate times the share of requests within the limits, so it reaches the rate when all
+are. A dotted line is the rate itself, or the limit of the figure. The title has the hardware and the day.
 Without matplotlib, which is in the extra `bench`: PlotError.
 """
 
@@ -22,6 +24,8 @@ SUFFIXES = (".svg", ".png")
 PERCENTILES = {"p50": "-", "p99": "--"}  # to the style of its line
 MILLISECONDS = 1e3
 INCHES = (4.2, 3.0)  # of one pair of axes
+MARKS = "os^Dv"
+LIMIT = {"color": "0.4", "linestyle": ":", "linewidth": 1.2}
 
 
 class PlotError(ValueError):
@@ -38,6 +42,8 @@ class Point:
     goodput: float
     ttft: Mapping[str, float | None]  # percentile → seconds; None where nothing was measured
     tpot: Mapping[str, float | None]
+    slo: str = ""  # limits in seconds: ttft=1,tpot=0.04
+    where: str = ""  # hardware and day
 
 
 def check(path: str | Path) -> None:
@@ -52,15 +58,18 @@ def points(record: Mapping[str, Any], name: str = "") -> list[Point]:
     """Of a record of `bench serving`, where `name` is the system's, or of `bench pd`. PlotError for another bench."""
     results = record.get("results", {})
     if record.get("bench") == "pd":
-        return [_point(row, row["load"], row["topology"], row["rate"]) for row in results["rows"]]
+        return [_point(record, row, row["load"], row["topology"], row["rate"]) for row in results["rows"]]
     if record.get("bench") == "serving" and "goodput" in results:
         rate = record["config"].get("request_rate") or results["completed"] / results["seconds"]
-        return [_point(results, "", name, rate)]
+        return [_point(record, results, "", name, rate)]
     raise PlotError(f"{name or 'the record'}: not a result of bench serving or bench pd")
 
 
-def _point(report: Mapping[str, Any], load: str, system: str, rate: float) -> Point:
-    return Point(load, system, rate, report["goodput"], report["ttft"], report["tpot"])
+def _point(record: Mapping[str, Any], report: Mapping[str, Any], load: str, system: str, rate: float) -> Point:
+    goodput = rate * report["slo_met"] if report.get("slo_met") is not None else report["goodput"]
+    where = ", ".join(filter(None, (record.get("hardware", ""), record.get("time", "")[:10])))
+    slo = record.get("config", {}).get("slo") or ""
+    return Point(load, system, rate, goodput, report["ttft"], report["tpot"], str(slo), where)
 
 
 def lines(given: Sequence[Point]) -> dict[str, dict[str, list[Point]]]:
@@ -81,13 +90,18 @@ def draw(given: Sequence[Point], path: Path) -> None:
     from matplotlib.figure import Figure
 
     loads = lines(given)
-    colors = {system: f"C{number}" for number, system in enumerate(dict.fromkeys(point.system for point in given))}
+    systems_of_all = dict.fromkeys(point.system for point in given)
+    styles = {
+        system: {"color": f"C{number}", "marker": MARKS[number % len(MARKS)], "markersize": 7 - 1.5 * (number % 3)}
+        for number, system in enumerate(systems_of_all)
+    }
     with matplotlib.rc_context({"svg.hashsalt": "millrace", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(3 * INCHES[0], len(loads) * INCHES[1] + 0.6), layout="constrained")
         for row, (load, systems) in zip(figure.subplots(len(loads), 3, squeeze=False), loads.items(), strict=True):
             for axes, what in zip(row, ("goodput", "ttft", "tpot"), strict=True):
-                _fill(axes, what, systems, colors)
+                _fill(axes, what, systems, styles)
             row[0].set_title(load, loc="left")
+        figure.suptitle("; ".join(dict.fromkeys(point.where for point in given if point.where)))
         every = {
             label: handle
             for axes in figure.axes
@@ -97,21 +111,35 @@ def draw(given: Sequence[Point], path: Path) -> None:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _fill(axes: Any, what: str, systems: Mapping[str, Sequence[Point]], colors: Mapping[str, str]) -> None:
+def _fill(axes: Any, what: str, systems: Mapping[str, Sequence[Point]], styles: Mapping[str, Any]) -> None:
     axes.set_xlabel("requests/s")
     axes.set_ylabel("goodput, requests/s" if what == "goodput" else f"{what.upper()}, ms")
     for system, run in systems.items():
-        rates, color = [point.rate for point in run], colors[system]
+        rates = [point.rate for point in run]
         if what == "goodput":
-            axes.plot(rates, [point.goodput for point in run], "o-", color=color)
+            axes.plot(rates, [point.goodput for point in run], clip_on=False, zorder=3, **styles[system])
+            axes.plot([0, *rates], [0, *rates], **LIMIT)
             continue
-        for percentile, style in PERCENTILES.items():
-            values = [getattr(point, what)[percentile] for point in run]
+        for percentile, line in PERCENTILES.items():
+            values = [_ms(getattr(point, what)[percentile]) for point in run]
             label = f"{system} {percentile}".strip()
-            axes.plot(rates, [_ms(value) for value in values], f"o{style}", color=color, label=label)
+            axes.plot(rates, values, linestyle=line, label=label, clip_on=False, zorder=3, **styles[system])
+    if (limit := _limit(what, systems)) is not None:
+        axes.axhline(limit, **LIMIT)
+    axes.margins(0.08)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
+
+
+def _limit(what: str, systems: Mapping[str, Sequence[Point]]) -> float | None:
+    """Milliseconds, of the first run that has a limit of this figure."""
+    slos = (
+        dict(part.split("=") for part in point.slo.split(",") if "=" in part)
+        for run in systems.values()
+        for point in run
+    )
+    return next((MILLISECONDS * float(slo[what]) for slo in slos if what in slo), None)
 
 
 def _ms(seconds: float | None) -> float:

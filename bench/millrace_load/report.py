@@ -1,6 +1,6 @@
 """From the samples of a load run to its figures, its table, and whether requests met their objective.
 
-Names and definitions are AIPerf's (docs/load.md maps them to other tools').
+Names and definitions are AIPerf's (docs/how-to/load-test.md maps them to other tools').
 """
 
 from __future__ import annotations

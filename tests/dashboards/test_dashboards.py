@@ -145,7 +145,7 @@ def test_every_query_selects_by(label: str) -> None:
     assert [pair for pair in found if not re.search(rf"(^|,){label}=", pair[1])] == []
 
 
-@pytest.mark.parametrize("file", ["examples/keda-values.yaml", "docs/operations.md"])
+@pytest.mark.parametrize("file", ["examples/keda-values.yaml", "docs/how-to/size.md"])
 def test_examples_select_by_release(file: str) -> None:
     queries = re.findall(r"sum\((millrace_\w+\{[^}]*\})", (ROOT / file).read_text())
     assert queries and all("release=" in query for query in queries)

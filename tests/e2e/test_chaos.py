@@ -62,7 +62,7 @@ async def test_honest_tenants_get_their_answers_beside_a_hostile_one(tmp_path: P
 
 
 async def test_processes_with_a_fifth_of_the_time_are_not_taken_for_hung(tmp_path: Path) -> None:
-    """docs/operations.md has the result of 10 minutes of each."""
+    """docs/how-to/hangs.md has the result of 10 minutes of each."""
     report = await calm(tmp_path, MINUTES, clients=8, seed=3, throttle="all")
     assert not report.violations, report.violations[:3]
     complete = [seen for seen in report.seen if not seen.error]

@@ -1,4 +1,4 @@
-"""Rows of the fault matrix of docs/kv_transfer.md, against real processes with a simulated engine.
+"""Rows of the fault matrix of docs/explanation/kv-failures.md, against real processes with a simulated engine.
 
 test_chaos.py has other rows.
 

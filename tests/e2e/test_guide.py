@@ -1,4 +1,4 @@
-"""The commands of docs/operations.md for the router's admin port, run as written, plain and with mutual TLS."""
+"""The commands of docs/how-to for the router's admin port, run as written, plain and with mutual TLS."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on this machine"),
 ]
-GUIDE = (ROOT / "docs" / "operations.md").read_text()
+GUIDE = "\n".join(path.read_text() for path in sorted((ROOT / "docs" / "how-to").glob("*.md")))
 PLAIN = sorted(set(re.findall(r"`(curl (?:-H '[^']*' )?(?:-X POST )?127\.0\.0\.1:8001/[^`]+)`", GUIDE)))
 
 

@@ -2,7 +2,7 @@
 request fails.
 
 Real processes with the simulated engine, which says by its tokens which model gave an answer. The steps are those of
-docs/operations.md: `helm upgrade` with the new pools, then the routers' `routing.revision`, then without the old pools.
+docs/how-to/upgrade.md: `helm upgrade` with the new pools, then routers' `routing.revision`, then without the old pools.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Scale-down, a rolling update of the workers and a roll-out of the routers, under load: no request fails.
 
 Real processes with the simulated engine. Workers live as the chart's pods do (millrace_testing/pods.py), routers find
-them through a Kubernetes API server, clients use the channel that docs/operations.md recommends. Answers take longer
+them through a Kubernetes API server, clients use the channel that docs/how-to/drain.md recommends. Answers take longer
 than a worker's drain, so that some are handed over in the middle.
 """
 

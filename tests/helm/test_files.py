@@ -76,7 +76,7 @@ esac
 
 
 def test_guide_removes_only_config_maps_without_revision(tmp_path: Path) -> None:
-    guide = (ROOT / "docs" / "operations.md").read_text()
+    guide = (ROOT / "docs" / "how-to" / "upgrade.md").read_text()
     (block,) = (text for text in re.findall(r"```bash\n(.*?)```", guide, re.DOTALL) if "millrace/files" in text)
     pod = {"spec": {"volumes": [{"name": "config", "configMap": {"defaultMode": 420, "name": "millrace-decode-22"}}]}}
     items = [{"kind": "Deployment", "spec": {"template": pod}}, {"kind": "ControllerRevision", "data": pod}]

@@ -11,8 +11,8 @@ from millrace_chart.render import CHART, EDITED, KUBERNETES, NAMESPACE, ROOT, Ob
 from millrace_testing.charts import NO_DASHBOARDS, of_kind, pods
 
 pytestmark = pytest.mark.helm
-PAGES = sorted((ROOT / "docs" / "platforms").glob("*.md"))
-GUIDES = ("docs/operations.md", "helm/millrace/README.md", "k8s/README.md", "README.md", *PAGES)
+PAGES = sorted(path for part in ("how-to", "platforms", "tutorials") for path in (ROOT / "docs" / part).glob("*.md"))
+GUIDES = ("helm/millrace/README.md", "k8s/README.md", "README.md", *PAGES)
 PLACEHOLDERS = ("POD", "NODE", "OLD", "NAME", "my-values.yaml", "my.yaml", "…")
 KINDS = {"deployment": "Deployment", "service": "Service", "job": "Job", "secret": "Secret"}
 

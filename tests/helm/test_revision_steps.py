@@ -1,4 +1,4 @@
-"""The steps of docs/operations.md that put new pools beside the old: what each of them changes, and what not."""
+"""The steps of docs/how-to/upgrade.md that put new pools beside the old: what each of them changes, and what not."""
 
 from __future__ import annotations
 

@@ -83,3 +83,18 @@ def test_a_system_has_one_colour_and_a_place_in_the_legend_whatever_loads_it_ran
     text = svg.read_text()
     assert "#1f77b4" in text and "#ff7f0e" in text, "the only system of the second load is the second system"
     assert "pair p50" in text and "unified p50" in text
+
+
+def test_goodput_reaches_the_offered_rate_when_all_requests_are_within_the_limits() -> None:
+    """Of a short run the last answers take a large part: goodput by the last answer never reaches the rate."""
+    record = serving(5.0)
+    record["results"] |= {"goodput": 3.0, "slo_met": 1.0}
+    assert [point.goodput for point in points(record, "a")] == [5.0]
+
+
+def test_a_picture_has_the_limits_the_hardware_and_the_day(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra bench)")
+    record = pd() | {"config": {"slo": "ttft=1,tpot=0.04"}, "hardware": "2 x A100", "time": "2026-11-26T12:28:10Z"}
+    assert plots._limit("ttft", {"pair": points(record)}) == 1000
+    draw(points(record), svg := tmp_path / "pd.svg")
+    assert "2 x A100, 2026-11-26" in svg.read_text()

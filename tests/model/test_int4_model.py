@@ -111,7 +111,7 @@ def test_parts_of_experts_on_tensor_parallel_ranks(keep: bool, thinking: Thinkin
 
 
 def test_what_the_forms_change() -> None:
-    """The figures of docs/model.md: relative norms of products with normal values."""
+    """The figures of docs/reference/models.md: relative norms of products with normal values."""
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(rows, 2048, generator=generator) for rows in (512, 64))
     packed = rounded(weight)

@@ -2,7 +2,7 @@
 
 llguidance refuses most of what it cannot enforce; the rest is refused here, with a JSON pointer, or said in other words
 that mean the same. What comes out has only keywords with one meaning in all drafts, no annotations and no extensions,
-and every reference points to an entry of `$defs`. docs/api.md has the table of keywords.
+and every reference points to an entry of `$defs`. docs/reference/api-tools.md has the table of keywords.
 """
 
 from __future__ import annotations

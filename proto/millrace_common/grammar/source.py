@@ -26,7 +26,7 @@ OPTIONS = {
 # The first line of every grammar. Where only one text can follow, the library would ask for the tokens that a tokenizer
 # makes of it, added tokens among them.
 HEAD = '%llguidance {"no_forcing": true}'
-# Of one grammar and of one mask; docs/api.md has what they come to.
+# Of one grammar and of one mask; docs/reference/api-tools.md has what they come to.
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=2_000,
     initial_lexer_fuel=1_000_000,

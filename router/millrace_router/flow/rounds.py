@@ -1,5 +1,5 @@
 """Streams send new tokens in rounds, so that a router that is behind sends larger messages instead of queueing small
-ones (docs/router.md#streaming).
+ones (docs/explanation/streaming.md).
 
 1. A stream with news joins the next round, once.
 2. A round gives each of its streams a turn, in the order of joining. A turn that wakes a task gets a turn of the event

@@ -1,5 +1,5 @@
 """The router's spans of a request: `queue` for each wait for workers, `attempt` from a submit to its end, both below
-inference.py's `generate`. docs/router.md shows the whole tree.
+inference.py's `generate`. docs/reference/metrics.md shows the whole tree.
 
 The continuations of a request share its span; `millrace.continuation` tells their attempts apart.
 """

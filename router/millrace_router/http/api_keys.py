@@ -1,6 +1,6 @@
 """Tenants: the API keys of a file, and the rights of each.
 
-The file is a mounted secret, YAML or JSON (docs/router.md has an example), looked at again while we run. A request is
+The file is a mounted secret, YAML or JSON (docs/how-to/tenants.md has one), looked at again while we run. A request is
 checked when it comes, against a file that was there a second ago, or later. A file that cannot be used may have lost
 keys since it could: then every request is refused, or with `keep` the keys of before hold.
 

@@ -3,7 +3,7 @@
     score(candidates, inputs) -> one tuple for each candidate, compared element by element
 
 It is pure: the same inputs give the same scores, so a decision can be explained later by scoring again. Randomised
-policies take their randomness from the request's `draw`. docs/router.md has what each policy is for.
+policies take their randomness from the request's `draw`. docs/explanation/placement.md has what each policy is for.
 
 Besides the policy, `far` leaves out decode workers that are not among the nearest with room.
 """

@@ -2,7 +2,7 @@
 
 Each tenant of a priority has `spent`: the tokens it was given there, divided by its weight. The tenant that has spent
 the least goes next, its tickets in the order of their arrival; a retry (`paid`) goes before all of its priority.
-docs/router.md#admission has the reasons.
+docs/explanation/admission.md has the reasons.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Role(enum.StrEnum):
 
 GIB = 1 << 30
 MOST_DRAFTS = 3  # less than model/yarn.py has rows behind the last position
-# The most sequences of a step that makes one draft of each, two, three: measured with V3 on an H200 (docs/gpu.md).
+# The most sequences of a step with one draft of each, two, three: V3 on an H200 (docs/explanation/speculative.md).
 DRAFT_BATCHES = (256, 32, 16)
 
 

@@ -1,7 +1,7 @@
 """Transfer between GPU pools of one host through CUDA IPC: the importer maps the exporter's pool and copies pages out.
 
 NIXL's UCX backend has no such lane between two processes of the *same* GPU and goes through host memory instead
-(measured in docs/log/2026-11-21.md). Here a read is one copy for each run of adjacent pages, on its own stream.
+(measured in docs/log/2026-11.md). Here a read is one copy for each run of adjacent pages, on its own stream.
 
 1. The exporter's handle names its host and the memory (`shared_memory_name`).
 2. `connect` maps that memory; a peer of another host, or one that cannot be mapped, is refused.

@@ -1,6 +1,6 @@
 """The leases of exported prompts, and the answers to Release. Pure: no I/O, one thread, a given clock.
 
-A lease is open from the first KvPart on, and published with the last one; docs/kv_transfer.md has its states.
+A lease is open from the first KvPart on, published with the last; docs/explanation/kv-transfer.md has the states.
 """
 
 from __future__ import annotations

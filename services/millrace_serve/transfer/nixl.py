@@ -6,7 +6,7 @@ A peer on the importing side (transfer/polled.py):
 2. `post` makes and posts a READ by two index lists. UCX wires the connection up at the first one. NIXL itself merges
    runs of pages that are adjacent on both sides.
 3. A read is DONE when NIXL reports success. Any error means that the endpoint failed: no read of that peer starts any
-   more, and all of its reads become FAILED after SETTLE_S (docs/kv_transfer.md, "A read").
+   more, and all of its reads become FAILED after SETTLE_S (docs/explanation/kv-transfer.md, "A read").
 """
 
 from __future__ import annotations

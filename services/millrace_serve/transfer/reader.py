@@ -1,7 +1,7 @@
 """The loop that reads KV on an importing rank. It owns the KvSink, takes commands from an inbox, reports by a callback.
 
 ReadDone reports a read once, when it is final: only then may its destination pages be freed. ReadStuck reports one that
-is not final after `stall_s` (docs/kv_transfer.md, "A read").
+is not final after `stall_s` (docs/explanation/kv-transfer.md, "A read").
 
 After `StopReader` the reads in flight have CLOSE_TIMEOUT_S to end. Then the sink is closed, which makes the rest
 FAILED.

@@ -16,7 +16,7 @@ from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.sim.runner import SimSettings
 
 DEFAULT_PAGES = 1025  # where the device's memory is not planned
-CUDA_RUNNING = 128  # with 64, 15 GiB of an H100 held no KV while requests waited (docs/log.md)
+CUDA_RUNNING = 128  # with 64, 15 GiB of an H100 held no KV while requests waited (docs/log/2026-11.md)
 SIM_CONTEXT = 8192
 
 

@@ -13,7 +13,7 @@ Every phase may go to DONE by abort, deadline or failure. (a) A sequence that ha
 pages while a launched step still names it or somebody else fills its pages (`inflight` > 0). (b) A sequence that was
 IMPORTING keeps its pages until the transfer is over (`transfer` is READING).
 
-The bounds of a running sequence (docs/architecture.md) hold for the time when all launched steps are done:
+The bounds of a running sequence (docs/explanation/engine.md) hold for the time when all launched steps are done:
 
     position  0 ........ num_computed ........ num_reserved ........ capacity ........ limit
               known, and KV is there | KV may be there  | has a page       | has no page yet

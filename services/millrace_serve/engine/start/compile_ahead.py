@@ -2,7 +2,7 @@
 the other on one core: minutes with empty caches.
 
 `beside` starts processes, each with a small model of the rank's widths and random weights. All run the same warm-up
-steps, GEMMs and graphs, from different offsets on (docs/gpu.md), so one that fails leaves its part to the others. The
+steps, GEMMs and graphs, each from its own offset (docs/explanation/start.md). One that fails is named. The
 rank goes on when all have ended, so that their memory is free before it measures its own.
 
 A file in the cache folder (`mark`) means that all kernels are there; then no process is started. The log names

@@ -4,7 +4,7 @@ numbers.
     budget   = memory_fraction * total          what this rank may use of the device
     KV pages = budget - weights - activations - graphs - libraries
 
-The needs are estimated before the weights are loaded, and measured after (docs/gpu.md, "Memory").
+The needs are estimated before the weights are loaded, and measured after (docs/explanation/gpu.md, "Memory").
 """
 
 from __future__ import annotations
