@@ -58,8 +58,6 @@ test: setup stubs checkpoint $(PROMETHEUS) $(BROWSER) ## Run all tests except th
 .PHONY: test-long
 test-long: setup stubs checkpoint peers ## Run the long tests: groups with Ray, roll-outs, chaos, a soak, alerts, drafts and grammars of whole systems, accuracy of a model, tuners, resolvers of requirements
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m long $(ARGS)
-	@MILLRACE_EXAMPLES=10 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m 'hypothesis and not long' $(ARGS) \
-		|| [[ $$? = 5 ]] # no such test in ARGS
 
 .PHONY: peers
 peers: $(foreach name,aiperf guidellm instructor litellm,$(PEERS)/$(name)/.installed) ## Install load generators and clients of others, which long tests run against a server of ours, into build/peers
