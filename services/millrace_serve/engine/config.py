@@ -106,16 +106,21 @@ Form = Literal["absorbed", "expanded"]  # of prompts behind cached tokens (model
 Library = Literal["flash_mla", "flashinfer", "triton"]  # of kernels of attention
 
 
-def _word(value: Any) -> Any:
+def _graphs(value: Any) -> Any:
     """YAML reads `on` and `off` as truth values."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+    if isinstance(value, bool):
+        return {True: "on", False: "off"}[value]
+    sizes = [one for one in value if type(one) is int and one > 0] if isinstance(value, list | tuple) else []
+    if value not in ("auto", "on", "off") and (not sizes or len(sizes) < len(value)):
+        raise ValueError("auto, on, off, or a list of numbers of sequences of 1 or more")
+    return value
 
 
 class Execution(Config):
     """A rank's use of its device."""
 
-    graphs: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word)] = "auto"  # auto: on CUDA devices
-    graph_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()  # of decode; empty: those of engine/step/graphs.py
+    # auto: on CUDA devices; a list: on, for decode steps of so many sequences instead of those of engine/step/graphs.py
+    graphs: Annotated[Literal["auto", "on", "off"] | tuple[int, ...], BeforeValidator(_graphs)] = "auto"
     # Up to so many rows steps with prompt chunks are graphs but for their attention. auto: where launches take longer
     # than the work, 1,024 for each rank; 0 for decode workers, and for several replicas, which nobody has measured.
     chunk_graph_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
@@ -133,6 +138,11 @@ class Execution(Config):
     random_weights: bool = False  # in the shapes of the checkpoint's config.json, which may stand alone
     # Of random weights, for benchmarks: the probability that the first draft, the first two, … are accepted.
     simulated_acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
+
+    @property
+    def graph_buckets(self) -> tuple[int, ...]:
+        """Sequences of the decode steps that are graphs; empty: those of engine/step/graphs.py."""
+        return self.graphs if isinstance(self.graphs, tuple) else ()
 
     @property
     def form(self) -> str:

@@ -52,7 +52,7 @@ class Site:
     @property
     def graphs(self) -> bool:
         wanted = self.execution.graphs
-        return wanted == "on" or (wanted == "auto" and self.device.type == "cuda")
+        return self.device.type == "cuda" if wanted == "auto" else wanted != "off"
 
     @property
     def buckets(self) -> tuple[int, ...]:
