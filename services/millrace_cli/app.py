@@ -276,6 +276,26 @@ def check_model(
     check(model, gpu, set_ or ())
 
 
+@app.command("plan")
+def plan_worker(
+    model: Annotated[Path, typer.Option(help="Checkpoint folder; its config.json is enough.")],
+    gpu: Annotated[str, typer.Option(help="A kind, as for check.")] = "H200",
+    gpus: Annotated[int, typer.Option(min=1, max=512, help="Of the worker.")] = 8,
+    tp: Annotated[int | None, typer.Option(min=1, help="Default: by goal.")] = None,
+    dp: Annotated[int | None, typer.Option(min=1, help="Default: by goal.")] = None,
+    role: Annotated[Literal["prefill", "decode", "unified"], typer.Option()] = "unified",
+    goal: Annotated[Literal["throughput", "latency", "balanced"], typer.Option()] = "balanced",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As for a worker.")] = None,
+) -> None:
+    """Say what a worker would choose on GPUs that need not be here, what fits, and how long its steps would take."""
+    from millrace_serve.engine.config import Role
+    from millrace_serve.plan.settings import Goal
+
+    from millrace_cli.plan import plan, split
+
+    plan(model, gpu, split(gpus, Goal(goal), tp, dp), Role(role), Goal(goal), set_ or ())
+
+
 @app.command(context_settings=PASS_ON)
 def bench(
     context: typer.Context, name: Annotated[str, typer.Argument(help=f"One of {', '.join(BENCHES)}.")] = ""

@@ -113,7 +113,7 @@ def test_memory_is_reserved_for_every_graph(
         (1, 1, "auto", 1024),
         (4, 1, "auto", 4096),
         (16, 1, "auto", 8200),
-        (1, 2, "auto", 0),
+        (1, 2, "auto", 1024),
         (1, 2, 96, 96),
         (2, 1, 0, 0),
     ],

@@ -5,6 +5,7 @@ import pytest
 from millrace_common.config import ConfigError, load
 from millrace_serve.engine.config import Role
 from millrace_serve.worker.config import WorkerConfig
+from millrace_testing.paths import TINY
 
 
 def test_a_limit_can_be_set_without_the_others() -> None:
@@ -50,7 +51,7 @@ def test_sizes_follow_from_the_device() -> None:
         return limits.num_pages, limits.max_running
 
     assert sizes("model=/models/v3") == sizes("engine=sim", "device=cuda") == (1025, 64)
-    assert sizes("model=/models/v3", "device=cuda") == ("auto", 128)
+    assert sizes(f"model={TINY}", "device=cuda") == ("auto", 128)
     assert sizes("model=/models/v3", "device=cuda", "limits.max_running=3") == ("auto", 3)
     config = load(WorkerConfig, None, ["model=/models/v3", "device=cuda", "limits.num_pages=77"])
     assert config.limits.num_pages == 77 and config.limits.resolved(77).usable_pages == 76
