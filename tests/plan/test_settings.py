@@ -51,10 +51,12 @@ def test_workers_that_hand_pages_over_agree_on_them(goal: Goal) -> None:
 def test_choices_as_measured() -> None:
     assert chosen(goal=Goal.THROUGHPUT)["kv_dtype"] == "float8_e4m3fn"
     assert chosen()["kv_dtype"] == chosen(goal=Goal.LATENCY)["kv_dtype"] == "auto"
-    assert chosen()["limits.draft_batches"][:2] == (256, 32) and chosen()["limits.draft_tokens"] == 2
+    assert chosen()["limits.draft_batches"] == (256, 32, 8) and chosen()["limits.draft_tokens"] == 3
     assert chosen(gpu="H100")["limits.draft_tokens"] == 1, "with two, 128 sequences are slower than with one"
     assert chosen(tp=8, dp=1)["limits.draft_batches"] == (128, 128, 128)
     assert chosen(tp=8, dp=1)["expert_tp"] and not chosen()["expert_tp"] and not chosen(tp=2, dp=4)["expert_tp"]
+    assert chosen(tp=2, dp=1, goal=Goal.LATENCY)["expert_tp"], "faster with 1 and 16 sequences"
+    assert not chosen(tp=2, dp=1)["expert_tp"], "slower with 64"
     assert chosen(dp=2)["chunk_graph_tokens"] == 1024 and chosen(tp=2, dp=1)["chunk_graph_tokens"] == 2048
     assert chosen(role=Role.PREFILL)["spare_experts"] == 1 and chosen()["spare_experts"] == 0
     assert chosen(role=Role.PREFILL, dp=1)["spare_experts"] == 0, "there are no other ranks"
@@ -62,7 +64,7 @@ def test_choices_as_measured() -> None:
 
 def test_what_a_model_lacks_is_not_chosen() -> None:
     plain = chosen(model=MODEL.without_mtp())
-    assert plain["limits.draft_tokens"] == 0 == chosen(drafts=False)["limits.draft_tokens"]
+    assert plain["limits.draft_tokens"] == 0 == chosen(drafts=0)["limits.draft_tokens"]
     sparse = chosen(model=MODEL.model_copy(update=SPARSE), goal=Goal.THROUGHPUT)
     assert sparse["kv_dtype"] == "auto" and sparse["chunk_graph_tokens"] == 0
     narrow = MODEL.model_copy(update={"moe_intermediate_size": 1408})

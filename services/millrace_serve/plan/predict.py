@@ -48,7 +48,7 @@ def decode(ranks: StepRanks, rows: int, context: int) -> Prediction | None:
         return None
     slope = _per_cached_token(found)
     line = _means((step.rows, _bf16_ms(step) - slope * step.rows * step.context) for step in found)
-    return _prediction(ranks, found, _on(line, rows) + slope * rows * context)
+    return _prediction(ranks, found, _on(line, rows) + slope * rows * context, rows)
 
 
 def prefill(ranks: StepRanks, length: int) -> Prediction | None:
@@ -57,7 +57,7 @@ def prefill(ranks: StepRanks, length: int) -> Prediction | None:
     line = _means((step.context, _bf16_ms(step) / _unit(step)) for step in found)
     if not line or not line[0][0] <= length <= line[-1][0]:
         return None
-    return _prediction(ranks, found, _on(line, length))
+    return _prediction(ranks, found, _on(line, length), FULL)
 
 
 def _base(ranks: StepRanks, kind: str) -> list[TimedStep]:
@@ -66,12 +66,13 @@ def _base(ranks: StepRanks, kind: str) -> list[TimedStep]:
     return [step for step in alike if step.ranks == min(step.ranks for step in alike)]
 
 
-def _prediction(ranks: StepRanks, found: Sequence[TimedStep], ms: float) -> Prediction:
-    """`ms`: of a layer, with KV in BF16."""
+def _prediction(ranks: StepRanks, found: Sequence[TimedStep], ms: float, rows: int) -> Prediction:
+    """`ms`: of a layer, with KV in BF16. Fewer `rows` than were timed send each other less."""
     kind, shape, together = found[0].kind, ranks.shape, found[0].ranks
     files, scaled = {step.ms_at for step in found}, []
     if ranks.num_ranks > 1 and together == 1 and (pairs := _pairs(kind, shape, lambda step: step.ranks > 1)):
-        ms += statistics.mean((one.ms / one.layers - other.ms / other.layers) / _unit(one) for one, other in pairs)
+        added = statistics.mean((one.ms / one.layers - other.ms / other.layers) / _unit(one) for one, other in pairs)
+        ms += added * min(rows / min(one.rows for one, _ in pairs), 1)
         files |= {one.ms_at for one, _ in pairs}
     most = max(step.ranks for step in steps() if (step.kind, step.shape) == (kind, shape))
     if ranks.num_ranks > most:

@@ -37,7 +37,7 @@ MIXED_TOKENS = {Goal.LATENCY: 2048, Goal.BALANCED: 2048, Goal.THROUGHPUT: 16384}
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the settings follow from. drafts: whether the checkpoint's MTP layer can predict anything."""
+    """What the settings follow from. drafts: the most that the weights can make; 0: they have no MTP layer."""
 
     model: ModelConfig
     gpu: str  # a kind of facts.toml; empty: nobody has timed it
@@ -45,14 +45,15 @@ class Setup:
     dp: int
     role: Role
     goal: Goal
-    drafts: bool = True
+    drafts: int = MOST_DRAFTS
     bf16: bool = True  # activations
 
     @property
     def expert_tp(self) -> bool:
-        """Whether a rank can hold a part of every expert, and there is a replica of several ranks."""
+        """Whether a rank holds a part of every expert: faster with few sequences, and measured alone with tp=8."""
         unit = self.tp * (BLOCK if self.model.fp8_blocks else 1)
-        return self.dp == 1 < self.tp and self.model.moe_intermediate_size % unit == 0
+        divides = self.dp == 1 < self.tp and self.model.moe_intermediate_size % unit == 0
+        return divides and (self.goal is Goal.LATENCY or self.tp == NODE)
 
     @property
     def shape(self) -> str:
@@ -123,7 +124,7 @@ def _drafts(setup: Setup) -> tuple[Setting, Setting]:
         return Setting("limits.draft_tokens", 0, why), Setting("limits.draft_batches", DRAFT_BATCHES, why)
     shape = setup.shape or ("tp8" if setup.dp == 1 < setup.tp else "ep8")
     found = gains_of("limits.draft_tokens", setup.gpu, shape)
-    batches = _best_batches(found)
+    batches = _best_batches(found)[: setup.drafts]
     why = f"tokens/s {_range(found, setup)} with simulated acceptance"
     padded = (*batches, *DRAFT_BATCHES[len(batches) :])
     return Setting("limits.draft_tokens", len(batches), why), Setting("limits.draft_batches", padded, why)
@@ -142,14 +143,11 @@ def _best_batches(found: Sequence[Gain]) -> tuple[int, ...]:
 
 
 def _expert_tp(setup: Setup) -> Setting:
-    if not setup.expert_tp:
-        return Setting("expert_tp", False, "for dp=1, tp > 1 and experts that divide by tp")
-    why = (
-        "every figure of tp=8 is of it (h200/shard-tp8.json)"
-        if setup.tp == NODE
-        else f"tp={setup.tp} is {NOT_MEASURED}"
-    )
-    return Setting("expert_tp", True, f"{why}; whole experts are {NOT_MEASURED}")
+    if setup.tp == NODE and setup.expert_tp:
+        why = f"every figure of tp=8 is of it (h200/shard-tp8.json); whole experts are {NOT_MEASURED}"
+    else:
+        why = f"for dp=1 and few sequences; tp=2 with 1 to 64: {_gains('expert_tp', setup)}"
+    return Setting("expert_tp", setup.expert_tp, why)
 
 
 def _spare_experts(setup: Setup) -> Setting:

@@ -13,7 +13,7 @@ from millrace_common.spans import Tracing
 from millrace_common.tls_config import Tls, exposed
 from pydantic import Field, model_validator
 
-from millrace_serve.engine.config import Execution, Limits, OrAuto, Role
+from millrace_serve.engine.config import MOST_DRAFTS, Execution, Limits, OrAuto, Role
 from millrace_serve.engine.sim.runner import SimSettings
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.plan.facts import gpu_here
@@ -146,7 +146,7 @@ def setup_of(values: Mapping[str, Any], gpu: str) -> Setup | None:
     try:
         folder = Path(values["model"])
         model = ModelConfig.load(folder)
-        drafted = bool(values.get("simulated_acceptance")) or not values.get("random_weights")
+        drafts = len(values.get("simulated_acceptance") or ()) if values.get("random_weights") else MOST_DRAFTS
         return Setup(
             model=model,
             gpu=gpu,
@@ -154,7 +154,7 @@ def setup_of(values: Mapping[str, Any], gpu: str) -> Setup | None:
             dp=_ranks(values.get("dp", 1)),
             role=Role(values.get("role", Role.DECODE)),
             goal=Goal(values.get("goal", Goal.BALANCED)),
-            drafts=drafted and predicts(folder, model),
+            drafts=drafts if predicts(folder, model) else 0,
             bf16=values.get("dtype") == "bfloat16",
         )
     except (KeyError, TypeError, ValueError, OSError):
