@@ -1,6 +1,7 @@
 """Writes the measured figures of the documents from the JSON of the runs.
 
-make figures        writes them; tests/bench/test_figures.py fails while a document and its JSON differ
+make figures        writes them, and lists runs that are no evidence (provenance.py); tests/bench/test_figures.py fails
+                    while a document and its JSON differ
 
 A document names what it wants between two marks, and Markdown is put there:
 
@@ -8,9 +9,9 @@ A document names what it wants between two marks, and Markdown is put there:
     | rank of the 671B model | …
     <!-- end of figures -->
 
-The functions of figures_readme.py, figures_docs.py, figures_gpus.py and figures_seeds.py make the Markdown. They take
-figures from bench/results with `row` (figures_source.py), so a number that no run has cannot get into a table. The
-tables of docs/api.md come from the types that read requests (api_fields.py).
+The functions of figures_*.py make the Markdown. They take figures from bench/results with `row` (figures_source.py), so
+a number that no run has cannot get into a table. The tables of docs/api.md come from the types that read requests
+(api_fields.py).
 """
 
 from __future__ import annotations
@@ -18,11 +19,26 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from millrace_bench import api_fields, figures_docs, figures_gpus, figures_readme, figures_seeds
+from millrace_bench import (
+    api_fields,
+    figures_docs,
+    figures_gpus,
+    figures_plan,
+    figures_readme,
+    figures_seeds,
+    provenance,
+)
 from millrace_bench.common import ROOT
 from millrace_bench.figures_source import RESULTS, Blocks
 
-ALL = figures_readme.BLOCKS | figures_docs.BLOCKS | figures_gpus.BLOCKS | figures_seeds.BLOCKS | api_fields.BLOCKS
+ALL = (
+    figures_readme.BLOCKS
+    | figures_docs.BLOCKS
+    | figures_gpus.BLOCKS
+    | figures_seeds.BLOCKS
+    | figures_plan.BLOCKS
+    | api_fields.BLOCKS
+)
 BLOCK = re.compile(r"(<!-- figures: ([a-z0-9-]+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL)
 
 
@@ -47,6 +63,8 @@ def main() -> None:
         if text != document.read_text():
             document.write_text(text)
             print(f"wrote {document.relative_to(ROOT)}")
+    for name, reasons in provenance.stale(documents()).items():
+        print(f"stale: {name}.json: {'; '.join(reasons)}")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,12 @@ class Preset:
         counts = Counter({pool.role: pool.replicas for pool in self.pools})
         by_role = {pool.role: (*pool.settings, *more) for pool in self.pools}
         return ClusterSpec(
-            **{role: counts[role] for role in ROLES}, role_set=by_role, router_set=self.router_set, **facts
+            prefill=counts["prefill"],
+            decode=counts["decode"],
+            unified=counts["unified"],
+            role_set=by_role,
+            router_set=self.router_set,
+            **facts,
         )
 
 
@@ -76,7 +81,8 @@ def load(file: Path) -> Preset:
     """Raises PresetError."""
     items = [item for item in _manifests(file) if item]
     replicas = {_pool(item): item["spec"].get("replicas") or 1 for item in items if "template" in _spec(item)}
-    pools, router = [], ()
+    pools: list[Pool] = []
+    router: tuple[str, ...] = ()
     for item in items:
         role = item.get("metadata", {}).get("labels", {}).get("app.kubernetes.io/component")
         text = item.get("data", {}).get("config.yaml") if item.get("kind") == "ConfigMap" else None
