@@ -57,10 +57,10 @@ def plan() -> str:
     lines = []
     for setup, ranks, rows, context, ms, run in _decode():
         found = predict.decode(ranks, rows, context)
-        lines.append(_line(setup, f"decode {rows} × {context:,}", found and found.ms, ms, " ms", run))
+        lines.append(_line(setup, f"decode {rows} × {context:,}", found.ms if found else None, ms, " ms", run))
     for setup, ranks, length, rate, run in _prefill():
         token = predict.prefill(ranks, length)
-        lines.append(_line(setup, f"prompts of {length:,}", token and 1e3 / token.ms, rate, " tokens/s", run))
+        lines.append(_line(setup, f"prompts of {length:,}", 1e3 / token.ms if token else None, rate, " tokens/s", run))
     return table("set-up | step of each GPU | predicted | measured | error | JSON", lines)
 
 
