@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from millrace_bench.v3 import V3
 from millrace_chart.render import CHART, ChartError, objects, presets, template
+from millrace_serve.engine.config import Role
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.plan.settings import Goal, Setup, decide
 from millrace_testing.charts import CPU, GROUPS, PAIR, VARIANTS, of_kind, pods, rendered
 
 pytestmark = pytest.mark.helm
@@ -193,6 +198,13 @@ COMBINATIONS = {
     "layouts": (CPU, ("workers.decode.config.limits.page_size=32",), "config.limits.page_size differs between"),
     "canaries": (CPU, ("workers.prefill.config.limits.checks={canary}",), "config.limits.checks differs between"),
     "types of KV": (CPU, ("workers.prefill.config.kv_dtype=bfloat16",), "config.kv_dtype differs between"),
+    "types of KV by goal": (PAIR, ("workers.decode.config.goal=throughput",), "config.kv_dtype differs between"),
+    "drafts": (PAIR, ("workers.prefill.config.limits.draft_tokens=0",), "config.limits.draft_tokens differs between"),
+    "prompts without graphs": (
+        PAIR,
+        ("workers.decode.config.chunk_graph_tokens=128",),
+        "workers.decode.config.chunk_graph_tokens: 128 is below router.config.routing.local_prefill_tokens 256",
+    ),
     "no fabric": (PAIR, ("fabric.preset=",), "fabric.preset: required"),
     "TCP unsaid": (PAIR, ("fabric.preset=tcp-dev",), "fabric.allowTcp: must be true with fabric.preset=tcp-dev"),
     "privileged unsaid": (PAIR, ("fabric.privileged=true",), "fabric.acknowledgePrivileged: must be true"),
@@ -498,3 +510,16 @@ def test_what_is_just_possible_is_not_refused(tmp_path: Path) -> None:
     grace = ("workers.decode.terminationGracePeriodSeconds=150", "router.terminationGracePeriodSeconds=925")
     sets = (*grace, "workers.decode.shm=2047Mi", "workers.decode.startup=720")
     assert objects(template((CPU,), sets))
+
+
+@pytest.mark.parametrize("prefill", Goal)
+@pytest.mark.parametrize("decode", Goal)
+def test_goals_may_differ_where_pages_do_not(prefill: Goal, decode: Goal) -> None:
+    """As the plan decides them."""
+    model = ModelConfig(num_hidden_layers=61, num_nextn_predict_layers=1, **V3)
+    goals = {Role.PREFILL: prefill, Role.DECODE: decode}
+    chosen = [decide(Setup(model, "H200", 1, 8, role, goal)) for role, goal in goals.items()]
+    kinds = {choice.value for choices in chosen for choice in choices if choice.key == "kv_dtype"}
+    sets = tuple(f"workers.{role}.config.goal={goal}" for role, goal in goals.items())
+    with pytest.raises(ChartError, match=r"config\.kv_dtype differs") if len(kinds) > 1 else nullcontext():
+        template((PAIR,), sets)

@@ -30,7 +30,8 @@ class OrAuto:
     """Of a key that may be `auto` in a worker's configuration, which puts a value in its place (plan/settings.py)."""
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"anyOf": [handler(core), {"const": "auto"}]}
+        schema = handler(core)
+        return {**schema, "type": [schema["type"], "string"], "pattern": "^auto$"}
 
 
 class Limits(Config):
