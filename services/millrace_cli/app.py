@@ -260,8 +260,7 @@ def compile_caches(
     """Fill the compile caches: start the ranks of a worker once, without serving."""
     from millrace_cli.compile import fill
 
-    overrides = (*(set_ or ()), f"model={model}", *(("random_weights=true",) if random_weights else ()))
-    asyncio.run(fill(config, overrides, os.environ))
+    asyncio.run(fill(config, (*(set_ or ()), f"model={model}"), os.environ, random_weights=random_weights))
 
 
 @app.command("check")
