@@ -46,7 +46,7 @@ async def fill(
 
 
 def settings(path: Path | None, overrides: Sequence[str], *, random_weights: bool) -> WorkerConfig:
-    """Those of a unified worker, which compiles for every role. What is auto follows from the role and the weights of the
+    """Those of a unified worker, which compiles for every role. What is auto follows from role and weights of the
     worker that comes. Raises CommandError.
     """
     try:
