@@ -24,6 +24,7 @@ MAX_FILE, MAX_FUNCTION = 400, 60
 # everything may import itself.
 COMMON, RPC, STUBS, KERNELS = "millrace_common", "millrace_rpc", "millrace", "millrace_kernels"
 MODEL, TRANSFER, HANDOVER = "millrace_serve.model", "millrace_serve.transfer", "millrace_serve.handover"
+PLAN = "millrace_serve.plan"
 ENGINE, WORKER, ROUTER = "millrace_serve.engine", "millrace_serve.worker", "millrace_router"
 CORE, LIMITS = f"{ENGINE}.core", f"{ENGINE}.config"
 CACHE, GRAMMAR, SCHEDULE, STEP = (f"{ENGINE}.{part}" for part in ("cache", "grammar", "schedule", "step"))
@@ -82,10 +83,12 @@ MAY_IMPORT = {
     HEALTH: {STEP, COMMON},
     LOCKSTEP: {SCHEDULE, STEP, HEALTH, MODEL, COMMON},
     f"{ENGINE}.sim": {ENGINE, COMMON},
-    f"{ENGINE}.start": {ENGINE, MODEL, KERNELS, COMMON},
+    f"{ENGINE}.start": {ENGINE, MODEL, KERNELS, COMMON, PLAN},
+    PLAN: {LIMITS, f"{MODEL}.config"},
+    f"{PLAN}.fits": {PLAN, LIMITS, f"{ENGINE}.start", f"{MODEL}.parallel"},
     TRANSFER: {CORE, COMMON},
-    WORKER: {STUBS, COMMON, RPC, ENGINE, TRANSFER},
-    f"{WORKER}.config": {COMMON, LIMITS, f"{ENGINE}.sim"},
+    WORKER: {STUBS, COMMON, RPC, ENGINE, TRANSFER, PLAN},
+    f"{WORKER}.config": {COMMON, LIMITS, f"{ENGINE}.sim", PLAN, f"{MODEL}.config"},
     f"{WORKER}.messages": {COMMON, CORE, CACHE, f"{HEALTH}.pulse", TRANSFER},
     f"{WORKER}.channels": {COMMON, CORE},
     f"{WORKER}.launcher": {f"{WORKER}.config"},

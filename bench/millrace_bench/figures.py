@@ -1,6 +1,7 @@
 """Writes the measured figures of the documents from the JSON of the runs.
 
-make figures        writes them; tests/bench/test_figures.py fails while a document and its JSON differ
+make figures        writes them, and lists runs that are no evidence (provenance.py); tests/bench/test_figures.py fails
+                    while a document and its JSON differ
 
 A document names what it wants between two marks, and the template of that name, bench/figures/NAME.jinja, is put there:
 
@@ -26,8 +27,9 @@ from typing import Any, NoReturn
 import jinja2
 from millrace_load.record import ROOT
 
-from millrace_bench import scaling
+from millrace_bench import provenance, scaling
 from millrace_bench.api_fields import api_fields
+from millrace_bench.figures_plan import plan_rows
 
 RESULTS = "bench/results"
 TEMPLATES = ROOT / "bench" / "figures"
@@ -93,7 +95,7 @@ def environment(templates: Path = TEMPLATES) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    functions = (results, rows, row, of_runs, by, source, short, computed, fail, min, max, dict, api_fields)
+    functions = (results, rows, row, of_runs, by, source, short, computed, fail, min, max, dict, api_fields, plan_rows)
     made.globals |= {function.__name__: function for function in functions} | {
         "median": statistics.median,
         "nan": math.nan,
@@ -147,6 +149,8 @@ def main() -> None:
         if text != document.read_text():
             document.write_text(text)
             print(f"wrote {document.relative_to(ROOT)}")
+    for name, reasons in provenance.stale(documents()).items():
+        print(f"stale: {name}.json: {'; '.join(reasons)}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ MATRIX = "matrix --num-items 40 --concurrency 16"
 STEPS = "--device cuda --batches 1 --prompt 1024 --outputs 100 --prefill-tokens 16"
 DRAFTS = "millrace_bench.engine --device cuda --prefill-tokens 16"  # prompts are not computed
 SWEEP = (
-    "--batches 1 2 4 8 16 32 64 128 256 --set graph_buckets=[1,2,4,8,16,32,64,128,256]"
+    "--batches 1 2 4 8 16 32 64 128 256 --set graphs=[1,2,4,8,16,32,64,128,256]"
     " --context 1024 --outputs 100 --drafts 0 1 2 3"
 )
 SERVING = "millrace_bench.drafts_serving"
@@ -70,7 +70,7 @@ STAGES = (
     Stage(
         "drafts-ep8",  # contexts up to 4,096; weights and KV take nearly all of the memory
         f"{DRAFTS} --shard ep8 --batches 128 --context 4032 --outputs 64 --drafts 0 1"
-        " --set memory_fraction=0.98 --set graph_buckets=[128]",
+        " --set memory_fraction=0.98 --set graphs=[128]",
         400,
         "x1.28",
         "drafts",

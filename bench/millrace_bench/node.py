@@ -5,6 +5,7 @@
     millrace bench node --out node --gpus 2 --layers 28  for GPUs of 80 GB, which do not hold 61 layers
     millrace bench node --out node --only decode skew    some of it; --list names the stages
     millrace bench node --out dry --tiny                 most of the stages over small shapes on a CPU
+    millrace bench node --preset k8s/golden/h200-8gpu-unified.yaml   stages of whole systems, as the chart installs them
 
 In OUT each stage leaves a log and its JSON (millrace_bench/stages.py), and node.json is the table. Exit code 1: a stage
 failed, or there was no time for it. A missed target is no failure; targets are those of eight GPUs.
@@ -16,7 +17,7 @@ import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from millrace_bench import v3
+from millrace_bench import preset, v3
 from millrace_bench.stages import PYTEST, Stage, carry_out, command_line
 
 WIDTHS = {2: "e64", 4: "e128", 8: "v3"}  # by GPUs: 32 experts of each
@@ -29,6 +30,7 @@ class Host:
     gpus: int
     layers: int
     model: Path  # a folder with config.json and tokenizer of this shape
+    installed: tuple[str, ...] = ()  # settings of a preset's worker, instead of those that fit each load best
 
     @property
     def shape(self) -> str:
@@ -82,11 +84,8 @@ def _systems(host: Host) -> list[Stage]:
     each = f"dp={host.gpus // 2} limits.max_model_len=4224 limits.max_running=4 limits.max_prefill_tokens=4096"
     start = f"millrace_bench.startup {host.shape} --device cuda"
     return [
-        _first_token(host, 1600, "60 ms"),
-        _first_token(host, 8192, "200 ms"),
+        *_loads(host),
         Stage("handover", f"{handed} --worker-set device=cuda {each}", 900, "1 ms at p50", "handover"),
-        _seeds(host, 512, 1, "90,000 prompt tokens/s"),
-        _seeds(host, 1, 512, "36,000 output tokens/s"),
         Stage(
             "startup",
             f"{start} --worker-set dp={host.gpus} limits.max_model_len=8192",
@@ -97,23 +96,42 @@ def _systems(host: Host) -> list[Stage]:
     ]
 
 
+def _loads(host: Host) -> list[Stage]:
+    """Of a whole system with one worker."""
+    return [
+        _first_token(host, 1600, "60 ms"),
+        _first_token(host, 8192, "200 ms"),
+        _seeds(host, 512, 1, "90,000 prompt tokens/s"),
+        _seeds(host, 1, 512, "36,000 output tokens/s"),
+    ]
+
+
+def installed(file: Path, gpus: int) -> tuple[str, ...]:
+    """Settings of the one worker of a preset, scaled to the GPUs. Raises PresetError."""
+    pools = preset.load(file).scaled(gpus).pools
+    if [pool.role for pool in pools] != ["unified"]:
+        raise preset.PresetError(f"{file}: its pools are {[pool.role for pool in pools]}; bench pd takes them")
+    return pools[0].settings
+
+
 def _first_token(host: Host, length: int, target: str) -> Stage:
     """Of one prompt at a time, on tensor-parallel ranks."""
     alone = f"--batches 1 --rounds 20 --input-len {length} --output-len 8 --ignore-eos"
-    command = f"{_served(host.model, f'tp={host.gpus}', length, 8, length)} {alone}"
+    command = f"{_served(host, f'tp={host.gpus}', length, 8, length)} {alone}"
     return Stage(f"ttft-{length}", command, 900, target, "first_token")
 
 
-def _served(model: Path, ranks: str, length: int, running: int, prefill_tokens: int) -> str:
-    """A system of one worker; sequences have at most `length` tokens and a page."""
-    own = f"device=cuda random_weights=true {ranks} limits.max_model_len={length + 64} limits.max_running={running}"
-    rows = f"limits.max_prefill_tokens={prefill_tokens}"
-    return f"millrace_load.serving --self-serve --unified --model {shlex.quote(str(model))} --worker-set {own} {rows}"
+def _served(host: Host, ranks: str, length: int, running: int, prefill_tokens: int) -> str:
+    """A system of one worker; sequences have at most `length` tokens and a page, unless a preset says otherwise."""
+    own = ["device=cuda", ranks, f"limits.max_model_len={length + 64}", f"limits.max_running={running}"]
+    own.append(f"limits.max_prefill_tokens={prefill_tokens}")
+    items = shlex.join(["random_weights=true", *(host.installed or own)])
+    return f"millrace_load.serving --self-serve --unified --model {shlex.quote(str(host.model))} --worker-set {items}"
 
 
 def _seeds(host: Host, prompt: int, output: int, target: str) -> Stage:
     """As the source documents load a host: a closed loop of many clients, attention of every replica by itself."""
-    served = _served(host.model, f"dp={host.gpus}", prompt + output, CLIENTS, 16384)
+    served = _served(host, f"dp={host.gpus}", prompt + output, CLIENTS, 16384)
     sizes = f"--input-len {prompt} --output-len {output} --ignore-eos"
     load = f"--num-requests {NUM_PROMPTS * host.gpus} --concurrency {CLIENTS * host.gpus} {sizes}"
     return Stage(f"seeds-{prompt}-{output}", f"{served} {load}", 900, target, "serving")
@@ -125,9 +143,9 @@ SMALL_WORKER = "random_weights=true limits.max_model_len=256 limits.num_pages=40
 SMALL_SERVED = "millrace_load.serving --self-serve --unified --num-requests 8 --warmup 1"
 
 
-def small_stages(model: Path) -> dict[str, str]:
-    """Commands by stage. `model`: a folder of the widths `tiny`."""
-    served = f"{SMALL_SERVED} --model {shlex.quote(str(model))} --worker-set {SMALL_WORKER}"
+def small_stages(model: Path, installed: tuple[str, ...] = ()) -> dict[str, str]:
+    """Commands by stage. `model`: a folder of the widths `tiny`. `installed`: as of Host."""
+    served = f"{SMALL_SERVED} --model {shlex.quote(str(model))} --worker-set {shlex.join(installed)} {SMALL_WORKER}"
     one = "--batches 1 --rounds 2 --input-len 60 --output-len 2 --ignore-eos"
     return {
         "decode": f"{SMALL} --exchange gather --decode 2x100 --prefill 2x70",
@@ -151,11 +169,16 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=8, choices=WIDTHS, help="(%(default)s)")
     parser.add_argument("--layers", type=int, default=61, help="of V3's (%(default)s)")
     parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU: whether everything runs")
+    parser.add_argument("--preset", type=Path, metavar="FILE", help="a worker as the chart installs it from this file")
     args = parser.parse_args()
     host = Host(args.gpus, args.layers, (args.out / "model").absolute())
-    found = stages(host)
+    try:
+        host = replace(host, installed=installed(args.preset, args.gpus) if args.preset else ())
+    except preset.PresetError as error:
+        parser.error(f"--preset: {error}")
+    found = _loads(host) if args.preset else stages(host)
     if args.tiny:
-        small = small_stages(host.model)
+        small = small_stages(host.model, host.installed)
         found = [replace(one, command=small[one.name], target="runs") for one in found if one.name in small]
     if not args.list:
         v3.write_folder(host.model, *(("tiny", 2) if args.tiny else (WIDTHS[host.gpus], host.layers)))

@@ -56,7 +56,7 @@ def overlap(device: torch.device, tiny: bool, layers: int) -> Iterator[Found]:
     """X3: the host prepares step N+1 while step N runs; without, afterwards. Whole engine, CUDA graphs."""
     model = _rank(device, tiny, layers)
     for batch in (2,) if tiny else (1, 16, 128):
-        execution = Execution(graphs="on", graph_buckets=(batch,))
+        execution = Execution(graphs=(batch,))
         steps: dict[bool, list[float]] = {True: [], False: []}
         for overlapped in (True, False) * (1 if tiny else TURNS):
             work = engine_model.Work(

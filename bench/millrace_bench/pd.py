@@ -8,6 +8,7 @@ are short: the same requests at the same moments to each, one system after the o
 millrace bench pd --worker-set device=cuda                         two GPUs: V3's widths, 32 experts, 61 layers
 millrace bench pd --engine sim --worker-set sim.step_s=0.0145 sim.token_s=0.000085 sim.sequence_s=0.00026
 millrace bench pd --widths tiny --layers 2 --loads 64/16@2,4 32/8x3@2 --seconds 3            on a CPU
+millrace bench pd --preset k8s/golden/h200-3p-1d.yaml       instead: the workers and router that the chart would install
 
 A load is INPUT/OUTPUT[xTURNS]@RATES: tokens, turns of a conversation, offered requests per second. Its first turn
 begins at random moments (Poisson), a later one `--think-time` after the answer before it.
@@ -22,12 +23,12 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
-from millrace_cli.cluster import TINY, ClusterSpec, LocalCluster, StartError
+from millrace_cli.cluster import TINY, ClusterSpec, LocalCluster, StartError, count_gpus
 from millrace_load import plots
 from millrace_load.record import Record, print_record
 from millrace_load.report import Report, Slo
@@ -35,9 +36,10 @@ from millrace_load.serving import collect
 from millrace_load.serving_options import Settings
 from rich.console import Console
 
-from millrace_bench import v3
+from millrace_bench import preset, v3
 
 Row = dict[str, Any]
+PRESET = "preset"  # the topology of --preset
 TOPOLOGIES = {"pair": (1, 1, 0), "unified": (0, 0, 2), "conditional": (1, 1, 0)}  # prefill, decode, unified workers
 LOADS = ("4096/256@0.5,1,1.5,2", "1024/512@1,2,3,4", "500/100x5@1,2,4,6")
 POLICIES = ("prefill_policy=kv_aware", "decode_policy=kv_aware")  # of all: conversations find what is cached
@@ -90,8 +92,11 @@ class Load:
 
 
 def spec(topology: str, model: Path, args: argparse.Namespace) -> ClusterSpec:
+    own = [f"limits.max_model_len={max(load.longest for load in args.loads)}"]
+    if topology == PRESET:
+        return _of_preset(model, args)
     prefill, decode, unified = TOPOLOGIES[topology]
-    router, own = list(POLICIES), [f"limits.max_model_len={max(load.longest for load in args.loads)}"]
+    router = list(POLICIES)
     if topology == "conditional":
         router.append(f"routing.local_prefill_tokens={args.local_prefill_tokens}")
         router.append(f"routing.local_prefill_wait={args.local_prefill_wait}")
@@ -106,6 +111,14 @@ def spec(topology: str, model: Path, args: argparse.Namespace) -> ClusterSpec:
         worker_set=(*own, *args.worker_set),
         router_set=(*router, *args.router_set),
     )
+
+
+def _of_preset(model: Path, args: argparse.Namespace) -> ClusterSpec:
+    """The settings that the chart would install, and no others unless they are asked for."""
+    random = ["random_weights=true"] if args.model is None and args.engine == "model" else []
+    found = preset.load(args.preset).scaled(args.gpus)
+    made = found.spec((*random, *args.worker_set), model=model, engine=args.engine, gpus=args.gpus)
+    return replace(made, router_set=(*made.router_set, *args.router_set))
 
 
 async def measure(topology: str, model: Path, args: argparse.Namespace, rows: list[Row]) -> None:
@@ -151,7 +164,7 @@ def run(args: argparse.Namespace, folder: Path) -> Record:
     for topology in args.topologies:
         try:
             asyncio.run(asyncio.wait_for(measure(topology, model, args, rows), args.limit))
-        except (TimeoutError, StartError) as error:
+        except (TimeoutError, StartError, preset.PresetError) as error:
             failed[topology] = str(error) or f"not done after {args.limit:.0f} s"
             print(f"{topology:12} {failed[topology]}", flush=True)
     return Record("pd", vars(args), {"rows": rows, "failed": failed})
@@ -159,6 +172,8 @@ def run(args: argparse.Namespace, folder: Path) -> Record:
 
 def main() -> None:
     args = parser().parse_args()
+    if args.preset:
+        args.topologies = [PRESET]
     with tempfile.TemporaryDirectory(prefix="millrace-pd-") as folder:
         record = run(args, Path(folder))
     results = record.results
@@ -176,6 +191,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=61, help="of them")
     parser.add_argument("--engine", choices=("model", "sim"), default="model", help="sim: a timing model")
     parser.add_argument("--topologies", nargs="+", choices=list(TOPOLOGIES), default=list(TOPOLOGIES))
+    parser.add_argument("--preset", type=Path, help="instead: what the chart installs from this file")
+    parser.add_argument("--gpus", type=int, default=count_gpus(), help="of a preset (%(default)s)")
     parser.add_argument("--loads", type=_load, nargs="+", default=[Load.parse(text) for text in LOADS])
     parser.add_argument("--seconds", type=float, default=40.0, help="for which a rate is offered")
     parser.add_argument("--warmup", type=int, default=8, help="uncounted requests before each load")

@@ -77,7 +77,7 @@ class Engines:
     def execution(self, args: argparse.Namespace) -> Execution:
         own = ["random_weights=true", f"exchange={self.exchange}", f"spare_experts={self.spare}"]
         if buckets := sorted({count for count, _ in args.decode}):
-            own.append(f"graph_buckets={buckets}")
+            own.append(f"graphs={buckets}")
         if self.drafts:
             own.append(f"simulated_acceptance={list(args.acceptance[: self.drafts])}")
         return load(Execution, None, [*own, *args.set])

@@ -268,8 +268,7 @@ def compile_caches(
     """Fill the compile caches: start the ranks of a worker once, without serving."""
     from millrace_cli.compile import fill
 
-    overrides = (*(set_ or ()), f"model={model}", *(("random_weights=true",) if random_weights else ()))
-    asyncio.run(fill(config, overrides, os.environ))
+    asyncio.run(fill(config, (*(set_ or ()), f"model={model}"), os.environ, random_weights=random_weights))
 
 
 @app.command("check")
@@ -282,6 +281,26 @@ def check_model(
     from millrace_cli.check import check
 
     check(model, gpu, set_ or ())
+
+
+@app.command("plan")
+def plan_worker(
+    model: Annotated[Path, typer.Option(help="Checkpoint folder; its config.json is enough.")],
+    gpu: Annotated[str, typer.Option(help="A kind, as for check.")] = "H200",
+    gpus: Annotated[int, typer.Option(min=1, max=512, help="Of the worker.")] = 8,
+    tp: Annotated[int | None, typer.Option(min=1, help="Default: by goal.")] = None,
+    dp: Annotated[int | None, typer.Option(min=1, help="Default: by goal.")] = None,
+    role: Annotated[Literal["prefill", "decode", "unified"], typer.Option()] = "unified",
+    goal: Annotated[Literal["throughput", "latency", "balanced"], typer.Option()] = "balanced",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As for a worker.")] = None,
+) -> None:
+    """Say what a worker would choose on GPUs that need not be here, what fits, and how long its steps would take."""
+    from millrace_serve.engine.config import Role
+    from millrace_serve.plan.settings import Goal
+
+    from millrace_cli.plan import plan, split
+
+    plan(model, gpu, split(gpus, Goal(goal), tp, dp), Role(role), Goal(goal), set_ or ())
 
 
 @app.command(context_settings=PASS_ON)

@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -70,6 +70,7 @@ class ClusterSpec:
     model: Path = TINY  # checkpoint folder; with the sim engine only its tokenizer is used
     ports: Mapping[str, int] = field(default_factory=dict)  # of the router, by the names in ROUTER_PORTS
     worker_set: tuple[str, ...] = ()  # further `--set` items of every worker
+    role_set: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # before them, of the workers of a role
     router_set: tuple[str, ...] = ()
     gpus: int = field(default_factory=count_gpus)  # for workers with device=cuda
     tls: Tls | None = None  # of everything, and of our own questions
@@ -89,23 +90,35 @@ class ClusterSpec:
     def patience_s(self) -> float:
         if self.start_timeout_s is not None:
             return self.start_timeout_s
-        return GPU_START_S if "device=cuda" in self.worker_set else START_S
+        return GPU_START_S if any(_on_gpu(self._items(role)) for role in self.workers().values()) else START_S
 
     def settings(self, name: str) -> tuple[str, ...]:
         """`--set` items of a worker. On GPUs each has the next ones; those that share one get equal parts of it."""
-        if "device=cuda" not in self.worker_set:
-            return self.worker_set
-        workers, ranks = list(self.workers()), self._of("tp") * self._of("dp")
-        own: tuple[str, ...] = (f"first_gpu={workers.index(name) * ranks}",)
-        sharing = -(-len(workers) * ranks // self.gpus)
-        if sharing > 1 and not any("memory_fraction=" in item for item in self.worker_set):
+        workers = {worker: self._items(role) for worker, role in self.workers().items()}
+        items = workers[name]
+        if not _on_gpu(items):
+            return items
+        ranks = {worker: _last(own, "tp") * _last(own, "dp") for worker, own in workers.items() if _on_gpu(own)}
+        first = sum(ranks[worker] for worker in list(ranks)[: list(ranks).index(name)])
+        own: tuple[str, ...] = (f"first_gpu={first}",)
+        sharing = -(-sum(ranks.values()) // self.gpus)
+        if sharing > 1 and not any("memory_fraction=" in item for item in items):
             own += (f"memory_fraction={GPU_MEMORY / sharing:.3f}",)
-        return (*own, *self.worker_set)
+        return (*own, *items)
 
-    def _of(self, key: str) -> int:
-        """The last value of `key` among the workers' settings; 1 when it is absent or no number."""
-        values = [item.partition("=")[2].strip() for item in self.worker_set if item.startswith(f"{key}=")]
-        return int(values[-1]) if values and values[-1].isdecimal() else 1
+    def _items(self, role: str) -> tuple[str, ...]:
+        return (*self.role_set.get(role, ()), *self.worker_set)
+
+
+def _on_gpu(items: Sequence[str]) -> bool:
+    devices = [item.partition("=")[2].strip('"') for item in items if item.startswith("device=")]
+    return devices[-1:] == ["cuda"]
+
+
+def _last(items: Sequence[str], key: str) -> int:
+    """The last value of `key` among a worker's settings; 1 when it is absent or no number."""
+    values = [item.partition("=")[2].strip() for item in items if item.startswith(f"{key}=")]
+    return int(values[-1]) if values and values[-1].isdecimal() else 1
 
 
 def new_log_dir() -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 from millrace_common import config as configuration
 from millrace_common import log as logs
 from millrace_rpc.errors import MillraceError
+from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Events
 from millrace_serve.engine.start import phases
 from millrace_serve.worker import caches
@@ -25,12 +26,11 @@ STOP_GRACE_S = 10.0
 MIB = 1 << 20
 
 
-async def fill(path: Path | None, overrides: Sequence[str], environ: MutableMapping[str, str]) -> None:
+async def fill(
+    path: Path | None, overrides: Sequence[str], environ: MutableMapping[str, str], *, random_weights: bool = False
+) -> None:
     """Raises CommandError when the ranks cannot start. `environ`: the process's own, which the ranks inherit."""
-    try:
-        config = configuration.load(WorkerConfig, path, ["role=unified", *overrides])
-    except configuration.ConfigError as error:
-        raise CommandError(str(error), code=2) from error
+    config = settings(path, overrides, random_weights=random_weights)
     logs.setup("compile", config.log_level)
     environ.update(caches.variables(config.cache_dir))
     before = caches.sizes(config.cache_dir)
@@ -45,6 +45,18 @@ async def fill(path: Path | None, overrides: Sequence[str], environ: MutableMapp
         await ranks.stop(STOP_GRACE_S)
     print(f"{config.num_ranks} rank(s) of {config.model_name}: {phases.table(seconds)}")
     Console(highlight=False).print(_table(config.cache_dir, before))
+
+
+def settings(path: Path | None, overrides: Sequence[str], *, random_weights: bool) -> WorkerConfig:
+    """Those of a unified worker, which compiles for every role. What is auto follows from role and weights of the
+    worker that comes. Raises CommandError.
+    """
+    try:
+        config = configuration.load(WorkerConfig, path, [*(() if path else ("role=unified",)), *overrides])
+    except configuration.ConfigError as error:
+        raise CommandError(str(error), code=2) from error
+    role = config.role if any(item.startswith("role=") for item in overrides) else Role.UNIFIED
+    return config.model_copy(update={"role": role, "random_weights": random_weights or config.random_weights})
 
 
 def _show(rank: int, progress: RankProgress) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from millrace_bench import figures
+from millrace_bench import figures, provenance
 from millrace_bench.figures import BLOCK, RESULTS, ROOT, TEMPLATES, documents, environment, last_column, render, row
 
 
@@ -61,6 +61,33 @@ def test_a_result_says_where_it_comes_from(file: Path) -> None:
     assert re.match("[0-9a-f]{7}", record["versions"]["commit"]) and record["command"] and record["hardware"]
     if " x " in record["hardware"]:  # GPUs
         assert record["gpus"] and all(gpu["sm_mhz"] and gpu["power_w"] for gpu in record["gpus"])
+
+
+SINCE, MOST_STALE = "2026-11-27T12:00", 76  # runs of before; the number may only fall
+
+
+def test_a_run_that_a_document_names_is_evidence() -> None:
+    """A clean commit, a command, the locked versions. `make figures` lists those that lack one."""
+    found = provenance.stale(documents())
+    new = {name: reasons for name, reasons in found.items() if provenance.record(name).get("time", "") >= SINCE}
+    assert new == {} and len(found) <= MOST_STALE, new or len(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"versions": {}}, "no commit"),
+        ({"versions": {"commit": "1234567-dirty"}}, "changes that were not committed"),
+        ({"command": ""}, "no command"),
+        ({"command": "ad hoc: a script"}, "no command"),
+        ({"versions": {"commit": "1234567", "torch": "2.12.0"}}, "torch 2.12.0, not 2.11.0"),
+        ({"versions": {"commit": "1234567", "torch": "2.12.0"}, "hardware": "2 cores"}, ""),
+    ],
+)
+def test_what_a_record_lacks_is_named(change: dict[str, object], reason: str) -> None:
+    good = {"versions": {"commit": "1234567", "torch": "2.11.0+cu130"}, "command": "a", "hardware": "1 x NVIDIA H200"}
+    assert "; ".join(provenance.faults({**good, **change}, {"torch": "2.11.0"})) == reason
 
 
 @pytest.fixture

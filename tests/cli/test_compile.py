@@ -7,6 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+from millrace_bench.v3 import write_folder
+from millrace_cli.compile import settings
+from millrace_common.config import load
+from millrace_serve.engine.config import Role
+from millrace_serve.worker.config import WorkerConfig
 from millrace_testing.paths import TINY
 
 
@@ -31,3 +37,15 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     assert wrong.returncode == 2 and "colour: unknown key" in wrong.stderr and "Traceback" not in wrong.stderr
     missing = compile_caches("--model", str(tmp_path), "--random-weights")
     assert missing.returncode == 1 and "config.json: no such file" in missing.stderr.splitlines()[-1]
+
+
+def test_caches_are_of_the_worker_that_comes(tmp_path: Path) -> None:
+    """The chart warms each pool from its own file; the weights of the job are random, those of the worker are not."""
+    model, file = write_folder(tmp_path / "v3", "v3", 61), tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"role": "prefill", "device": "cuda", "dp": 8, "model": str(model)}))
+    worker, warm = load(WorkerConfig, file), settings(file, [], random_weights=True)
+    assert worker.limits.draft_tokens > 0 and worker.spare_experts == 1
+    assert (warm.role, warm.random_weights) == (Role.UNIFIED, True)
+    assert warm.model_copy(update={"role": worker.role, "random_weights": False}) == worker
+    assert settings(None, [f"model={model}"], random_weights=False).role is Role.UNIFIED
+    assert settings(file, ["role=decode"], random_weights=False).role is Role.DECODE

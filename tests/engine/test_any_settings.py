@@ -79,7 +79,7 @@ def drawn(draw: Any) -> tuple[dict[str, object], dict[str, object], str]:
     if draw(st.booleans()):
         tokens = draw(st.sampled_from((0, 16, 48, 200)))
         buckets = draw(st.sampled_from(((), (1,), (1, 4, 5))))
-        execution = {"graphs": "on", "chunk_graph_tokens": tokens, "graph_buckets": buckets}
+        execution = {"graphs": buckets or "on", "chunk_graph_tokens": tokens}
     return limits, execution, draw(st.sampled_from(("", *FORMS)))
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from millrace_bench.v3 import V3
 from millrace_chart.config_schema import OWNED, config_schemas
 from millrace_chart.render import CHART, ChartError, presets, template
+from millrace_serve.engine.config import Role
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.plan.settings import Goal, Setup, decide
 from millrace_testing.charts import CPU, FILES, GROUPS, VARIANTS, of_kind, pods, rendered
 
 pytestmark = pytest.mark.helm
@@ -25,6 +30,19 @@ POOL = (  # kinds that are called as their pool
 def test_combination_that_cannot_work_is_refused(file: str, sets: list[str], said: str) -> None:
     with pytest.raises(ChartError, match=re.escape(said)):
         template((FILES[file],), tuple(sets))
+
+
+@pytest.mark.parametrize("prefill", Goal)
+@pytest.mark.parametrize("decode", Goal)
+def test_goals_may_differ_where_pages_do_not(prefill: Goal, decode: Goal) -> None:
+    """As the plan decides them."""
+    model = ModelConfig(num_hidden_layers=61, num_nextn_predict_layers=1, **V3)
+    goals = {Role.PREFILL: prefill, Role.DECODE: decode}
+    chosen = [decide(Setup(model, "H200", 1, 8, role, goal)) for role, goal in goals.items()]
+    kinds = {choice.value for choices in chosen for choice in choices if choice.key == "kv_dtype"}
+    sets = tuple(f"workers.{role}.config.goal={goal}" for role, goal in goals.items())
+    with pytest.raises(ChartError, match=r"config\.kv_dtype differs") if len(kinds) > 1 else nullcontext():
+        template((FILES["pair"],), sets)
 
 
 @pytest.mark.parametrize("item", REFUSED["schema"])

@@ -5,6 +5,7 @@ import pytest
 from millrace_common.config import ConfigError, load
 from millrace_serve.engine.config import Role
 from millrace_serve.worker.config import WorkerConfig
+from millrace_testing.paths import TINY
 
 
 def test_limit_can_be_set_without_the_others() -> None:
@@ -27,8 +28,10 @@ def test_limit_can_be_set_without_the_others() -> None:
         (["model=/models/v3", "limits.num_pages=auto"], "auto is for a model on a CUDA device"),
         (["engine=sim", "device=cuda", "limits.num_pages=auto"], "auto is for a model on a CUDA device"),
         (["engine=sim", "limits.num_pages=1"], "limits.num_pages"),
-        (["engine=sim", "graphs=sometimes"], "graphs"),
-        (["engine=sim", "graph_buckets=[0]"], "graph_buckets"),
+        (["engine=sim", "graphs=sometimes"], "^graphs: auto, on, off, or a list of numbers of sequences of 1 or more"),
+        (["engine=sim", "graphs=[0]"], "^graphs: auto, on, off, or a list"),
+        (["engine=sim", "graphs=[]"], "^graphs: auto, on, off, or a list"),
+        (["engine=sim", "graphs=[8, true]"], "^graphs: auto, on, off, or a list"),
         (["engine=sim", "kv_dtype=int4"], "kv_dtype"),
         (["engine=sim", "memory_fraction=1.5"], "memory_fraction"),
         (["engine=sim", "limits.checks=[canary, rot13]"], r"^limits.checks.1: Input should be 'canary' or 'poison'"),
@@ -48,7 +51,7 @@ def test_sizes_follow_from_the_device() -> None:
         return limits.num_pages, limits.max_running
 
     assert sizes("model=/models/v3") == sizes("engine=sim", "device=cuda") == (1025, 64)
-    assert sizes("model=/models/v3", "device=cuda") == ("auto", 128)
+    assert sizes(f"model={TINY}", "device=cuda") == ("auto", 128)
     assert sizes("model=/models/v3", "device=cuda", "limits.max_running=3") == ("auto", 3)
     config = load(WorkerConfig, None, ["model=/models/v3", "device=cuda", "limits.num_pages=77"])
     assert config.limits.num_pages == 77 and config.limits.resolved(77).usable_pages == 76

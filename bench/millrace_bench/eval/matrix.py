@@ -51,7 +51,7 @@ TWO_RANKS = (
     "dp=2 limits.share_prompts=256",
 )
 # The padding of graphs runs without a GPU too. Fewer buckets are fewer compilations.
-PADDED = ("graphs=on", "graph_buckets=[1,4,8]")
+PADDED = ("graphs=[1,4,8]",)
 COMPILED = (*PADDED, "compile_max_batch=8")
 # Not DeepEP, which takes rows of 2,048 columns and more: the trained model's have 256 (tests/model/test_deepep.py).
 TWO_GPUS = ("tp=2", "dp=2 limits.share_prompts=256", "dp=2 exchange=peer", "dp=2 exchange=gather")

@@ -72,7 +72,7 @@ def ours(cases: Sequence[str], layers: int, device: torch.device, widths: dict[s
 
 def _decode_ms(model: DeepseekV3, batch: int, length: int, device: torch.device) -> float:
     work = engine_model.Work((batch,), length - OUTPUTS, OUTPUTS, context=True)
-    execution = Execution(memory_fraction=0.98, graph_buckets=(batch,))
+    execution = Execution(memory_fraction=0.98, graphs=(batch,))
     rows = list(engine_model.run(work, model, device, execution, prefill_tokens=16))
     gc.collect()  # the engine and its pages: those of two cases do not fit
     if device.type == "cuda":

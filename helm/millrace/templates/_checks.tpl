@@ -136,7 +136,7 @@
 {{- fail (printf "%s: dp %d x tp %d = %d ranks cannot be spread evenly over size %d pods" $at (int $pool.dp) (int
   $pool.tp) $ranks (int $pool.size)) -}}
 {{- end -}}
-{{- $parts := default dict $pool.config | dig "expert_tp" false -}}
+{{- $parts := eq (default dict $pool.config | dig "expert_tp" false | toString) "true" -}}
 {{- if and $parts (gt (int $pool.dp) 1) -}}
 {{- fail (printf "%s.config.expert_tp: needs dp 1, not %d" $at (int $pool.dp)) -}}
 {{- end -}}
@@ -196,7 +196,19 @@
 {{- include "millrace.checkExtras" (dict "name" $at "values" $pool) -}}
 {{- end -}}
 
+{{/* Prompts of decode workers would be launched op by op. auto is enough for every such prompt. */}}
+{{- define "millrace.checkPromptGraphs" -}}
+{{- $local := default dict .Values.router.config.routing | dig "local_prefill_tokens" 0 | int -}}
+{{- range include "millrace.pools" . | fromJson -}}
+{{- $rows := default dict .config | dig "chunk_graph_tokens" "auto" | toString -}}
+{{- if and (eq .role "decode") (gt (int .gpus) 0) (ne $rows "auto") (lt (int $rows) $local) -}}
+{{- fail (printf "workers.%s.config.chunk_graph_tokens: %s is below router.config.routing.local_prefill_tokens %d, whose prompts then have no graphs; use auto" .name $rows $local) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "millrace.checkPairs" -}}
+{{- include "millrace.checkPromptGraphs" . -}}
 {{- $pools := include "millrace.pools" . | fromJson -}}
 {{- if not $pools -}}
 {{- fail "workers: every pool is null; at least a unified one, or a prefill and a decode pool, must be left" -}}
@@ -220,18 +232,25 @@
 {{- if ne (hasKey $roles "prefill") (hasKey $roles "decode") -}}
 {{- fail (printf "workers: prefill and decode pools%s need each other; a single pool has role=unified" $of) -}}
 {{- end -}}
-{{- range $key := list "kv_dtype" "dtype" "limits.page_size" "limits.checks" -}}
+{{- range $key := list "kv_dtype" "dtype" "limits.page_size" "limits.checks" "limits.draft_tokens" -}}
 {{- $seen := dict -}}
 {{- range $.pools -}}
 {{- $path := splitList "." $key -}}
 {{- $section := ternary .config (default dict .config.limits) (eq (len $path) 1) -}}
 {{- $value := index $section (last $path) -}}
+{{- $own := not (has (toString $value) (list "<nil>" "auto")) -}}
+{{- $gpus := gt (int .gpus) 0 -}}
 {{- if eq $key "limits.checks" -}}{{- $value = has "canary" (default list $value) -}}{{- end -}}
+{{- /* auto, as services/millrace_serve/plan/settings.py decides it; a page has an MTP layer, or it has none */ -}}
+{{- if and (eq $key "kv_dtype") (not $own) -}}
+{{- $value = ternary "float8_e4m3fn" "auto" (and $gpus (eq (toString .config.goal) "throughput")) -}}
+{{- end -}}
+{{- if eq $key "limits.draft_tokens" -}}{{- $value = ternary (ne (toString $value) "0") $gpus $own -}}{{- end -}}
 {{- $_ := set $seen (toString $value) .name -}}
 {{- end -}}
 {{- if gt (len $seen) 1 -}}
-{{- fail (printf "workers: config.%s differs between %s%s, which then never pair" $key (values $seen | sortAlpha | join
-  " and ") $of) -}}
+{{- fail (printf "workers: config.%s differs between %s%s, which then never pair; what is auto follows from config.goal" $key
+  (values $seen | sortAlpha | join " and ") $of) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from millrace_common.config import Config
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 
 class Role(enum.StrEnum):
@@ -25,20 +26,31 @@ MOST_DRAFTS = 3  # less than model/yarn.py has rows behind the last position
 DRAFT_BATCHES = (256, 32, 16)
 
 
+class OrAuto:
+    """Of a key that may be `auto` in a worker's configuration, which puts a value in its place (plan/settings.py)."""
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler(core)
+        return {**schema, "type": [schema["type"], "string"], "pattern": "^auto$"}
+
+
 class Limits(Config):
     num_pages: Annotated[int, Field(ge=2)] | Literal["auto"]  # of the KV pool, the sink included; auto: what fits
     max_model_len: int = Field(ge=2)  # tokens of one sequence, prompt and outputs
     page_size: int = Field(64, ge=1)  # tokens
-    max_running: int = Field(64, ge=1)  # sequences in one step
+    max_running: Annotated[int, OrAuto()] = Field(64, ge=1)  # sequences in one step
     max_waiting: int = Field(256, ge=0)  # sequences queued beyond max_running; more are refused as OVERLOADED
-    max_prefill_tokens: int = Field(2048, ge=1)  # prompt tokens per step over all sequences; decode tokens come on top
+    # Prompt tokens per step over all sequences; decode tokens come on top.
+    max_prefill_tokens: Annotated[int, OrAuto()] = Field(2048, ge=1)
     # Uncached tokens of a prompt from which on all replicas compute it together, with half of their steps; 0: never.
     share_prompts: int = Field(0, ge=0)
     max_parked_pages: int | None = Field(None, ge=1)  # pages that prompts may hold until their lease ends; None = pool
-    draft_tokens: int = Field(0, ge=0, le=MOST_DRAFTS)  # most per sequence and step; 0: the KV page has no MTP layer
-    draft_batches: tuple[Annotated[int, Field(ge=0)], ...] = DRAFT_BATCHES
+    # Most per sequence and step; 0: the KV page has no MTP layer.
+    draft_tokens: Annotated[int, OrAuto()] = Field(0, ge=0, le=MOST_DRAFTS)
+    draft_batches: Annotated[tuple[Annotated[int, Field(ge=0)], ...], OrAuto()] = DRAFT_BATCHES
     prefix_cache: bool = True
-    host_cache_gib: float = Field(0.0, ge=0)  # of each rank for copies of cached pages in the host's memory; 0: none
+    # Of each rank for copies of cached pages in the host's memory; 0: none.
+    host_cache_gib: Annotated[float, OrAuto()] = Field(0.0, ge=0)
     disk_cache: Path | None = None  # a folder for copies of these; one user's workers may share it; survives restarts
     disk_cache_gib: float = Field(100.0, gt=0)  # of that folder, all layouts together
     overlap: bool = True  # schedule step N+1 while step N runs
@@ -106,33 +118,43 @@ Form = Literal["absorbed", "expanded"]  # of prompts behind cached tokens (model
 Library = Literal["flash_mla", "flashinfer", "triton"]  # of kernels of attention
 
 
-def _word(value: Any) -> Any:
+def _graphs(value: Any) -> Any:
     """YAML reads `on` and `off` as truth values."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+    if isinstance(value, bool):
+        return {True: "on", False: "off"}[value]
+    sizes = [one for one in value if type(one) is int and one > 0] if isinstance(value, list | tuple) else []
+    if value not in ("auto", "on", "off") and (not sizes or len(sizes) < len(value)):
+        raise ValueError("auto, on, off, or a list of numbers of sequences of 1 or more")
+    return value
 
 
 class Execution(Config):
     """A rank's use of its device."""
 
-    graphs: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word)] = "auto"  # auto: on CUDA devices
-    graph_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()  # of decode; empty: those of engine/step/graphs.py
+    # auto: on CUDA devices; a list: on, for decode steps of so many sequences instead of those of engine/step/graphs.py
+    graphs: Annotated[Literal["auto", "on", "off"] | tuple[int, ...], BeforeValidator(_graphs)] = "auto"
     # Up to so many rows steps with prompt chunks are graphs but for their attention. auto: where launches take longer
-    # than the work, 1,024 for each rank; 0 for decode workers, and for several replicas, which nobody has measured.
+    # than the work, 1,024 for each rank of a replica.
     chunk_graph_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     compile_max_batch: int = Field(0, ge=0)  # rows up to which torch.compile is applied to decode steps
     kv_dtype: Literal["auto", "float8_e4m3fn", "bfloat16", "float16", "float32"] = "auto"  # auto: that of activations
     # What attention consists of, where it is not to be the fastest: a form, and libraries in order of preference;
     # decode and prompts take the first one each that has a kernel for them.
     attention: tuple[Form | Library, ...] = ()
-    memory_fraction: float = Field(0.92, gt=0, le=1)  # of a CUDA device's memory, for this rank
+    memory_fraction: Annotated[float, OrAuto()] = Field(0.92, gt=0, le=1)  # of a CUDA device's memory, for this rank
     cache_dir: Path | None = None  # of compiled code; None: where libraries put it, and nothing is compiled ahead
     exchange: Literal["auto", "gather", "peer", "deepep"] = "auto"  # how rows reach the experts of other replicas
     dense_tp: int = Field(0, ge=0)  # ranks that share a dense MLP; a divisor of tp, 1: every rank has all; 0: tp
     # Slots of a rank and layer for more replicas of experts with many tokens; 0: experts stay where they are loaded.
-    spare_experts: int = Field(0, ge=0)
+    spare_experts: Annotated[int, OrAuto()] = Field(0, ge=0)
     random_weights: bool = False  # in the shapes of the checkpoint's config.json, which may stand alone
     # Of random weights, for benchmarks: the probability that the first draft, the first two, … are accepted.
     simulated_acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
+
+    @property
+    def graph_buckets(self) -> tuple[int, ...]:
+        """Sequences of the decode steps that are graphs; empty: those of engine/step/graphs.py."""
+        return self.graphs if isinstance(self.graphs, tuple) else ()
 
     @property
     def form(self) -> str:

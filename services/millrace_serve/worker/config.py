@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from millrace_common.config import Config, Seconds
 from millrace_common.model_files import read_object
@@ -12,11 +13,13 @@ from millrace_common.spans import Tracing
 from millrace_common.tls_config import Tls, exposed
 from pydantic import Field, model_validator
 
-from millrace_serve.engine.config import Execution, Limits, Role
+from millrace_serve.engine.config import MOST_DRAFTS, Execution, Limits, OrAuto, Role
 from millrace_serve.engine.sim.runner import SimSettings
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.plan.facts import gpu_here
+from millrace_serve.plan.settings import Goal, Setup, decide, filled, predicts
 
 DEFAULT_PAGES = 1025  # where the device's memory is not planned
-CUDA_RUNNING = 128  # with 64, 15 GiB of an H100 held no KV while requests waited (docs/log/2026-11.md)
 SIM_CONTEXT = 8192
 
 
@@ -53,6 +56,7 @@ class WorkerTimeouts(Config):
 
 class WorkerConfig(Execution):
     role: Role = Role.DECODE
+    goal: Goal = Goal.BALANCED  # of the keys that are auto, on a GPU (plan/settings.py)
     host: str = "127.0.0.1"
     grpc_port: int = Field(0, ge=0, le=65535)  # 0: any free port
     metrics_port: int = Field(0, ge=0, le=65535)  # 0: any free port
@@ -66,7 +70,9 @@ class WorkerConfig(Execution):
     sim: SimSettings = SimSettings()
     dp: int = Field(1, ge=1)  # replicas
     tp: int = Field(1, ge=1)  # ranks of a replica
-    expert_tp: bool = False  # a rank holds a part of every routed expert, not whole ones; dp = 1 only
+    expert_tp: Annotated[bool, OrAuto()] = (
+        False  # a rank holds a part of every routed expert, not whole ones; dp = 1 only
+    )
     device: Literal["cpu", "cuda"] = "cpu"
     first_gpu: int = Field(0, ge=0)  # of those that this process sees: rank 0's; ranks take them in turn from it on
     dtype: Literal["float32", "bfloat16"]  # of activations; float32 on a CPU unless it is set
@@ -82,16 +88,20 @@ class WorkerConfig(Execution):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        """Fill in values that follow from others: the context from the checkpoint, sizes and dtype from the device."""
+        """Fill in values that follow from others: the context from the checkpoint, dtype from the device, and what is
+        `auto` or absent from the plan.
+        """
         if not isinstance(values, dict):
             return values
-        limits, on_cuda = values.get("limits") or {}, values.get("device") == "cuda"
+        on_cuda = values.get("device") == "cuda"
+        planned = on_cuda and values.get("engine") != EngineKind.SIM
+        limits = values.get("limits") or {}
         if isinstance(limits, dict):
-            planned = on_cuda and values.get("engine") != EngineKind.SIM
-            sizes = {"num_pages": "auto", "max_running": CUDA_RUNNING} if planned else {"num_pages": DEFAULT_PAGES}
-            limits = {**sizes, "max_model_len": _context_of(values), **limits}
-        dtype = "bfloat16" if on_cuda else "float32"
-        return {"dtype": dtype, **values, "limits": limits}
+            pages = "auto" if planned else DEFAULT_PAGES
+            limits = {"num_pages": pages, "max_model_len": _context_of(values), **limits}
+        values = {"dtype": "bfloat16" if on_cuda else "float32", **values, "limits": limits}
+        setup = setup_of(values, gpu_here()) if planned else None
+        return filled(values, decide(setup) if setup else ())
 
     @model_validator(mode="after")
     def _fits_together(self) -> WorkerConfig:
@@ -127,6 +137,35 @@ class WorkerConfig(Execution):
     @property
     def model_name(self) -> str:
         return self.served_name or (self.model.name if self.model else str(self.engine))
+
+
+def setup_of(values: Mapping[str, Any], gpu: str) -> Setup | None:
+    """What the plan of a configuration's raw values follows from. None: some of them are faulty, or there is no
+    config.json that can be read; the validation or the start says so.
+    """
+    try:
+        folder = Path(values["model"])
+        model = ModelConfig.load(folder)
+        drafts = len(values.get("simulated_acceptance") or ()) if values.get("random_weights") else MOST_DRAFTS
+        return Setup(
+            model=model,
+            gpu=gpu,
+            tp=_ranks(values.get("tp", 1)),
+            dp=_ranks(values.get("dp", 1)),
+            role=Role(values.get("role", Role.DECODE)),
+            goal=Goal(values.get("goal", Goal.BALANCED)),
+            drafts=drafts if predicts(folder, model) else 0,
+            bf16=values.get("dtype") == "bfloat16",
+        )
+    except (KeyError, TypeError, ValueError, OSError):
+        return None
+
+
+def _ranks(value: Any) -> int:
+    """Raises ValueError."""
+    if int(value) < 1:
+        raise ValueError(f"{value} ranks")
+    return int(value)
 
 
 def _context_of(values: dict[str, Any]) -> int:

@@ -37,8 +37,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from millrace_serve.engine.config import Role
+from millrace_serve.plan import report
+from millrace_serve.plan.facts import gpu_here
+from millrace_serve.plan.settings import decide
 from millrace_serve.worker import caches
-from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.config import EngineKind, WorkerConfig, setup_of
 from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.lifecycle import State
 from millrace_serve.worker.frontend.role import RoleLogic
@@ -157,6 +160,14 @@ def _announce(path: Path, frontend: Frontend, ports: dict[str, int]) -> None:
     draft.replace(path)
 
 
+def _log_plan(config: WorkerConfig) -> None:
+    """What `millrace plan` prints, but for memory, which a rank tells when it has measured it."""
+    setup = setup_of(config.model_dump(), gpu_here()) if config.device == "cuda" else None
+    if setup is not None and config.engine is EngineKind.MODEL:
+        lines = f"{report.settings(config, decide(setup))}\n{report.steps(setup, config)}"
+        log.info("plan for %s x %s:", config.num_ranks, setup.gpu or "an unknown GPU", extra={"lines": lines})
+
+
 def main(make_role: MakeRole, roles: Sequence[Role], environ: MutableMapping[str, str]) -> int:
     """A whole process from its command line to its exit code. Where it serves one role, `role` need not be configured.
 
@@ -177,6 +188,7 @@ def main(make_role: MakeRole, roles: Sequence[Role], environ: MutableMapping[str
         parser.error(f"role: this entry point serves {' and '.join(roles)}, not {config.role}")
     environ.update(caches.variables(config.cache_dir))
     logs.setup(str(config.role), config.log_level)
+    _log_plan(config)
     try:
         return run(serve(config, make_role, arguments.announce))
     except OSError as error:  # a port that is taken

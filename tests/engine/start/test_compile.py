@@ -52,7 +52,7 @@ def test_compiled_steps_say_what_plain_ones_say(monkeypatch: pytest.MonkeyPatch)
     plain = said(engine(), batch)
     torch._dynamo.reset()
     counters.clear()
-    fast = said(engine(graphs="on", compile_max_batch=2, graph_buckets=(1, 2)), batch)
+    fast = said(engine(graphs=(1, 2), compile_max_batch=2), batch)
     assert set(seen) == {1, 2}, "buckets up to compile_max_batch"
     assert counters["stats"]["calls_captured"] > 0
     for room, answer in plain.items():

@@ -128,7 +128,7 @@ def test_what_decides_over_kernels_is_in_the_fingerprint() -> None:
         dataclasses.replace(one, limits=LIMITS.model_copy(update={"max_prefill_tokens": 97})),
         dataclasses.replace(one, dims=ParallelDims(rank=1, tp=4)),
         dataclasses.replace(one, layout=msgspec.structs.replace(one.layout, dtype="float8_e4m3fn")),
-        dataclasses.replace(one, execution=Execution.model_validate({"graphs": "on", "graph_buckets": [2]})),
+        dataclasses.replace(one, execution=Execution.model_validate({"graphs": [2]})),
         dataclasses.replace(one, execution=Execution.model_validate({"graphs": "on", "chunk_graph_tokens": 40})),
         dataclasses.replace(one, role=Role.PREFILL),
     )

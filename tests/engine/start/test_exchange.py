@@ -29,7 +29,7 @@ LAYOUT = KvLayout(page_size=64, num_layers=3, dtype="bfloat16", latent_width=512
 
 
 def site(wanted: str = "auto", dp: int = 16, role: Role = Role.DECODE) -> Site:
-    execution = Execution.model_validate({"exchange": wanted, "graph_buckets": [4, 9, 16], "graphs": "on"})
+    execution = Execution.model_validate({"exchange": wanted, "graphs": [4, 9, 16]})
     return Site(role, LIMITS, execution, ModelConfig.parse(V3), LAYOUT, ParallelDims(dp=dp), CPU, torch.bfloat16)
 
 

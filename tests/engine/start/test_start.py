@@ -95,7 +95,7 @@ def test_memory_is_reserved_for_every_graph(
     monkeypatch.setattr(DecodeGraphs, "_capture", lambda self, run: self._device.capture(run))
     one = site(drafts=drafts)
     limits = LIMITS.model_copy(update={"draft_tokens": drafts, "draft_batches": (2, 1)})
-    wanted = one.execution.model_copy(update={"graph_buckets": buckets, "chunk_graph_tokens": 0})
+    wanted = one.execution.model_copy(update={"graphs": buckets, "chunk_graph_tokens": 0})
     one = dataclasses.replace(one, limits=limits, execution=wanted)
     config, runner = limits.resolved(9), NoRunner()
     runner.slots, runner.forward = Slots(config, one.device), None  # type: ignore[attr-defined]
@@ -113,7 +113,7 @@ def test_memory_is_reserved_for_every_graph(
         (1, 1, "auto", 1024),
         (4, 1, "auto", 4096),
         (16, 1, "auto", 8200),
-        (1, 2, "auto", 0),
+        (1, 2, "auto", 1024),
         (1, 2, 96, 96),
         (2, 1, 0, 0),
     ],

@@ -92,7 +92,7 @@ def test_buckets_share_their_memory() -> None:
         gc.collect()  # engines of tests before
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
-        one = engine(graphs="on", graph_buckets=buckets)
+        one = engine(graphs=buckets)
         try:
             return torch.cuda.memory_reserved() - before
         finally:

@@ -57,7 +57,7 @@ def requests(**sampling: object) -> list[Request]:
 )
 def test_padded_steps_equal_unpadded_ones(sampling: dict[str, object], buckets: tuple[int, ...]) -> None:
     plain = said(engine(graphs="off"), requests(**sampling))
-    padded_engine = engine(graphs="on", graph_buckets=buckets)
+    padded_engine = engine(graphs=buckets or "on")
     graphs = padded_engine._runner._graphs
     replays, graphs_run = [], graphs.run
     graphs.run = lambda rows: (replays.append(len(rows.slots)), graphs_run(rows))[1]
@@ -94,7 +94,7 @@ def test_engine_that_ends_lets_go_of_its_graphs(monkeypatch: pytest.MonkeyPatch)
         return graph.replay
 
     monkeypatch.setattr(Device, "capture", capture)
-    one = engine(graphs="on", graph_buckets=(4,))
+    one = engine(graphs=(4,))
     runner = one._runner  # something may refer to it
     assert captured and all(graph() is not None for graph in captured)
     one.close()

@@ -30,10 +30,9 @@ from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import Kept, kept_forms, runs_quantised
+from millrace_serve.plan.settings import prompt_rows
 
 log = logging.getLogger(__name__)
-
-AUTO_CHUNK_ROWS = 1024  # of each rank of a replica: on one H100 a step of 1,000 tokens takes as long launched op by op
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class Site:
     @property
     def graphs(self) -> bool:
         wanted = self.execution.graphs
-        return wanted == "on" or (wanted == "auto" and self.device.type == "cuda")
+        return self.device.type == "cuda" if wanted == "auto" else wanted != "off"
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -68,8 +67,7 @@ class Site:
             return ()
         wanted = self.execution.chunk_graph_tokens
         if wanted == "auto":
-            seldom, unmeasured = self.role is Role.DECODE, self.dims.dp > 1
-            wanted = 0 if seldom or unmeasured else AUTO_CHUNK_ROWS * self.dims.tp
+            wanted = prompt_rows(self.model, self.dims.tp)
         return chunk_buckets_up_to(min(wanted, self.most_rows))
 
     @property

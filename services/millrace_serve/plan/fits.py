@@ -1,0 +1,37 @@
+"""What fits on a GPU: the memory plan of a start with its estimates, and the sequences that its pages hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from millrace_serve.engine.config import GIB
+from millrace_serve.engine.start.memory import Memory, MemoryPlan
+from millrace_serve.engine.start.startup import Site, estimated, kv_layout, planned
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.plan.settings import Setup
+
+LENGTHS = (1024, 4096, 32768)
+
+
+def memory(setup: Setup, config: Any, gib: float) -> MemoryPlan:
+    """Of each rank. `config`: a worker's. `gib`: of the GPU. Raises OverCommitted."""
+    model = setup.model if config.limits.draft_tokens else setup.model.without_mtp()
+    layout = kv_layout(config.limits, config, model, "", torch.bfloat16)
+    dims = ParallelDims(
+        tp=setup.tp,
+        dp=setup.dp,
+        expert_tp=config.expert_tp,
+        dense_tp=config.dense_tp,
+        spare_experts=config.spare_experts,
+    )
+    site = Site(setup.role, config.limits, config, model, layout, dims, torch.device("cuda"), torch.bfloat16)
+    return planned(site, Memory(int(gib * GIB), int(gib * GIB)), estimated(site))
+
+
+def text(plan: MemoryPlan) -> str:
+    """The table of memory, and the sequences of each replica by length."""
+    pages = plan.num_pages - 1
+    held = (f"{pages // -(-length // plan.page_tokens):,} of {length:,} tokens" for length in LENGTHS)
+    return f"{plan.table()}\nsequences at once: {', '.join(held)}"
