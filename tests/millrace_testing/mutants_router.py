@@ -118,7 +118,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
      "if self._clean_from >= SHARDS_PER_CHANGE:", *PLACES),
     ("lends-to-itself", f"{POLICY}/loans.py", "lender is not borrower and", "", *PLACES),
     ("slow-spells-last", f"{POLICY}/loans.py", "loan_s = MOST_LOAN_S", "pass", *PLACES),
-    ("room-of-the-fullest", f"{POLICY}/choose.py", "return max(((r.room", "return min(((r.room", *PLACES),
+    ("room-of-the-fullest", f"{POLICY}/snapshot.py", "return max(((r.room", "return min(((r.room", *PLACES),
     ("full-neighbours-are-near", f"{POLICY}/scoring.py", "if d != closest or not roomy[i]]", "if d != closest]",
      *PLACES),
     ("blocks-of-another-salt", f"{POLICY}/placer.py", "(size, its_salt) != (page_size, salt)", "size != page_size",
