@@ -52,7 +52,7 @@ async def test_texts_of_others_are_shown_as_they_are(
     async def found(address: str, identity: object, token: str) -> list[admin_pb2.WorkerStatus]:
         return [worker]
 
-    monkeypatch.setattr(workers.probe, "workers", found)
+    monkeypatch.setattr(workers.probe, "listed", found)
     monkeypatch.setenv("COLUMNS", "20")
     await workers.show("a:1")
     out = capsys.readouterr().out
@@ -79,7 +79,7 @@ async def test_json_is_one_object_a_line(monkeypatch: pytest.MonkeyPatch, capsys
     async def found(*access: object) -> list[admin_pb2.WorkerStatus]:
         return WORKERS
 
-    monkeypatch.setattr(workers.probe, "workers", found)
+    monkeypatch.setattr(workers.probe, "listed", found)
     await workers.show("a:1", workers.TableWidth.JSON)
     shown = [json.loads(line)["address"] for line in capsys.readouterr().out.splitlines()]
     assert shown == [worker.address for worker in WORKERS]

@@ -65,7 +65,7 @@ def test_the_guides_name_panels() -> None:
 
 @documents
 def test_metrics_exist(document: Path) -> None:
-    packages = ("millrace_rpc", "millrace_bench")
+    packages = ("millrace_rpc", "millrace_bench", "millrace_load")
     named = {name for name in re.findall(r"\bmillrace_\w+", text(document)) if not name.startswith(packages)}
     assert named <= METRICS
 

@@ -105,7 +105,7 @@ class House:
 
     async def loads(self, what: str) -> int:
         workers = await self.client.wait_whole()
-        return sum(getattr(load, what) for worker in workers for load in worker.load.replicas)
+        return sum(load.counters[what] for worker in workers for load in worker.load.replicas)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -145,7 +145,7 @@ async def test_cached_pages_are_of_the_own_group_on_every_tier(house: House) -> 
     assert await house.cached(BERT, prompt_of(1)) == (0, whole)
     assert await house.cached(CARL, prompt_of(1)) == (0, whole)
     assert await house.cached(DORA, prompt_of(1)) == (whole, whole)
-    for tier, first, others in (("host_cached_tokens", 10, 3), ("disk_loaded_pages", 30, 9)):
+    for tier, first, others in (("host_cached_tokens", 10, 3), ("disk_pages/load", 30, 9)):
         assert await house.cached(CARL, prompt_of(first)) == (0, whole)
         for who, known in ((BERT, 0), (DORA, whole)):
             for number in range(others):

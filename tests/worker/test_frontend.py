@@ -103,15 +103,6 @@ async def bench(metrics: Metrics) -> Bench:
     return Bench(metrics)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-async def test_token_outside_the_vocabulary_is_refused_at_any_place(bench: Bench, place: int) -> None:
-    tokens = [1, 2, 3]
-    tokens[place] = 100
-    with pytest.raises(MillraceError, match=r"token_ids has 100; ids are 0\.\.99") as caught:
-        bench.submit(1, RouterLink("r"), tuple(tokens))
-    assert caught.value.reason is Reason.INVALID_ARGUMENT and not bench.engine and not len(bench.requests)
-
-
 async def test_link_that_closes_orphans_its_own_requests_only(bench: Bench) -> None:
     """Readers of their pages hear a reason that routers try again."""
     first, second = RouterLink("first"), RouterLink("second")

@@ -26,7 +26,7 @@ class Bench:
     def ship(self, steps: int, *outputs: SequenceOutput) -> int:
         """How many messages it takes."""
         before = len(self.sent)
-        self.loop._ship(Events(outputs=list(outputs), load=Load(steps=steps)))
+        self.loop._ship(Events(outputs=list(outputs), load=Load(counters={"steps": steps})))
         return len(self.sent) - before
 
 

@@ -141,7 +141,7 @@ async def test_rank_that_ends_is_lost_once_by_its_last_words(
 ) -> None:
     """Those beside it have no work to end, and are stopped at once."""
     config, launcher, lost = WorkerConfig(engine="sim"), Nobody(tmp_path), list[str]()
-    ranks = make(config, launcher, lambda rank, report: None, lost.append)
+    ranks = make(config, launcher, {}, lost.append)
     starting = asyncio.create_task(ranks.start())
     rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
     rank.send(FromRank(0, ready(config, f"ipc://{tmp_path}/rank")))

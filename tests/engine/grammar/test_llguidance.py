@@ -120,7 +120,7 @@ def test_same_text_in_every_schedule(alone: dict[int, list[int]], config: dict[s
     """The second time all grammars are compiled, so that all requests run together."""
     engine = tiny_engine(**config)
     assert run(engine, REQUESTS) == alone and run(engine, REQUESTS) == alone
-    assert (engine.load().preemptions > 0) is (config.get("num_pages") == 18)
+    assert (engine.load().counters["preemptions"] > 0) is (config.get("num_pages") == 18)
     engine.close()
 
 

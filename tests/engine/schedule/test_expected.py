@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Abort, Request, RequestId, SamplingParams
+from millrace_serve.engine.drafts.counts import DraftCounts
 from millrace_serve.engine.schedule.decode import DecodeScheduler
 from millrace_serve.engine.schedule.expected import LEAST, UNKNOWN, WINDOW, Outputs, need
-from millrace_serve.engine.schedule.outbox import Outbox
 from millrace_serve.engine.sim.runner import SimSettings
 
 lengths = st.integers(1, 5000)
@@ -54,10 +54,10 @@ def test_outputs_beyond_the_window_are_forgotten(window: int, mean: int) -> None
 
 
 def test_drafts_are_counted_by_their_place() -> None:
-    outbox, seq = Outbox(), SimpleNamespace(num_drafted=0, num_accepted=0)
+    counts, seq = DraftCounts(), SimpleNamespace(num_drafted=0, num_accepted=0)
     for drafted, accepted in ((3, 1), (2, 2), (3, 0), (0, 0)):
-        outbox.drafts(seq, drafted, accepted)  # type: ignore[arg-type]
-    assert (outbox.drafted, outbox.accepted) == ([3, 3, 2], [2, 1, 0])
+        counts.add(seq, drafted, accepted)  # type: ignore[arg-type]
+    assert (counts.drafted, counts.accepted) == ([3, 3, 2], [2, 1, 0])
     assert (seq.num_drafted, seq.num_accepted) == (8, 3)
 
 

@@ -33,7 +33,7 @@ GRAMMARS = [
 ]
 REQUESTS = [
     ("token_ids", {"token_ids": array("I")}),
-    ("token_ids", {"token_ids": array("I", [1, 2**32 - 1])}),
+    *(("token_ids", {"token_ids": array("I", ids)}) for ids in ([1, 2**32 - 1], [V, 1], [1, V, 2])),
     ("num_prior_outputs", {"num_prior_outputs": 3}),
     ("priority", {"priority": 101}),
     ("cache_salt", {"cache_salt": b"s" * 65}),

@@ -130,10 +130,8 @@ def test_v32_shows_the_form_of_the_answer(v32: Tokenizer) -> None:
     messages = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
     for request in (
         ChatRequest.model_validate({"messages": [SYSTEM, USER], **chat}),
-        ResponsesRequest.model_validate({"instructions": "Be brief.", "input": "Weather?", **responses}).as_chat(),
-        MessagesRequest.model_validate(
-            {"max_tokens": 9, "system": "Be brief.", "messages": [USER], **messages}
-        ).as_chat(),
+        ResponsesRequest.model_validate({"instructions": "Be brief.", "input": "Weather?", **responses}),
+        MessagesRequest.model_validate({"max_tokens": 9, "system": "Be brief.", "messages": [USER], **messages}),
     ):
         asked = request.as_chat()
         assert v32.render(asked.messages, asked.tools, asked.arguments) == wanted
@@ -160,7 +158,7 @@ def test_thoughts_and_calls_of_every_api(v32: Tokenizer) -> None:
         ]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "sunny"}]},
     ]})  # fmt: skip
-    asked = [request.as_chat() for request in (chat, responses.as_chat(), messages.as_chat())]
+    asked = [request.as_chat() for request in (chat, responses, messages)]
     one, two, three = [v32.render(each.messages, (), {"thinking": True}) for each in asked]
     assert one == two == three and f"{THINK}I ask.{THINK_END}\n\n<{DSML}function_calls>" in one
 
