@@ -81,7 +81,8 @@ class ApiRequest(Asking):
     priority: int = 0
     """Beyond the vendors: the place in the queue, higher first."""
     timeout_s: float | None = None
-    """Beyond the vendors: the deadline in seconds, which gRPC clients set on the call. See [numbers](api-chat.md#numbers)."""
+    """Beyond the vendors: the deadline in seconds, which gRPC clients set on the call. See
+    [numbers](api-chat.md#numbers)."""
 
     def as_ask(
         self,
