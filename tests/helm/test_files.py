@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from millrace_chart.render import ROOT, Object
-from millrace_testing.charts import EVERYTHING, GIVEN, files_of, of_kind, pods, rendered
+from millrace_chart.render import CHART, NAMESPACE, RELEASE, ROOT, Object, run
+from millrace_testing import kube_store
+from millrace_testing.charts import EVERYTHING, GIVEN, NO_DASHBOARDS, files_of, of_kind, pods, rendered
 from millrace_testing.kube_upgrade import refused
 
 pytestmark = pytest.mark.helm
@@ -64,6 +65,33 @@ def test_config_map_has_another_name_if_its_files_differ(change: str) -> None:
     old, new = mounted(before), mounted(after)
     assert {where.split("/")[1] for where in old if old[where] != new[where]} == CHANGES[change]
     assert not list(refused(before, after))
+
+
+@pytest.mark.long
+def test_pod_of_an_older_revision_finds_its_files() -> None:
+    """A real helm; what it leaves is what pods of any revision find when they start again."""
+    seen: dict[str, Object] = {}
+    with kube_store.serving() as store:
+
+        def helm(command: str, *arguments: str) -> None:
+            access = ("--kube-apiserver", store.url, "--kube-token", "any", "--namespace", NAMESPACE)
+            run([command, RELEASE, *arguments, *access])
+            found = {name: item["data"] for (kind, name), item in store.objects.items() if kind == "ConfigMap"}
+            seen.update(mounted_data([it for (kind, _), it in store.objects.items() if kind in LASTING], found))
+            assert {name: found.get(name) for name in seen} == seen, command
+
+        helm("install", str(CHART), "--set", NO_DASHBOARDS)
+        first = dict(seen)
+        helm("upgrade", str(CHART), "--set", f"{NO_DASHBOARDS},logLevel=DEBUG")
+        assert len(seen) == 2 * len(first) == 6, "all of them changed"
+        helm("rollback", "1")
+        helm("uninstall")
+        helm("install", str(CHART), "--set", NO_DASHBOARDS)
+    assert len(seen) == 6
+
+
+def mounted_data(items: list[Object], found: dict[str, Object]) -> dict[str, Object]:
+    return {config: found[config] for config in mounted(items).values()}
 
 
 KUBECTL = """#!/usr/bin/env bash
