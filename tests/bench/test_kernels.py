@@ -385,7 +385,7 @@ def test_the_experts_are_tuned_launch_by_launch(
     row = tune_moe.report(job, times).row
     assert len(row["up"]) == len(row["down"]) == 2, capsys.readouterr().out
     assert [name for name, us in row["op"]] == ["packed", "grouped, in use", "small", str(next(reversed(times["op"])))]
-    assert "slower: 1.0 us with Config(block_m=32" in capsys.readouterr().out
+    assert "slower: 1.0 us with MoeGroupedConfig(block_m=32" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("job", tune_moe.jobs(), ids=str)
