@@ -87,17 +87,17 @@ class FakeLink:
     def tokens(self, request: worker_pb2.EngineRequest) -> list[int]:
         return [token for output in self.of(request) for token in output.token_ids]
 
-    async def first(self, request: worker_pb2.EngineRequest, timeout_s: float = 20.0) -> worker_pb2.SequenceOutput:
+    async def first(self, request: worker_pb2.EngineRequest, timeout_s: float = 120.0) -> worker_pb2.SequenceOutput:
         await self._until(lambda: bool(self.of(request)), timeout_s)
         return self.of(request)[0]
 
-    async def finish(self, request: worker_pb2.EngineRequest, timeout_s: float = 20.0) -> worker_pb2.SequenceOutput:
+    async def finish(self, request: worker_pb2.EngineRequest, timeout_s: float = 120.0) -> worker_pb2.SequenceOutput:
         """The final output."""
         await self._until(lambda: any(output.finish_reason for output in self.of(request)), timeout_s)
         assert [bool(output.finish_reason) for output in self.of(request)].count(True) == 1
         return self.of(request)[-1]
 
-    async def end(self, timeout_s: float = 20.0) -> grpc.aio.AioRpcError | None:
+    async def end(self, timeout_s: float = 120.0) -> grpc.aio.AioRpcError | None:
         """Until the stream has ended; its error."""
         await asyncio.wait_for(asyncio.shield(self._task), timeout_s)
         return self.error

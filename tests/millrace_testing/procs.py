@@ -64,7 +64,7 @@ class Worker:
         self._channel = channel(self.address, token=token(Path(files[-1]).read_bytes().strip()) if files else "")
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
-    async def ready(self, timeout_s: float = 30.0) -> None:
+    async def ready(self, timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):
@@ -78,7 +78,7 @@ class Worker:
             await self._channel.close()
         await self.process.stop(10.0)
 
-    async def until(self, condition, what: str, timeout_s: float = 20.0) -> None:  # type: ignore[no-untyped-def]
+    async def until(self, condition, what: str, timeout_s: float = 120.0) -> None:  # type: ignore[no-untyped-def]
         deadline = time.monotonic() + timeout_s
         while not condition():
             alive = self.process.running or self.process.returncode == 0
@@ -125,7 +125,7 @@ class Worker:
         info = await self.info()
         return worker_pb2.KvSourceRef(address=self.address, epoch=info.epoch, fingerprint=info.layout.fingerprint)
 
-    async def whole(self, timeout_s: float = 10.0) -> worker_pb2.LoadSnapshot:
+    async def whole(self, timeout_s: float = 120.0) -> worker_pb2.LoadSnapshot:
         """Until nothing is held: every page is free, or an idle page of the prefix cache."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -156,7 +156,7 @@ def ranks_of(pid: int) -> list[psutil.Process]:
     return [child for child in children if any("spawn_main" in word for word in child.cmdline())]
 
 
-async def gone(processes: Sequence[psutil.Process], timeout_s: float = 5.0) -> None:
+async def gone(processes: Sequence[psutil.Process], timeout_s: float = 120.0) -> None:
     """Until none of them exists any more (a zombie does not count)."""
     _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout_s)
     left = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
@@ -165,7 +165,7 @@ async def gone(processes: Sequence[psutil.Process], timeout_s: float = 5.0) -> N
 
 @contextlib.asynccontextmanager
 async def workers(
-    folder: Path, *roles: str, sets: Sequence[str] = SIM, patient: bool = False, timeout_s: float = 30.0
+    folder: Path, *roles: str, sets: Sequence[str] = SIM, patient: bool = False, timeout_s: float = 120.0
 ) -> AsyncIterator[list[Worker]]:
     """Ready workers of these roles, in this order."""
     started = [Worker(role, folder, sets, patient=patient) for role in roles]
