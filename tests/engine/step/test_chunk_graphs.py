@@ -166,7 +166,7 @@ def test_buckets_end_with_the_longest_step() -> None:
         (Role.UNIFIED, {}, 0),
         (Role.UNIFIED, {"graphs": "on"}, 82),
         (Role.PREFILL, {"graphs": "on"}, 82),
-        (Role.DECODE, {"graphs": "on"}, 0),
+        (Role.DECODE, {"graphs": "on"}, 82),
         (Role.DECODE, {"graphs": "on", "chunk_graph_tokens": 40}, 40),
         (Role.UNIFIED, {"graphs": "on", "chunk_graph_tokens": 0}, 0),
     ],
