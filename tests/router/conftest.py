@@ -47,7 +47,7 @@ async def cluster(model_folder: Path) -> AsyncIterator[Callable]:
             public = await stack.enter_async_context(channel(f"127.0.0.1:{router.ports['grpc']}"))
             admin = await stack.enter_async_context(channel(f"127.0.0.1:{router.ports['admin']}"))
             url = f"http://127.0.0.1:{router.ports['http']}"
-            http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10))
+            http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=120))
             stubs = inference_pb2_grpc.InferenceStub(public), admin_pb2_grpc.AdminStub(admin)
             made = Cluster(router, list(workers), public, *stubs, http)
             if wait:

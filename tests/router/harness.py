@@ -83,7 +83,7 @@ class Cluster:
             call.cancel()  # gRPC does not where the task is cancelled between the request's end and the first read
         return result
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = 120.0) -> None:
         async with asyncio.timeout(seconds):
             while not condition():
                 await asyncio.sleep(0.005)
