@@ -148,13 +148,16 @@ async def test_pool_below_the_context_is_promised_as_such() -> None:
 
 @pytest.mark.long
 async def test_prompt_that_waits_at_a_worker_outlives_router_limits() -> None:
-    """Each prompt takes 0.6 s, and the router gives a worker some seconds of them."""
-    slow = ("sim.token_s=0.002", "limits.max_prefill_tokens=300")
-    limits = ("timeouts.prefill=2", "timeouts.handover=2", "timeouts.stall=4")
+    """Each prompt takes 1.2 s, and the router gives a worker some seconds of them."""
+    slow = ("sim.token_s=0.004", "limits.max_prefill_tokens=300")
+    limits = (
+        "timeouts.prefill=5",
+        "timeouts.handover=5",
+        "timeouts.stall=8",
+    )  # far above one prompt: machines are busy
     spec = ClusterSpec(engine="sim", worker_set=slow, router_set=limits)
     async with ControlledCluster(spec) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
         found = await asyncio.gather(*(answer(client, seed, 4) for seed in range(8)))
         for seed, one in enumerate(found):
             assert isinstance(one, Answer) and one.tokens == expected(prompt(seed), 4), one
-        # most of them wait too long for the limits; a worker that other processes starve may have a retry
-        assert await counted(cluster, "millrace_retries_total") <= len(found) // 4
+        assert await counted(cluster, "millrace_retries_total") == 0
