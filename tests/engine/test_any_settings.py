@@ -26,11 +26,6 @@ LIMITS: dict[str, object] = {"num_pages": 2000, "max_model_len": 256, "checks": 
 Answers = dict[int, list[int]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @functools.cache
 def model(mtp: bool) -> DeepseekV3:
     return load_model(TINY, ParallelDims(), CPU, torch.float32, mtp=mtp)

@@ -47,11 +47,6 @@ SEEDED = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     rng = random.Random(5)

@@ -70,9 +70,7 @@ class WorkerConfig(Execution):
     sim: SimSettings = SimSettings()
     dp: int = Field(1, ge=1)  # replicas
     tp: int = Field(1, ge=1)  # ranks of a replica
-    expert_tp: Annotated[bool, OrAuto()] = (
-        False  # a rank holds a part of every routed expert, not whole ones; dp = 1 only
-    )
+    expert_tp: Annotated[bool, OrAuto()] = False  # a rank holds a part of every routed expert; dp = 1 only
     device: Literal["cpu", "cuda"] = "cpu"
     first_gpu: int = Field(0, ge=0)  # of those that this process sees: rank 0's; ranks take them in turn from it on
     dtype: Literal["float32", "bfloat16"]  # of activations; float32 on a CPU unless it is set

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
 import torch
 from millrace_serve.engine.config import GIB, EngineConfig, Role
 from millrace_serve.engine.core import Events, Grammar, GrammarKind, Request, RequestId, SamplingParams, Submit
@@ -21,11 +20,6 @@ SAMPLING = (
     {"temperature": 0.8, "top_p": 0.9, "seed": 11, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
     {"temperature": 0.0, "grammar": SCHEMA},
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def make(**config: Any) -> Engine:

@@ -131,13 +131,19 @@ def test_abort_keeps_the_pages_until_the_reads_are_over(when: str) -> None:
     finish(driver)
 
 
-def test_what_we_have_ourselves_is_not_borrowed() -> None:
+def offered(own: int, pages: int) -> Driver:
+    """A prefill engine that computed `own` tokens of PROMPT itself, and is offered leading `pages` of it."""
     driver = Driver(Role.PREFILL)
-    driver.submit(request(2, PROMPT[:9], Route.EXPORT))
+    driver.submit(request(2, PROMPT[:own], Route.EXPORT))
     driver.run()
     driver.submit(request(1, PROMPT, Route.EXPORT, borrows=True))
-    driver.tell(KvOffered(ID, 2))
+    driver.tell(KvOffered(ID, pages))
     driver.run()
+    return driver
+
+
+def test_what_we_have_ourselves_is_not_borrowed() -> None:
+    driver = offered(9, pages=2)
     assert driver.reserved[ID].num_cached_pages == 2 == len(driver.reserved[ID].page_ids)
     driver.tell(KvArrived(ID))  # the loan was given back
     assert driver.engine.load().counters["cached_tokens"] == 8
@@ -145,12 +151,7 @@ def test_what_we_have_ourselves_is_not_borrowed() -> None:
 
 
 def test_only_the_pages_that_we_lack_are_filled() -> None:
-    driver = Driver(Role.PREFILL)
-    driver.submit(request(2, PROMPT[:5], Route.EXPORT))
-    driver.run()
-    driver.submit(request(1, PROMPT, Route.EXPORT, borrows=True))
-    driver.tell(KvOffered(ID, 3))
-    driver.run()
+    driver = offered(5, pages=3)
     reserved = driver.reserved[ID]
     assert reserved.num_cached_pages == 1
     fill_pages(driver, reserved.page_ids, PROMPT[:12], 1)

@@ -26,11 +26,6 @@ ODD = 777  # a token whose embedding is made a NaN
 PLAIN, DRAFTS = {}, {"draft_tokens": 1}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def limits(**changes: object) -> Limits:
     base = {"num_pages": 40, "max_model_len": 512, "max_running": 8, "max_prefill_tokens": 96}
     return Limits.model_validate({**base, **changes})

@@ -27,11 +27,6 @@ LENGTHS = (1, 5, 16, 17, 63, 64, 65, 130, 20)
 PAGE = 16
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def model() -> DeepseekV3:
     return load_model(TINY, ParallelDims(), CPU, torch.float32, mtp=False)

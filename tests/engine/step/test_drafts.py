@@ -37,11 +37,6 @@ from millrace_testing.reference import LOGPROB_TOLERANCE
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 LENGTHS = (1, 5, 63, 64, 65, 130, 20, 200)
 
 

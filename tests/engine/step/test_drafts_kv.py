@@ -20,11 +20,6 @@ from millrace_serve.engine.engine import Engine
 PAGE = 64  # tokens
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def prompt() -> list[int]:
     """More than a page."""
     return questions()[0]

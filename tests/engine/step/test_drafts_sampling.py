@@ -10,7 +10,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from engine.drafting import engine, questions, run, tokens
 from engine.harness import request
 from millrace_serve.engine.step import torch_runner
@@ -18,11 +17,6 @@ from torch import Tensor
 
 SEEDS, OUTPUTS, BINS = 384, 6, 16
 Distributions = dict[tuple[int, int], np.ndarray]  # (seed, output index) -> probabilities
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def answers(drafts: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, list[int]], Distributions, float]:

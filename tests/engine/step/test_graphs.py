@@ -31,11 +31,6 @@ LENGTHS = (1, 5, 63, 64, 65, 130, 20)
 SEEDED = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def engine(**execution: object) -> Engine:
     config = EngineConfig(
         num_pages=64, max_model_len=256, max_running=9, max_prefill_tokens=80, checks=("canary", "poison")

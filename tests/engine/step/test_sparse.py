@@ -26,11 +26,6 @@ CPU, OUTPUT = torch.device("cpu"), 40
 LENGTHS = (44, 47, 50, 3, 20, 63, 64, 100, 150)  # index_topk lies among them
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_sparse(tmp_path_factory.mktemp("sparse") / "model")
