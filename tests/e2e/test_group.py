@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 from millrace.v1 import worker_pb2, worker_pb2_grpc
+from millrace_rpc.access import token
 from millrace_rpc.client import channel
 from millrace_testing.fake_router import FakeLink, request
 from millrace_testing.group import Group, Pod, missing
@@ -62,13 +63,13 @@ async def only_who_has_the_token_is_heard(pod: Pod) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await nodes(b"", timeout=SOON_S)
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        token = pod.variables["RAY_AUTH_TOKEN"]
-        assert len(token) == 48 and await nodes(b"", metadata=[("authorization", f"Bearer {token}")], timeout=SOON_S)
+        bearer = pod.variables["RAY_AUTH_TOKEN"]
+        assert len(bearer) == 48 and await nodes(b"", metadata=[("authorization", f"Bearer {bearer}")], timeout=SOON_S)
 
 
 async def drains(group: Group) -> None:
     """Both pods are told to end while requests run on both; the follower stays until the leader has finished."""
-    async with channel(f"{group.leader.ip}:50061") as ch:
+    async with channel(f"{group.leader.ip}:50061", token=token(group.secret.encode().strip())) as ch:
         info = await worker_pb2_grpc.WorkerServiceStub(ch).GetInfo(worker_pb2.GetInfoRequest(), timeout=SOON_S)
         worker = SimpleNamespace(role="unified", channel=ch, epoch=info.epoch)
         async with FakeLink(worker) as link:  # type: ignore[arg-type]  # all that it needs

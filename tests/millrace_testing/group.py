@@ -161,6 +161,7 @@ class Group:
             for item in of_kind(items, "Secret")
             for key, text in item["data"].items()
         }
+        (self.secret,) = (text for name, text in self._secrets.items() if name.endswith("-millrace-secret/key"))
         self._template = group["spec"]["leaderWorkerTemplate"]
         self.leader_name = f"{name}-0.{name}.{NAMESPACE}"
         self._names = (f"{name}-0", f"{name}-0-1")
@@ -169,8 +170,7 @@ class Group:
     async def __aenter__(self) -> Group:
         (self._folder / "config").mkdir()
         (self._folder / "secret").mkdir()
-        (secret,) = (text for name, text in self._secrets.items() if name.endswith("-millrace-secret/key"))
-        (self._folder / "secret" / "key").write_text(secret)
+        (self._folder / "secret" / "key").write_text(self.secret)
         for file, text in self._config.items():
             (self._folder / "config" / file).write_text(text)
         self._spaces.__enter__()
