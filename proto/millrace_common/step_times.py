@@ -1,0 +1,56 @@
+"""How long a step of one replica takes, as the replica has measured it. Routers, workers and `millrace plan` predict
+with the same sum:
+
+    seconds = fixed + sequences x sequence + keys x key + tokens x token + pairs x pair
+
+A step reads the weights once, whatever is in it: that is in `fixed_s`, so a prompt's chunk beside decode rows pays it
+only once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds. The default, all 0, means that nothing has been measured."""
+
+    fixed_s: float = 0.0
+    sequence_s: float = 0.0  # of each sequence that decodes
+    key_s: float = 0.0  # of each cached token of these sequences
+    token_s: float = 0.0  # of each prompt token
+    pair_s: float = 0.0  # of each prompt token and token before it in its prompt
+
+    @property
+    def known(self) -> bool:
+        return self.fixed_s > 0 or self.token_s > 0
+
+    def step_s(self, sequences: float = 0, keys: float = 0, tokens: float = 0, pairs: float = 0) -> float:
+        """Seconds of a step with so many decode sequences, their cached tokens, prompt tokens, and pairs of these."""
+        decode = self.sequence_s * sequences + self.key_s * keys
+        return self.fixed_s + decode + self.token_s * tokens + self.pair_s * pairs
+
+    def tokens_within(self, limit_s: float, sequences: float, keys: float, start: int = 0) -> int:
+        """Prompt tokens, `start` tokens behind the beginning of their prompt, that fit into a step of `limit_s` beside
+        the decode sequences; 0: the step is too long without any.
+        """
+        left = limit_s - self.step_s(sequences, keys)
+        each = self.token_s + self.pair_s * start
+        if left <= 0 or each <= 0:
+            return 0
+        # tokens x each + pair x tokens^2 / 2 = left
+        if not self.pair_s:
+            return int(left / each)
+        return int((math.sqrt(each * each + 2 * self.pair_s * left) - each) / self.pair_s)
+
+    def prompt_s(
+        self, tokens: int, start: int = 0, chunk: int = 1 << 30, sequences: float = 0, keys: float = 0
+    ) -> float:
+        """Seconds until the tokens from `start` on of a prompt of `start + tokens` are computed, in steps of at most
+        `chunk` prompt tokens beside the decode sequences.
+        """
+        steps = max(-(-tokens // max(chunk, 1)), 1)
+        pairs = tokens * (start + tokens / 2)
+        return steps * self.step_s(sequences, keys) + self.token_s * tokens + self.pair_s * pairs
