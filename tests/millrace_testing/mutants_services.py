@@ -13,12 +13,12 @@ HANDOVER, TRANSFER, WORKER = f"{SERVE}/handover", f"{SERVE}/transfer", f"{SERVE}
 FRONTEND, RANK, ENGINE = f"{WORKER}/frontend", f"{WORKER}/rank", f"{SERVE}/engine"
 
 EXPORTS, SERVING, IMPORTS = "handover/test_exports.py", "handover/test_serving.py", "handover/test_imports.py"
-BORROWING, PEERS = "handover/test_borrowing.py", "handover/test_peers.py"
+PREFIX_FETCHES, PEERS = "handover/test_prefix_fetch_limits.py", "handover/test_peers.py"
 FOLDER, PARTS, WEIGHTS = "transfer/test_page_folder.py", "worker/test_frontend.py", "worker/test_hot_weights.py"
 RANKS, LOOP, WAITS = "worker/test_ranks.py", "worker/test_loop.py", "engine/schedule/test_waits.py"
 SCHEDULERS, HOST_TIER = "engine/schedule/test_schedulers.py", "engine/cache/test_host_tier.py"
 EXPECTED, DISK_MOVES = "engine/schedule/test_expected.py", "engine/schedule/test_disk_moves.py"
-LOANS, LOCKSTEP = "engine/schedule/test_loans.py", "engine/step/test_lockstep.py"
+PREFIX_FETCHES, LOCKSTEP = "engine/schedule/test_prefix_fetches.py", "engine/step/test_lockstep.py"
 
 MUTANTS = (
     # the exporting side
@@ -35,13 +35,15 @@ MUTANTS = (
      "self._ended.popitem(last=False)", "self._ended.popitem(last=True)", EXPORTS),
     of("export-unknown-is-expired", f"{HANDOVER}/exports.py",
      'Reason.KV_NOT_FOUND, f"{id} is unknown', 'Reason.KV_EXPIRED, f"{id} is unknown', EXPORTS),
-    of("export-lent-counts-loans", f"{HANDOVER}/exports.py",
-     'direction="lent").inc(len(part.page_ids))', 'direction="lent").inc()', EXPORTS),
-    of("lend-while-draining", f"{HANDOVER}/serving.py", "self._frontend.requests.check_admission()", "pass", SERVING),
-    of("lend-beyond-the-call", f"{HANDOVER}/serving.py",
+    of("export-served-counts-served_pages", f"{HANDOVER}/exports.py",
+     'direction="served").inc(len(part.page_ids))', 'direction="served").inc()', EXPORTS),
+    of("serve_prefix-while-draining", f"{HANDOVER}/serving.py", "self._frontend.requests.check_admission()", "pass",
+        SERVING),
+    of("serve_prefix-beyond-the-call", f"{HANDOVER}/serving.py",
      "context.add_done_callback(lambda _: self._exports.fail(id, ABORTED))", "pass", SERVING),
-    of("lend-tells-memory-to-strangers", f"{HANDOVER}/serving.py",
-     "if export and (not export.loan or (isinstance(item, KvPart) and item.page_ids)):", "if export:", SERVING),
+    of("serve_prefix-tells-memory-to-strangers", f"{HANDOVER}/serving.py",
+     "if export and (not export.prefix_fetch or (isinstance(item, KvChunk) and item.page_ids)):", "if export:",
+         SERVING),
     # the importing side
     of("import-over-on-one-rank", f"{HANDOVER}/imports.py",
      "read.pending.remove(rank)", "read.pending.clear()", IMPORTS),
@@ -56,19 +58,22 @@ MUTANTS = (
      "tuple(itertools.takewhile(", "tuple(filter(", IMPORTS),
     of("import-keeps-a-changed-peer", f"{HANDOVER}/imports.py",
      "if error.reason is Reason.EPOCH_CHANGED:", "if False:", IMPORTS),
-    of("import-failed-loans-end-worker", f"{HANDOVER}/imports.py", "if job.prefix is None:", "if True:", BORROWING),
+    of("import-failed-served_pages-end-worker", f"{HANDOVER}/imports.py", "if job.prefix is None:", "if True:",
+        PREFIX_FETCHES),
     of("import-first-token-ends-twice", f"{HANDOVER}/imports.py",
      "msgspec.structs.replace(first, finish=None)", "first", IMPORTS),
     of("import-tells-no-failed-read", f"{HANDOVER}/imports.py",
      "self._run(job.fetch.failed(kv_pb2.ReadFailed(reader=self._epoch, error=error)))", "pass", IMPORTS),
-    of("import-outlives-its-request", f"{HANDOVER}/role.py", "if output.finish is not None:", "if False:", BORROWING),
-    of("borrow-the-whole-prompt", f"{HANDOVER}/borrowing.py",
-     "(len(token_ids) - 1) // size", "len(token_ids) // size", BORROWING),
-    of("borrow-waits-for-the-lender", f"{HANDOVER}/borrowing.py",
-     "self._limit(loan, OFFER_S,", "self._limit(loan, self._stall_s,", BORROWING),
-    of("borrow-waits-for-pages", f"{HANDOVER}/borrowing.py",
-     "self._limit(job, self._stall_s,", "_ = (job, self._stall_s,", BORROWING),
-    of("borrow-rates-connections", f"{HANDOVER}/borrowing.py", "if not job.connects:", "if True:", BORROWING),
+    of("import-outlives-its-request", f"{HANDOVER}/role.py", "if output.finish is not None:", "if False:",
+        PREFIX_FETCHES),
+    of("begin_fetch-the-whole-prompt", f"{HANDOVER}/prefix_fetches.py",
+     "(len(token_ids) - 1) // size", "len(token_ids) // size", PREFIX_FETCHES),
+    of("begin_fetch-waits-for-the-prefix_source", f"{HANDOVER}/prefix_fetches.py",
+     "self._limit(prefix_fetch, OFFER_S,", "self._limit(prefix_fetch, self._stall_s,", PREFIX_FETCHES),
+    of("begin_fetch-waits-for-pages", f"{HANDOVER}/prefix_fetches.py",
+     "self._limit(job, self._stall_s,", "_ = (job, self._stall_s,", PREFIX_FETCHES),
+    of("begin_fetch-rates-connections", f"{HANDOVER}/prefix_fetches.py", "if not job.connects:", "if True:",
+        PREFIX_FETCHES),
     of("pair-warms-one-replica", f"{HANDOVER}/pairing.py",
      "for theirs in range(info.replicas)", "for theirs in range(1)", PEERS),
     of("pair-stays-without-its-peer", f"{HANDOVER}/pairing.py",
@@ -146,9 +151,10 @@ MUTANTS = (
      "budget -= len(entry.token_ids)", "pass", "worker/test_outbox.py"),
     of("counters-count-totals", f"{FRONTEND}/load.py",
      "counter.inc(count - self._reported.get(counter, 0))", "counter.inc(count)", "worker/test_load.py"),
-    of("slow-loan-for-ever", f"{FRONTEND}/load.py",
-     "known = self._loans.per_s and time.monotonic() < self._loan_at + LOAN_MEMORY_S", "known = self._loans.per_s",
-     BORROWING),
+    of("slow-prefix_fetch-for-ever", f"{FRONTEND}/load.py",
+     "known = self._prefix_fetches.per_s and time.monotonic() < self._prefix_fetch_at + PREFIX_FETCH_MEMORY_S",
+         "known = self._prefix_fetches.per_s",
+     PREFIX_FETCHES),
     of("imbalance-of-one-layer", f"{FRONTEND}/load.py",
      "sum(imbalance) / len(imbalance)", "imbalance[0]", "worker/test_load.py"),
     of("profile-half-begun-goes-on", f"{FRONTEND}/profiling.py",
@@ -194,13 +200,13 @@ MUTANTS = (
      "self._forget(next(iter(self._idle)))", "self._forget(next(reversed(self._idle)))", HOST_TIER),
     of("host-tier-ignores-uses", f"{ENGINE}/offload/host_tier.py",
      "if copy := self._idle.pop(block, None):", "if copy := self._idle.get(block):", HOST_TIER),
-    of("loans-forget-each-other", f"{ENGINE}/schedule/loans.py",
-     "room = self._most - sum(map(len, self._lent.values()))", "room = self._most", LOANS),
-    of("loans-late-pages-leak", f"{ENGINE}/schedule/loans.py",
-     "self._cache.pool.drop(self._late.pop(id, []), Holder.PUBLISHED)", "self._late.pop(id, [])", LOANS),
+    of("served_pages-forget-each-other", f"{ENGINE}/schedule/served_pages.py",
+     "room = self._most - sum(map(len, self._served.values()))", "room = self._most", PREFIX_FETCHES),
+    of("served_pages-late-pages-leak", f"{ENGINE}/schedule/served_pages.py",
+     "self._cache.pool.drop(self._late.pop(id, []), Holder.PUBLISHED)", "self._late.pop(id, [])", PREFIX_FETCHES),
     of("prefill-room-ignores-its-queue", f"{ENGINE}/schedule/prefill.py",
      "room=most - load.waiting_tokens", "room=most", WAITS),
-    of("prefill-parked-never-falls", f"{ENGINE}/schedule/prefill.py", "self._num_parked -= 1", "pass", SCHEDULERS),
+    of("prefill-held-never-falls", f"{ENGINE}/schedule/prefill.py", "self._num_held -= 1", "pass", SCHEDULERS),
     of("second-deadline-never-comes", f"{ENGINE}/schedule/requests.py",
      "self._next_deadline = min((seq.deadline for seq in active if seq.deadline > now), default=math.inf)",
      "self._next_deadline = math.inf", SCHEDULERS),
