@@ -18,7 +18,7 @@ FOLDER, PARTS, WEIGHTS = "transfer/test_page_folder.py", "worker/test_frontend.p
 RANKS, LOOP, WAITS = "worker/test_ranks.py", "worker/test_loop.py", "engine/schedule/test_waits.py"
 SCHEDULERS, HOST_TIER = "engine/schedule/test_schedulers.py", "engine/cache/test_host_tier.py"
 EXPECTED, DISK_MOVES = "engine/schedule/test_expected.py", "engine/schedule/test_disk_moves.py"
-PREFIX_FETCHES, LOCKSTEP = "engine/schedule/test_prefix_fetches.py", "engine/step/test_lockstep.py"
+PREFIX_FETCHES, LOCKSTEP = "engine/schedule/test_served_pages.py", "engine/step/test_lockstep.py"
 
 MUTANTS = (
     # the exporting side
@@ -29,14 +29,14 @@ MUTANTS = (
      "self._metrics.leases_ended.labels(outcome=end).inc(); return self._end(id, _END[end])", EXPORTS),
     of("export-expires-once", f"{HANDOVER}/exports.py", "self.leases.expire()", "return self.leases.expire()", EXPORTS),
     of("export-late-part-is-kept", f"{HANDOVER}/exports.py",
-     "self._send(replica, LeaseEnded(part.id))", "pass", EXPORTS),
+     "self._send(replica, LeaseEnded(chunk.id))", "pass", EXPORTS),
     of("export-fetch-renews-nothing", f"{HANDOVER}/exports.py", "self.leases.renew(id)", "pass", EXPORTS),
     of("export-forgets-the-youngest", f"{HANDOVER}/exports.py",
      "self._ended.popitem(last=False)", "self._ended.popitem(last=True)", EXPORTS),
     of("export-unknown-is-expired", f"{HANDOVER}/exports.py",
      'Reason.KV_NOT_FOUND, f"{id} is unknown', 'Reason.KV_EXPIRED, f"{id} is unknown', EXPORTS),
     of("export-served-counts-served_pages", f"{HANDOVER}/exports.py",
-     'direction="served").inc(len(part.page_ids))', 'direction="served").inc()', EXPORTS),
+     'direction="served").inc(len(chunk.page_ids))', 'direction="served").inc()', EXPORTS),
     of("serve_prefix-while-draining", f"{HANDOVER}/serving.py", "self._frontend.requests.check_admission()", "pass",
         SERVING),
     of("serve_prefix-beyond-the-call", f"{HANDOVER}/serving.py",
@@ -58,7 +58,7 @@ MUTANTS = (
      "tuple(itertools.takewhile(", "tuple(filter(", IMPORTS),
     of("import-keeps-a-changed-peer", f"{HANDOVER}/imports.py",
      "if error.reason is Reason.EPOCH_CHANGED:", "if False:", IMPORTS),
-    of("import-failed-served_pages-end-worker", f"{HANDOVER}/imports.py", "if job.prefix is None:", "if True:",
+    of("import-failed-served-pages-end-worker", f"{HANDOVER}/imports.py", "if job.prefix is None:", "if True:",
         PREFIX_FETCHES),
     of("import-first-token-ends-twice", f"{HANDOVER}/imports.py",
      "msgspec.structs.replace(first, finish=None)", "first", IMPORTS),
@@ -66,13 +66,13 @@ MUTANTS = (
      "self._run(job.fetch.failed(kv_pb2.ReadFailed(reader=self._epoch, error=error)))", "pass", IMPORTS),
     of("import-outlives-its-request", f"{HANDOVER}/role.py", "if output.finish is not None:", "if False:",
         PREFIX_FETCHES),
-    of("begin_fetch-the-whole-prompt", f"{HANDOVER}/prefix_fetches.py",
+    of("prefix-fetch-the-whole-prompt", f"{HANDOVER}/prefix_fetches.py",
      "(len(token_ids) - 1) // size", "len(token_ids) // size", PREFIX_FETCHES),
-    of("begin_fetch-waits-for-the-prefix_source", f"{HANDOVER}/prefix_fetches.py",
+    of("prefix-fetch-waits-for-the-source", f"{HANDOVER}/prefix_fetches.py",
      "self._limit(prefix_fetch, OFFER_S,", "self._limit(prefix_fetch, self._stall_s,", PREFIX_FETCHES),
-    of("begin_fetch-waits-for-pages", f"{HANDOVER}/prefix_fetches.py",
+    of("prefix-fetch-waits-for-pages", f"{HANDOVER}/prefix_fetches.py",
      "self._limit(job, self._stall_s,", "_ = (job, self._stall_s,", PREFIX_FETCHES),
-    of("begin_fetch-rates-connections", f"{HANDOVER}/prefix_fetches.py", "if not job.connects:", "if True:",
+    of("prefix-fetch-rates-connections", f"{HANDOVER}/prefix_fetches.py", "if not job.connects:", "if True:",
         PREFIX_FETCHES),
     of("pair-warms-one-replica", f"{HANDOVER}/pairing.py",
      "for theirs in range(info.replicas)", "for theirs in range(1)", PEERS),
@@ -200,9 +200,9 @@ MUTANTS = (
      "self._forget(next(iter(self._idle)))", "self._forget(next(reversed(self._idle)))", HOST_TIER),
     of("host-tier-ignores-uses", f"{ENGINE}/offload/host_tier.py",
      "if copy := self._idle.pop(block, None):", "if copy := self._idle.get(block):", HOST_TIER),
-    of("served_pages-forget-each-other", f"{ENGINE}/schedule/served_pages.py",
+    of("served-pages-forget-each-other", f"{ENGINE}/schedule/served_pages.py",
      "room = self._most - sum(map(len, self._served.values()))", "room = self._most", PREFIX_FETCHES),
-    of("served_pages-late-pages-leak", f"{ENGINE}/schedule/served_pages.py",
+    of("served-pages-late-pages-leak", f"{ENGINE}/schedule/served_pages.py",
      "self._cache.pool.drop(self._late.pop(id, []), Holder.PUBLISHED)", "self._late.pop(id, [])", PREFIX_FETCHES),
     of("prefill-room-ignores-its-queue", f"{ENGINE}/schedule/prefill.py",
      "room=most - load.waiting_tokens", "room=most", WAITS),
