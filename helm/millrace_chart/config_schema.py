@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from millrace_common.config import Config
+from millrace_common.config import RENAMED, Config
 from millrace_router.config import RouterConfig
 from millrace_serve.worker.config import WorkerConfig
 
@@ -69,9 +69,13 @@ def config_schema(model: type[Config], owned: Iterable[str]) -> Schema:
     schema: Schema = plain(whole, definitions)
     for key in owned:
         del schema["properties"][key]  # a KeyError: the model no longer has it
-    for section, keys in OWNED_BELOW.items():
-        for key in keys:
+    for section, owned_keys in OWNED_BELOW.items():
+        for key in owned_keys:
             del schema["properties"][section]["properties"][key]
+    for (section, old), new in RENAMED.items():
+        keys = schema["properties"].get(section, {}).get("properties", {}) if section else schema["properties"]
+        if new in keys:
+            keys[old] = keys[new]
     for word in WORDS:
         if word in schema["properties"]:
             schema["properties"][word] = {"anyOf": [schema["properties"][word], {"type": "boolean"}]}

@@ -253,6 +253,6 @@ def _has(library: str) -> bool:
         if function:
             getattr(module, function)
     except Exception as error:  # a library may fail in any way, above all when it meets another CUDA
-        log.warning("%s cannot be used, the next best runs: %s: %s", library, type(error).__name__, error)
+        log.warning("%s cannot be used, the next best library runs: %s: %s", library, type(error).__name__, error)
         return False
     return True

@@ -58,11 +58,11 @@ def loaded() -> Tuned | None:
     here = gpu()
     found = nearest(here, map(read, sorted(FOLDER.glob("*.json"))))
     if found is None:
-        log.warning("kernels were tuned on no %s, they are estimated on this %s", here.capability, here)
+        log.warning("kernels were tuned on no %s: configurations for this %s are estimates", here.capability, here)
     elif found.gpu != here:
-        log.warning("kernels were not tuned on this %s, the configurations of an %s are used", here, found.gpu)
+        log.warning("no kernel was tuned on this %s: the configurations of an %s are used", here, found.gpu)
     if found and (others := _tritons(found) - {metadata.version("triton")}):
-        log.info("kernels of %s were tuned with Triton %s, another one is installed", found.gpu, ", ".join(others))
+        log.info("kernels of %s were tuned with Triton %s, which is not installed", found.gpu, ", ".join(others))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -10,7 +11,15 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+log = logging.getLogger(__name__)
 LONGEST_S = (2**31 - 1) // 1000  # 24 days: polls and timers of the operating system count milliseconds in 31 bits
+
+# (section, old key) → new key. The old ones hold for one release.
+RENAMED = {
+    ("limits", "share_prompts"): "context_parallel_tokens",
+    ("limits", "max_parked_pages"): "max_held_pages",
+    ("", "spare_experts"): "redundant_experts",
+}
 
 
 class ConfigError(Exception):
@@ -39,10 +48,22 @@ def load(model: type[C], path: str | Path | None = None, overrides: Sequence[str
             raise ConfigError(f"configuration {path} must be a mapping, not {type(values).__name__}")
     for item in overrides:
         override(values, item)
+    _rename(values)
     try:
         return model.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_explain(error, model)) from error
+
+
+def _rename(values: dict[str, Any]) -> None:
+    """Put new keys in the place of old ones. Raises ConfigError."""
+    for (part, old), new in RENAMED.items():
+        section = values.get(part) if part else values
+        if isinstance(section, dict) and old in section:
+            if new in section:
+                raise ConfigError(f"{old} is the old name of {new}: set {new} only")
+            log.warning("%s is the old name of %s and will go with the next release: set %s", old, new, new)
+            section[new] = section.pop(old)
 
 
 def override(values: dict[str, Any], item: str) -> None:

@@ -8,10 +8,13 @@ counters that alerts watch have `known` label values, which are 0 from the start
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
 
 from millrace_common.quick_histogram import QuickHistogram
 from millrace_common.reasons import Reason
@@ -58,59 +61,51 @@ def histogram(attr: str, name: str, help: str, buckets: tuple[float, ...], label
 
 ROUTER = (
     counter("requests", "millrace_requests_total", "Requests by how they ended.", ("api", "status")),
-    histogram("stage", "millrace_stage_seconds", "Time of a request in each stage.", _STAGES, ("stage",)),
+    histogram("stage", "millrace_stage_seconds", "Time of requests in each stage.", _STAGES, ("stage",)),
     Metric("itl", "millrace_inter_token_seconds", QuickHistogram, "Time between a stream's token batches.", (), _GAPS),
     counter("tokens", "millrace_tokens_total", "Tokens, by direction.", ("direction",)),
-    gauge("queued", "millrace_queue_requests", "Requests waiting for a pair of workers."),
-    gauge("queued_tokens", "millrace_queue_tokens", "Prompt tokens of the waiting requests."),
-    gauge("queue_wait", "millrace_queue_wait_seconds", "Estimated time until the waiting requests are served."),
+    gauge("queued", "millrace_queue_requests", "Requests that wait for workers."),
+    gauge("queued_tokens", "millrace_queue_tokens", "Prompt tokens of waiting requests."),
+    gauge("queue_wait", "millrace_queue_wait_seconds", "Estimated time until the queue is served."),
     counter("tenant_requests", "millrace_tenant_requests_total", "Requests by API key.", ("tenant", "status")),
     counter("tenant_tokens", "millrace_tenant_tokens_total", "Tokens by API key.", ("tenant", "direction")),
-    gauge("active", "millrace_active_requests", "Requests being worked on."),
-    counter("retries", "millrace_retries_total", "Further attempts, by the reason of the failed one.", ("reason",)),
-    counter("retries_refused", "millrace_retries_refused_total", "Attempts that the budget did not allow."),
-    gauge("retries_left", "millrace_retry_budget_attempts", "Further attempts that the budget allows now."),
-    gauge("ejected", "millrace_ejected_workers", "Workers that get no requests for a while.", ("role",)),
-    counter("ejections", "millrace_ejections_total", "Ejections, for failures in a row.", ("role", "why")),
+    gauge("active", "millrace_active_requests", "Requests in the router, waiting ones included."),
+    counter("retries", "millrace_retries_total", "Retries, by the reason of the failure before.", ("reason",)),
+    counter("retries_refused", "millrace_retries_refused_total", "Retries that the retry budget refused."),
+    gauge("retries_left", "millrace_retry_budget_attempts", "Retries that the retry budget allows now."),
+    gauge("ejected", "millrace_ejected_workers", "Workers ejected after failures in a row.", ("role",)),
+    counter("ejections", "millrace_ejections_total", "Ejections of workers after failures in a row.", ("role", "why")),
     gauge("workers", "millrace_workers", "Discovered, healthy and routable workers.", ("role", "state")),
     gauge("pairs", "millrace_pairs", "Pairs of workers by the stage of their warm-up.", ("state",)),
-    gauge(
-        "discovery_synced",
-        "millrace_discovery_last_sync_timestamp_seconds",
-        "Time of the last list of workers from discovery.",
-    ),
-    counter("discovery_changes", "millrace_discovery_changes_total", "Workers that discovery changed.", ("change",)),
-    counter("discovery_troubles", "millrace_discovery_troubles_total", "Looks that failed.", ("kind",)),
+    gauge("discovery_synced", "millrace_discovery_last_sync_timestamp_seconds", "When discovery last listed workers."),
+    counter("discovery_changes", "millrace_discovery_changes_total", "Changes of discovered workers.", ("change",)),
+    counter("discovery_troubles", "millrace_discovery_troubles_total", "Discovery calls that failed.", ("kind",)),
     counter("warmups", "millrace_warmups_total", "Warm-up and GC-freeze calls to workers.", ("call", "outcome")),
     counter(
         "placements",
         "millrace_placements_total",
-        "Placements of attempts: pair, prefill_only, local or unified.",
+        "Attempts placed, by route: pair, prefill_only, local or unified.",
         ("route", "prefill_policy", "decode_policy"),
     ),
-    counter(
-        "expected_cached_tokens",
-        "millrace_expected_cached_tokens_total",
-        "Prompt tokens that the chosen worker was expected to have cached.",
-    ),
-    gauge("cache_feeds", "millrace_cache_feeds", "Workers whose prefix caches are followed."),
-    gauge("cache_blocks", "millrace_cache_blocks", "Different pages of prefix caches that the KV index knows."),
-    counter("cache_snapshots", "millrace_cache_snapshots_total", "Snapshots of workers' prefix caches received."),
-    counter("cache_gaps", "millrace_cache_gaps_total", "Gaps in the workers' reports of their prefix caches."),
+    counter("expected_cached_tokens", "millrace_expected_cached_tokens_total", "Prompt tokens expected to be cached."),
+    gauge("cache_feeds", "millrace_cache_feeds", "Workers whose cache events the router receives."),
+    gauge("cache_blocks", "millrace_cache_blocks", "Distinct cached pages in the KV index."),
+    counter("cache_snapshots", "millrace_cache_snapshots_total", "Prefix-cache snapshots received."),
+    counter("cache_gaps", "millrace_cache_gaps_total", "Gaps in streams of cache events."),
     counter(
         "drafted_tokens",
         "millrace_drafted_tokens_total",
-        "Drafts of ended attempts, by the addresses of their workers.",
+        "Draft tokens verified in ended attempts, by worker addresses.",
         ("prefill", "decode"),
     ),
     counter(
         "accepted_draft_tokens",
         "millrace_accepted_draft_tokens_total",
-        "Drafts that became output tokens, by the addresses of their workers.",
+        "Draft tokens that became output tokens, by worker addresses.",
         ("prefill", "decode"),
     ),
     counter("stale", "millrace_stale_messages_total", "Messages with a stale attempt number.", ("kind",)),
-    counter("mismatches", "millrace_token_mismatches_total", "Prefill and decode disagreed on a token."),
+    counter("mismatches", "millrace_token_mismatches_total", "Tokens on which prefill and decode workers disagreed."),
 )
 WORKER = (
     gauge("state", "millrace_worker_state", "1 for the worker's current state.", ("state",)),
@@ -119,40 +114,26 @@ WORKER = (
     counter(
         "compilations",
         "millrace_worker_compilations_total",
-        "Kernels compiled after READY, for which a request may have waited.",
+        "Kernels compiled after READY. Requests may have waited.",
         ("library",),
         known=(("triton",), ("deep_gemm",), ("flashinfer",)),
     ),
-    gauge("sequences", "millrace_sequences", "Sequences by what they do.", ("replica", "doing")),
+    gauge("sequences", "millrace_sequences", "Sequences by state.", ("replica", "doing")),
     gauge("pages", "millrace_kv_pages", "KV pages by use.", ("replica", "use")),
-    gauge("waiting_tokens", "millrace_waiting_tokens", "Prompt tokens still to be computed.", ("replica",)),
+    gauge("waiting_tokens", "millrace_waiting_tokens", "Prompt tokens not yet computed.", ("replica",)),
     gauge("capacity", "millrace_capacity_requests", "Further requests that the replica takes.", ("replica",)),
-    gauge("host_pages", "millrace_host_pages", "Room for copies of KV pages in the host's memory.", ("replica", "use")),
-    counter("host_bytes", "millrace_host_bytes_total", "KV bytes copied to or from the host tier.", ("replica", "way")),
+    gauge("host_pages", "millrace_host_pages", "Pages of the KV cache in host memory.", ("replica", "use")),
+    counter("host_bytes", "millrace_host_bytes_total", "KV bytes copied to or from host memory.", ("replica", "way")),
     counter("host_seconds", "millrace_host_copy_seconds_total", "Time that these copies took.", ("replica", "way")),
-    counter(
-        "disk_pages",
-        "millrace_disk_pages_total",
-        "KV pages moved to or from the disk tier, or not.",
-        ("replica", "way"),
-    ),
-    counter("engine", "millrace_engine_total", "Engine counts: steps, tokens, preemptions.", ("replica", "what")),
-    counter("drafts", "millrace_drafts_total", "Drafts verified, by their place, from 1.", ("replica", "position")),
-    counter(
-        "drafts_accepted",
-        "millrace_drafts_accepted_total",
-        "Drafts that became output tokens, by their place.",
-        ("replica", "position"),
-    ),
-    gauge(
-        "expert_imbalance",
-        "millrace_expert_imbalance",
-        "Choices of experts on the busiest rank over the mean of the ranks: mean of the layers.",
-    ),
-    counter("expert_moves", "millrace_expert_moves_total", "Experts that changed their place."),
+    counter("disk_pages", "millrace_disk_pages_total", "KV pages by disk operation.", ("replica", "way")),
+    counter("engine", "millrace_engine_total", "Engine events: steps, tokens, preemptions.", ("replica", "what")),
+    counter("drafts", "millrace_drafts_total", "Draft tokens verified, by position from 1.", ("replica", "position")),
+    counter("drafts_accepted", "millrace_drafts_accepted_total", "Draft tokens accepted.", ("replica", "position")),
+    gauge("expert_imbalance", "millrace_expert_imbalance", "Routed tokens of the busiest rank over the ranks' mean."),
+    counter("expert_moves", "millrace_expert_moves_total", "Experts that moved to another slot."),
     counter("kv_bytes", "millrace_kv_bytes_total", "KV bytes read from other workers."),
-    histogram("kv_transfer", "millrace_kv_transfer_seconds", "From the last part's arrival to held.", _GAPS),
-    histogram("kv_read", "millrace_kv_read_seconds", "From a read's posting to its end on all ranks.", _GAPS),
+    histogram("kv_transfer", "millrace_kv_transfer_seconds", "From the last KV chunk to the confirmed release.", _GAPS),
+    histogram("kv_read", "millrace_kv_read_seconds", "Time of a KV read on all ranks.", _GAPS),
     counter(
         "kv_failures",
         "millrace_kv_failures_total",
@@ -160,15 +141,9 @@ WORKER = (
         ("reason",),
         known=tuple((reason,) for reason in KV_FAULTS),
     ),
-    counter(
-        "prefix_fetch_pages", "millrace_prefix_fetch_pages_total", "Cached pages fetched and served.", ("direction",)
-    ),
-    histogram(
-        "prefix_fetch", "millrace_prefix_fetch_seconds", "Prefix fetches, without their time in the queue.", _GAPS
-    ),
-    counter(
-        "prefix_fetch_failures", "millrace_prefix_fetch_failures_total", "Prefix fetches without pages.", ("reason",)
-    ),
+    counter("prefix_fetch_pages", "millrace_prefix_fetch_pages_total", "Cached pages sent or read.", ("direction",)),
+    histogram("prefix_fetch", "millrace_prefix_fetch_seconds", "Prefix fetches, without time in the queue.", _GAPS),
+    counter("prefix_fetch_failures", "millrace_prefix_fetch_failures_total", "Failed prefix fetches.", ("reason",)),
     gauge("leases", "millrace_leases", "Held prompts and prefix fetches."),
     counter(
         "leases_ended",
@@ -177,25 +152,49 @@ WORKER = (
         ("outcome",),
         known=(("released",), ("expired",), ("aborted",)),
     ),
-    gauge("quarantined", "millrace_quarantined_pages", "Pages of transfers that are over but not yet final."),
-    counter("worker_stale", "millrace_worker_stale_messages_total", "Messages that nobody waits for.", ("kind",)),
+    gauge("quarantined", "millrace_quarantined_pages", "Pages of failed imports that a read may still write."),
+    counter("worker_stale", "millrace_worker_stale_messages_total", "Messages about ended attempts.", ("kind",)),
 )
 PROCESS = (
     gauge("started", "millrace_start_timestamp_seconds", "When the process started."),
-    histogram(
-        "gc_pause", "millrace_gc_pause_seconds", "Garbage-collection pauses.", _PAUSES, ("process", "generation")
-    ),
-    histogram("loop_lag", "millrace_event_loop_lag_seconds", "How late the event loop is.", _PAUSES, ("process",)),
+    histogram("gc_pause", "millrace_gc_pause_seconds", "GC pauses.", _PAUSES, ("process", "generation")),
+    histogram("loop_lag", "millrace_event_loop_lag_seconds", "Delay of the event loop.", _PAUSES, ("process",)),
     counter(
         "reloads",
         "millrace_reloads_total",
-        "Changed files (certificates, keys) by whether they are used.",
+        "Reloads of certificates and API keys, by outcome.",
         ("what", "outcome"),
         known=(("certificates", "failed"), ("api_keys", "failed")),
     ),
-    counter("gc_freezes", "millrace_gc_freezes_total", "GC freezes.", ("process",)),
-    gauge("gc_frozen", "millrace_gc_frozen_objects", "Objects frozen by the latest freeze.", ("process",)),
+    counter("gc_freezes", "millrace_gc_freezes_total", "Freezes of the garbage collector.", ("process",)),
+    gauge("gc_frozen", "millrace_gc_frozen_objects", "Objects in the latest GC freeze.", ("process",)),
 )
+# Attribute → old name without `_total`. WORDS: old labels and values. Both are exported for one release.
+RENAMED = {
+    "capacity": "millrace_credits",
+    "warmups": "millrace_hooks",
+    "placements": "millrace_decisions",
+    "prefix_fetch_pages": "millrace_loan_pages",
+    "prefix_fetch": "millrace_loan_seconds",
+    "prefix_fetch_failures": "millrace_loan_failures",
+}
+WORDS = {"call": "hook", "route": "way", "fetched": "borrowed", "served": "lent"}
+
+
+class OldNames(Collector):
+    """Exports renamed metrics under their old names too."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Family]:
+        for attr in RENAMED.keys() & vars(self._metrics):
+            old, new = RENAMED[attr], next(iter(vars(self._metrics)[attr].collect()))
+            family = Family(old, f"Deprecated: use {new.name}.", new.type)
+            for name, labels, value, *_ in new.samples:
+                labels = {WORDS.get(key, key): WORDS.get(it, it) for key, it in labels.items()}
+                family.add_sample(old + name.removeprefix(new.name), labels, value)
+            yield family
 
 
 class Metrics:
@@ -209,6 +208,7 @@ class Metrics:
             for values in row.known:
                 metric.labels(*values)
             setattr(self, row.attr, metric)
+        registry.register(OldNames(self))
 
     def __getattr__(self, name: str) -> Any:  # only reached for names that no row defines
         raise AttributeError(f"no metric {name!r} in the catalogue")

@@ -26,7 +26,7 @@ Key = Annotated[Path | None, _tls("key", "Its private key.")]
 Name = Annotated[str, _tls("name", "The name in the server's certificate, if it is not the host's.")]
 Secret = Annotated[
     Path | None,
-    typer.Option("--secret-file", envvar="MILLRACE_SECRET_FILE", help="The deployment's secret, without mTLS."),
+    typer.Option("--secret-file", envvar="MILLRACE_SECRET_FILE", help="File of the deployment's secret."),
 ]
 
 
@@ -51,7 +51,7 @@ Addresses = Annotated[
     list[str], typer.Argument(metavar="ADDRESS", help="The workers' gRPC addresses.", callback=_grpc_address)
 ]
 ApiKey = Annotated[
-    str, typer.Option(envvar="MILLRACE_API_KEY", help="Better in the environment than here.", callback=_api_key)
+    str, typer.Option(envvar="MILLRACE_API_KEY", help="API key. Prefer the environment.", callback=_api_key)
 ]
 
 

@@ -54,7 +54,7 @@ def options(
     """Disaggregated prefill/decode serving of DeepSeek-V3-architecture models."""
 
 
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")]
 
 
 @app.command("serve-local")
@@ -68,8 +68,8 @@ def serve_local(
     http_port: Port = 8000,
     admin_port: Port = 50052,
     admin_http_port: Port = 8001,
-    worker_set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="For every worker.")] = None,
-    router_set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="For the router.")] = None,
+    worker_set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Worker setting.")] = None,
+    router_set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Router setting.")] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Folder of the log files. Default: a new temporary one.")] = None,
 ) -> None:
     """Run a router and its workers on this machine until Ctrl-C."""
@@ -157,7 +157,7 @@ def generate(
 @app.command()
 def batch(
     file: Annotated[Path, typer.Argument(help="Requests in OpenAI's batch format, one JSON object per line.")],
-    out: Annotated[Path, typer.Option(help="The answers. What has one there is not sent again.")],
+    out: Annotated[Path, typer.Option(help="File of answers. Requests that it answers are not sent again.")],
     address: Annotated[str, typer.Option(help="URL of any server with these APIs.")] = "http://127.0.0.1:8000",
     concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Requests at a time.")] = 64,
     api_key: access.ApiKey = "",
@@ -177,7 +177,7 @@ def workers(
     address: Annotated[str, access.address("The router's admin address, of gRPC.")] = "127.0.0.1:50052",
     wide: Annotated[bool, typer.Option("--wide", help="All columns.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per worker and line.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")] = False,
     ca: access.Ca = None,
     cert: access.Cert = None,
     key: access.Key = None,
@@ -200,7 +200,7 @@ def _keys() -> None:
 
 
 @keys.command("new")
-def new_key(tenant: Annotated[str, typer.Option(metavar="NAME", help="Whose key it is.")] = "default") -> None:
+def new_key(tenant: Annotated[str, typer.Option(metavar="NAME", help="Tenant of the key.")] = "default") -> None:
     """Make a random key; print it, and the entry of the router's key file, which has only its hash."""
     from millrace_router.http import api_keys
 
@@ -262,7 +262,7 @@ BENCHES = {
 def compile_caches(
     model: Annotated[Path, typer.Option(help="Checkpoint folder; with --random-weights, of a config.json alone.")],
     config: Annotated[Path | None, typer.Option(help="The workers' YAML file.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As for a worker.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Worker setting.")] = None,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Read no weights.")] = False,
 ) -> None:
     """Fill the compile caches: start the ranks of a worker once, without serving."""
@@ -274,8 +274,8 @@ def compile_caches(
 @app.command("check")
 def check_model(
     model: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
-    gpu: Annotated[str, typer.Option(help="For the values file: one of the kinds in the table.")] = "H200",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As for a worker.")] = None,
+    gpu: Annotated[str, typer.Option(help="GPU model of the values file, from the table.")] = "H200",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Worker setting.")] = None,
 ) -> None:
     """Say in seconds whether a checkpoint can be served and on which GPUs; print a values file for Helm."""
     from millrace_cli.check import check
@@ -286,13 +286,13 @@ def check_model(
 @app.command("plan")
 def plan_worker(
     model: Annotated[Path, typer.Option(help="Checkpoint folder; its config.json is enough.")],
-    gpu: Annotated[str, typer.Option(help="A kind, as for check.")] = "H200",
-    gpus: Annotated[int, typer.Option(min=1, max=512, help="Of the worker.")] = 8,
-    tp: Annotated[int | None, typer.Option(min=1, help="Default: by goal.")] = None,
-    dp: Annotated[int | None, typer.Option(min=1, help="Default: by goal.")] = None,
+    gpu: Annotated[str, typer.Option(help="GPU model, as for check.")] = "H200",
+    gpus: Annotated[int, typer.Option(min=1, max=512, help="GPUs of the worker.")] = 8,
+    tp: Annotated[int | None, typer.Option(min=1, help="Ranks of a replica. Default: by goal.")] = None,
+    dp: Annotated[int | None, typer.Option(min=1, help="Replicas. Default: by goal.")] = None,
     role: Annotated[Literal["prefill", "decode", "unified"], typer.Option()] = "unified",
     goal: Annotated[Literal["throughput", "latency", "balanced"], typer.Option()] = "balanced",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As for a worker.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Worker setting.")] = None,
 ) -> None:
     """Say what a worker would choose on GPUs that need not be here, what fits, and how long its steps would take."""
     from millrace_serve.engine.config import Role

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pydantic
 import pytest
-from millrace_common.config import LONGEST_S, Config, ConfigError, load
+from millrace_common.config import LONGEST_S, RENAMED, Config, ConfigError, load
 from millrace_router import config as router_config
 from millrace_router.config import RouterConfig
 from millrace_serve.engine.sim.runner import SimSettings
@@ -40,6 +40,19 @@ def test_file_then_overrides(file) -> None:
     path = file("model: a\ninner:\n  size: 2\n  names: [x]\n")
     config = load(Outer, path, ["inner.size=7", "ratio=0.25"])
     assert config == Outer(model="a", ratio=0.25, inner=Inner(size=7, names=("x",)))
+
+
+def test_an_old_key_holds_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    sim = ["engine=sim", "limits.share_prompts=256", "dp=2", "spare_experts=1"]
+    config = load(WorkerConfig, overrides=[*sim, "limits.max_parked_pages=9"])
+    assert (config.limits.context_parallel_tokens, config.limits.max_held_pages, config.redundant_experts) == (
+        256,
+        9,
+        1,
+    )
+    assert [new for _, new in RENAMED.items() if f"set {new}" not in caplog.text] == []
+    with pytest.raises(ConfigError, match="share_prompts is the old name of context_parallel_tokens"):
+        load(WorkerConfig, overrides=[*sim, "limits.context_parallel_tokens=256"])
 
 
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "{}"])

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_common.metrics import PROCESS, ROUTER, WORKER, Metric, Metrics
+from millrace_common.metrics import PROCESS, RENAMED, ROUTER, WORKER, Metric, Metrics
 from millrace_common.quick_histogram import QuickHistogram
 from millrace_testing.paths import ROOT
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -68,6 +68,20 @@ def test_a_component_registers_all_its_metrics(rows: tuple[Metric, ...]) -> None
     text = generate_latest(registry).decode()
     for row in rows:
         assert f"# HELP {row.name}" in text
+
+
+def test_renamed_metrics_keep_their_old_names_for_one_release() -> None:
+    registry = CollectorRegistry()
+    built = Metrics(ALL, registry)
+    built.prefix_fetch_pages.labels(direction="served").inc(3)
+    built.placements.labels(route="pair", prefill_policy="a", decode_policy="b").inc()
+    built.prefix_fetch.observe(0.1)
+    policies = {"prefill_policy": "a", "decode_policy": "b"}
+    assert registry.get_sample_value("millrace_loan_pages_total", {"direction": "lent"}) == 3
+    assert registry.get_sample_value("millrace_decisions_total", {"way": "pair", **policies}) == 1
+    assert registry.get_sample_value("millrace_loan_seconds_count") == 1
+    text = generate_latest(registry).decode()
+    assert [old for old in RENAMED.values() if f"# HELP {old}" not in text] == []
 
 
 def test_two_components_of_one_process_do_not_meet() -> None:

@@ -2,8 +2,7 @@
 
 1. `connect` opens the stream, says hello with the worker's epoch and waits for the welcome.
 2. `submit` registers a sub-request under its room and queues the message; a writer task sends what is queued.
-3. `run` reads outputs and hands each to its sub-request. Outputs of unknown rooms or stale attempts are counted and
-   dropped.
+3. `run` reads outputs and hands each to its sub-request. It counts and drops those of unknown rooms and old attempts.
 4. The stream ends (`run` raises) or `close` is called: every registered sub-request fails with WORKER_LOST at once.
 """
 

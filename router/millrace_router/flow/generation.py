@@ -1,8 +1,7 @@
 """Execution of the decisions of a pure flow (flow.py): one `Generation` per continuation.
 
 Events come from the queue (`_serve`), the Links (`_LinkedSubRequest`), the clock (`_tick`) and the client (`stop`,
-`cancel`); the flow's actions go out in `perform`. Whatever happened, `_settle` moves the timer and wakes the client's
-stream.
+`cancel`). The flow's actions go out in `perform`. `_settle` always moves the timer and wakes the client's stream.
 """
 
 from __future__ import annotations
@@ -307,8 +306,8 @@ class Generation:
             self._arm()
 
     def _due_since(self, now: float) -> float:
-        """Since when progress is due: during a long operation of a worker, or the request waits for others, none is,
-        and afterwards the time begins again.
+        """Since when progress is due. None is while a worker is in a long operation or the request waits for others;
+        afterwards the time begins again.
         """
         if self.flow.waits:
             return now

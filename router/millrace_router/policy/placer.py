@@ -51,9 +51,7 @@ class Indexes:
         return blocks
 
     def lookup(self, want: PlacementRequest) -> tuple[Pages, Pages, Mapping[Process, int]]:
-        """Leading pages that are cached: for the prefill policy, for the decode policy, and on devices, to be
-        served.
-        """
+        """Leading pages that are cached: for the prefill policy, for the decode policy, and on devices, to fetch."""
         blocks = want.pages
         if not blocks:
             return NO_PAGES, NO_PAGES, NO_PAGES

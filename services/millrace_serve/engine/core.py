@@ -221,9 +221,7 @@ class ServePrefix(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, tag=True):
-    """The pages of an exported request or of a prefix fetch were released or their lease expired: they may be
-    reused.
-    """
+    """The pages of an exported request or of a prefix fetch were released or expired: they may be reused."""
 
     id: RequestId
 
@@ -249,9 +247,7 @@ class Wait(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvReserved(msgspec.Struct, frozen=True, tag=True):
-    """Pages for an IMPORT request or a prefix fetch. The first `num_cached_pages` are filled from our own prefix
-    cache.
-    """
+    """Pages for an IMPORT request or a prefix fetch. The first `num_cached_pages` come from our own prefix cache."""
 
     id: RequestId
     page_ids: list[int]

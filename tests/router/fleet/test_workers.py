@@ -41,7 +41,7 @@ async def test_every_pair_is_warmed_and_frozen(cluster: Callable) -> None:
     assert made.metric("millrace_warmups_total", call="warmup", outcome="ok") == 5
 
 
-async def test_hooks_are_tried_until_acknowledged(cluster: Callable) -> None:
+async def test_warmups_are_tried_until_acknowledged(cluster: Callable) -> None:
     decode = FakeWorker(DECODE)
     decode.warmup_failures.extend(["TRANSFER_FAILED", "NOT_READY"])
     made = await cluster(FakeWorker(PREFILL), decode, wait=False)
@@ -78,7 +78,9 @@ async def test_a_decode_worker_warms_a_few_pairs_at_a_time(cluster: Callable) ->
     assert decode.most == WARMUPS_AT_ONCE
 
 
-async def test_hooks_are_tried_again_after_a_fault_of_ours(cluster: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_warmups_are_tried_again_after_a_fault_of_ours(
+    cluster: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     faults, refresh = [AttributeError("of an answer that could not be read")], Worker.refresh
 
     async def faulty(worker: Worker) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import pytest
 from hypothesis import given, settings
@@ -40,16 +40,12 @@ def replica(address: str, **fields: object) -> Replica:
 P1, P2 = replica("p1"), replica("p2")
 D1 = replica("d1", sources=frozenset({"e-p1", "e-p2"}))
 VIEW = View((P1, P2), (D1,))
+Pages = Mapping[str, int]
+NONE: Pages = {}
 
 
-def decide(
-    view: View = VIEW,
-    own: dict[str, int] | None = None,
-    served: dict[str, int] | None = None,
-    want: PlacementRequest = WANT,
-) -> Decision:
+def decide(view: View = VIEW, own: Pages = NONE, served: Pages = NONE, want: PlacementRequest = WANT) -> Decision:
     """`own` and `served`: pages by address."""
-    own, served = own or {}, served or {}
     fetchable = {(f"e-{address}", 0): pages for address, pages in {**own, **served}.items()}
     chooser = Chooser(Policy.KV_AWARE, Policy.LEAST_LOADED, Routing())
     decision = chooser.choose(Situation(view, want, {}, dict(fetchable), {}, fetchable))
@@ -59,14 +55,11 @@ def decide(
 
 def test_the_answer_comes_back_from_the_decode_worker() -> None:
     decision = decide(own={"p1": 50}, served={"d1": 90})
-    assert decision.placement.prefill == P1 and decision.prefix_fetch is not None
-    assert (decision.prefix_fetch.source, decision.prefix_fetch.num_pages, decision.prefix_fetch.missing) == (
-        D1,
-        90,
-        400,
-    )
-    assert decision.prefix_fetch.fetch_s == pytest.approx(0.01 + 40 * 1000 / 1e6)
-    assert decision.prefix_fetch.compute_s == pytest.approx(400 / 1000)
+    fetch = decision.prefix_fetch
+    assert decision.placement.prefill == P1 and fetch is not None
+    assert (fetch.source, fetch.num_pages, fetch.missing) == (D1, 90, 400)
+    assert fetch.fetch_s == pytest.approx(0.01 + 40 * 1000 / 1e6)
+    assert fetch.compute_s == pytest.approx(400 / 1000)
     assert decision.cached_tokens == 900
     assert decision.attributes()["millrace.route.prefix_source"] == "d1/0"
 
@@ -74,9 +67,7 @@ def test_the_answer_comes_back_from_the_decode_worker() -> None:
 def test_a_fetch_that_takes_longer_is_shown_and_not_done() -> None:
     slow = replica("p1", prompt_tokens_per_s=1e6)
     decision = decide(View((slow,), (D1,)), own={"p1": 50}, served={"d1": 90})
-    assert (
-        decision.prefix_fetch is None and decision.placement.prefix_fetch is not None and decision.cached_tokens == 500
-    )
+    assert decision.prefix_fetch is None and decision.placement.prefix_fetch and decision.cached_tokens == 500
     assert "millrace.route.prefix_source" not in decision.attributes()
 
 
@@ -107,9 +98,7 @@ def test_a_replica_serves_another_of_its_worker_and_not_itself() -> None:
 def test_an_idle_worker_that_fetches_is_better_than_a_busy_one_that_has_it() -> None:
     busy = replica("p1", tokens=500)
     decision = decide(View((busy, P2), (D1,)), own={"p1": 90})
-    assert (
-        decision.placement.prefill == P2 and decision.prefix_fetch is not None and decision.prefix_fetch.source == busy
-    )
+    assert decision.placement.prefill == P2 and decision.prefix_fetch and decision.prefix_fetch.source == busy
     unable = replica("p2", prompt_tokens_per_s=1e6)  # fetching is no gain for it
     assert decide(View((busy, unable), (D1,)), own={"p1": 90}).placement.prefill == busy
 
@@ -117,11 +106,8 @@ def test_an_idle_worker_that_fetches_is_better_than_a_busy_one_that_has_it() -> 
 def test_before_anything_is_measured_pages_of_a_large_model_are_computed() -> None:
     new = {"page_bytes": 4 << 20, "prompt_tokens_per_s": 0.0, "read_bytes_per_s": 0.0, "prefix_fetch_s": 0.0}
     want = PlacementRequest(tokens=8001, page_size=64)
-    decision = decide(
-        View((replica("p1", **new),), (replica("d1", sources=frozenset({"e-p1"}), **new),)),
-        served={"d1": 120},
-        want=want,
-    )
+    view = View((replica("p1", **new),), (replica("d1", sources=frozenset({"e-p1"}), **new),))
+    decision = decide(view, served={"d1": 120}, want=want)
     assert decision.placement.prefix_fetch is not None and decision.prefix_fetch is None
     assert decision.placement.prefix_fetch.fetch_s > START_PREFIX_FETCH_S
 

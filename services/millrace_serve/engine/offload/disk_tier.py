@@ -74,5 +74,5 @@ class DiskTier:
             if time.monotonic() - self._warned_at >= WARN_EVERY_S:
                 self._warned_at = time.monotonic()
                 foreseen = isinstance(error, TransferError)
-                log.warning("KV pages are not stored or not loaded: %s", error, exc_info=not foreseen)
+                log.warning("the disk cache failed to store or load KV pages: %s", error, exc_info=not foreseen)
             return False

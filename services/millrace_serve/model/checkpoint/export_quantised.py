@@ -133,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Quantise a checkpoint.")
     parser.add_argument("source", type=Path, metavar="SRC", help="checkpoint folder in BF16, F16 or F32")
     parser.add_argument("target", type=Path, metavar="DST", help="folder to make")
-    parser.add_argument("--form", choices=FORMS, default="fp8", help="of the weights (%(default)s)")
+    parser.add_argument("--form", choices=FORMS, default="fp8", help="form of the weights (default: %(default)s)")
     arguments = parser.parse_args()
     try:
         export(arguments.source, arguments.target, arguments.form)

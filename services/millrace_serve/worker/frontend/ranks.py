@@ -206,7 +206,7 @@ class Ranks:
     def _take(self, message: FromRank) -> None:
         """Handle a report. An exception ends the worker: the report would be lost, and a request may wait for it."""
         if kind := self._stray(message.rank, message.report):
-            log.warning("dropped %s of rank %d, which nobody asked for", kind, message.rank)
+            log.warning("dropped an unexpected %s of rank %d", kind, message.rank)
             self._on_stray(kind)
             return
         try:

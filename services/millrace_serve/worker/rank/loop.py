@@ -61,7 +61,7 @@ class Upkeep:
         if isinstance(message, FreezeGc):
             objects = gc_hooks.freeze()
             self.report_pauses()
-            log.info("the garbage collector has frozen %d objects", objects)
+            log.info("froze %d objects of the garbage collector", objects)
             self._report(GcFrozen(objects))
         elif isinstance(message, SetWeights):
             self._report(self._set_weights(message))

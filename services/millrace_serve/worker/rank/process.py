@@ -177,7 +177,7 @@ def _context(parts: Parts, rank: int) -> int:
     """Tokens of the longest sequence: the pool may have room for fewer than the limits allow."""
     room = (parts.pool.num_pages - 1) * parts.pool.layout.page_size + 1  # the last token is never fed back
     if room < parts.max_context and not rank:
-        log.warning("requests may have %d tokens, for which the KV pool has room, not %d", room, parts.max_context)
+        log.warning("num_pages limits requests to %d of %d tokens; raise it for more", room, parts.max_context)
     return min(room, parts.max_context)
 
 

@@ -24,7 +24,7 @@ def set_weights(parts: Parts, on_layout: Callable[[], None], order: SetWeights) 
             pool.layout = msgspec.structs.replace(pool.layout, model_hash=named(model_hash, order.version))
             on_layout()
     except ValueError as failure:  # a checkpoint that cannot be used
-        log.error("weights %s: not loaded: %s", order.version, failure)
+        log.error("cannot load weights %s: %s", order.version, failure)
         error = str(failure)
     except Exception as failure:
         log.exception("weights %s of %s: failed", order.version, order.path)
