@@ -24,10 +24,12 @@ import argparse
 import itertools
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from millrace_common.step_times import StepTimes
 from millrace_load.record import Record, Summary, print_record
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Role
@@ -35,7 +37,7 @@ from millrace_serve.engine.core import Failure, Request, RequestId, SamplingPara
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.schedule.decode import DecodeScheduler
-from millrace_serve.engine.schedule.expected import Outputs
+from millrace_serve.engine.schedule.expected import LEAST, Outputs
 from millrace_serve.engine.schedule.factory import make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.schedule.plan import StepOutput
@@ -44,7 +46,9 @@ from millrace_serve.engine.sim.factory import sim_layout
 from millrace_serve.engine.sim.runner import SimRunner, SimSettings
 from millrace_serve.engine.step.batch import BatchBuilder, HostBatch
 
-from millrace_bench.fleet import Fleet, Shape
+from millrace_bench.fleet import Fleet, Fleets
+from millrace_bench.fleet import Request as FleetRequest
+from millrace_bench.fleet_worker import Machine
 
 # A step of 16 ms, and a prompt's token as long as on an H200 that computes 16,000 of them in a second.
 SETTINGS = SimSettings(vocab_size=32768, step_s=16e-3, token_s=60e-6, sequence_s=40e-6, page_kv_bytes=64)
@@ -302,6 +306,46 @@ def fleets(args: argparse.Namespace) -> None:
     print_record(Record("overload-fleet", vars(args), {"rows": rows}))
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a fleet, and of the requests that it gets. A prefill worker computes one prompt after the other, and a step of
+    a decode worker always takes as long.
+    """
+
+    prefills: int = 1
+    decodes: int = 2
+    pool: int = 4096  # tokens of a decode worker
+    step_s: float = 0.03
+    prompt_tokens_per_s: float = 8000.0
+    prompt: int = 300
+    output: int = 300  # median of log-normal lengths
+    sigma: float = 0.6  # of their logarithm
+    max_tokens: int = 1200
+    queue_s: float = 60.0  # timeouts.queue
+    taught: bool = False  # decode workers have seen outputs before
+    by_room: bool = True  # workers report their room; else only credits, and no waits, as before
+
+    def fleet(self, rng: random.Random) -> Fleet:
+        prefill = StepTimes(token_s=1 / self.prompt_tokens_per_s)
+        machines = {
+            "prefill": Machine(prefill, chunk=self.prompt, by_room=self.by_room),
+            "decode": Machine(StepTimes(self.step_s), pool=self.pool, max_running=64, by_room=self.by_room),
+        }
+        seen = tuple(self.length(rng) for _ in range(LEAST)) if self.taught else ()
+        return Fleet(Fleets({"prefill": self.prefills, "decode": self.decodes}, machines, self.queue_s, seen=seen))
+
+    def length(self, rng: random.Random) -> int:
+        return min(max(int(rng.lognormvariate(math.log(self.output), self.sigma)), 2), self.max_tokens)
+
+    def request(self, rng: random.Random) -> FleetRequest:
+        return FleetRequest(self.prompt, self.length(rng), self.max_tokens)
+
+    def arrivals(self, rate: float, rng: random.Random) -> Iterator[tuple[float, FleetRequest]]:
+        """`rate` requests in a second, at random: seconds after the one before, and the request."""
+        while True:
+            yield rng.expovariate(rate), self.request(rng)
+
+
 def shape_of(args: argparse.Namespace, workers: int) -> Shape:
     prefills = max(workers // 4, 1)
     return Shape(prefills=prefills, decodes=workers - prefills, queue_s=args.queue, taught=True, by_room=not args.blind)
@@ -309,22 +353,22 @@ def shape_of(args: argparse.Namespace, workers: int) -> Shape:
 
 def fleet_capacity(args: argparse.Namespace) -> float:
     """Answers per second of one decode worker, in the smallest fleet while its queue is never empty."""
-    shape = replace(shape_of(args, min(args.workers)), by_room=True)
-    fleet = Fleet(shape, args.seed)
-    fleet.run(shape.decodes, BEFORE_S)
+    shape, rng = replace(shape_of(args, min(args.workers)), by_room=True), random.Random(args.seed)
+    fleet = shape.fleet(rng)
+    fleet.run(BEFORE_S, shape.arrivals(shape.decodes, rng))
     began = fleet.now
-    fleet.run(shape.decodes, args.seconds)
+    fleet.run(args.seconds, shape.arrivals(shape.decodes, rng))
     return sum(job.answered and job.ended_at > began for job in fleet.jobs) / args.seconds / shape.decodes
 
 
 def fleet_row(args: argparse.Namespace, workers: int, load: float, each: float) -> dict[str, Any]:
     """What happens to the requests that end in a run at `load` times the capacity, after its first BEFORE_S."""
-    shape = shape_of(args, workers)
-    fleet, rate = Fleet(shape, args.seed), load * each * shape.decodes
-    fleet.run(rate, BEFORE_S)
+    shape, rng = shape_of(args, workers), random.Random(args.seed)
+    fleet, rate = shape.fleet(rng), load * each * shape.decodes
+    fleet.run(BEFORE_S, shape.arrivals(rate, rng))
     began, computed = fleet.now, fleet.computed
     seconds = max(args.seconds * min(args.workers) / workers, LEAST_S)
-    fleet.run(rate, seconds)
+    fleet.run(seconds, shape.arrivals(rate, rng))
     ended = [job for job in fleet.jobs if began < job.ended_at < math.inf]
     answered = [job for job in ended if job.answered]
     good = [job for job in answered if job.ttft <= args.queue + TTFT_S and job.tpot <= 1.5 * shape.step_s]
