@@ -159,7 +159,7 @@ class _Load:
             uncached,
             outputs,
             times.token_s * uncached + times.pair_s * uncached * (workload.cached_tokens + uncached / 2),
-            times.fixed_s * uncached / capacity.chunk_tokens,
+            (times.fixed_s + times.chunk_s) * uncached / capacity.chunk_tokens,
             times.sequence_s + times.key_s * (workload.input_tokens + outputs / 2),
             max(min(capacity.max_running, capacity.kv_tokens / max(length, 1.0)), 1.0),
         )
@@ -182,10 +182,13 @@ class _Load:
         """The part of a step of the TPOT limit that is not fixed."""
         return max(1 - self.times.fixed_s / self.slo.tpot_s, 0.0)
 
+    def _left_for_prompts(self) -> float:
+        return max(1 - (self.times.fixed_s + self.times.chunk_s) / self.slo.tpot_s, 0.0)
+
     def prompts_beside(self, streams: float) -> float:
         """Prompts per second that a replica can compute beside the streams that it begins per second."""
         busy = streams * self.outputs * self.stream_s
-        return max(min((self._left() - busy) / (self.work_s or 1e-12), (1 - busy) / self.prompt_s), 0.0)
+        return max(min((self._left_for_prompts() - busy) / (self.work_s or 1e-12), (1 - busy) / self.prompt_s), 0.0)
 
     def most(self, prefill: int, streams: int) -> float:
         """Requests per second that prefill replicas and replicas of streams can do together."""
@@ -206,7 +209,7 @@ class _Load:
         rate, slo, times = self.workload.rate, self.slo, self.times
         begun = min(rate / streams, self.streams_most(within=False))
         local = min(share * rate / streams, self.prompts_beside(begun))
-        step_s = times.fixed_s / max(1 - local * self.work_s - begun * self.outputs * self.stream_s, 1e-9)
+        step_s = self._step_s(local, begun)
         sequences = min(begun * self.outputs * step_s, self.most_sequences)
         handed_s = (1 - share) * self.capacity.handover_s / max(self.outputs, 1.0)
         alone_s = times.fixed_s + sequences * self.stream_s
@@ -226,19 +229,33 @@ class _Load:
         why = self._why(max((q.use for q, part in zip(queues, parts, strict=True) if part)), room.use, on_time)
         return Expected(rate * first * on_time, wait_s, tpot_s, use, sequences, why)
 
+    def _step_s(self, local: float, begun: float) -> float:
+        """The mean step of a replica that computes `local` prompts and begins `begun` streams per second. Prompts make
+        no step longer than the limit.
+        """
+        busy = begun * self.outputs * self.stream_s
+        alone_s = self.times.fixed_s / max(1 - busy, 1e-9)
+        if not local:
+            return alone_s
+        sequences = min(begun * self.outputs * alone_s, self.most_sequences)
+        prompts = local * (self.work_s + self._chunks(sequences) * self.times.chunk_s)
+        return max(min(self.times.fixed_s / max(1 - prompts - busy, 1e-9), self.slo.tpot_s), alone_s)
+
+    def _chunks(self, sequences: float) -> float:
+        """Steps of a prompt's own beside streams, in chunks that the TPOT limit leaves; at least 1."""
+        keys = sequences * (self.workload.input_tokens + self.outputs / 2)
+        start, most = int(self.workload.cached_tokens), self.capacity.chunk_tokens
+        chunk = headroom(self.times, self.slo.tpot_s, sequences, keys, most, start)
+        return max(self.uncached / chunk, 1.0) if chunk else NEVER_S
+
     def _alone_s(self) -> float:
         tokens, start = math.ceil(self.uncached), int(self.workload.cached_tokens)
         return self.times.prompt_s(tokens, start, self.capacity.chunk_tokens)
 
     def _beside_s(self, sequences: float) -> float:
-        """Of a prompt's own steps beside streams, in chunks that the TPOT limit leaves."""
-        tokens, start = math.ceil(self.uncached), int(self.workload.cached_tokens)
-        keys = sequences * (self.workload.input_tokens + self.outputs / 2)
-        chunk = headroom(self.times, self.slo.tpot_s, sequences, keys, self.capacity.chunk_tokens, start)
-        if not chunk:
-            return NEVER_S
-        work = self.times.token_s * tokens + self.times.pair_s * tokens * (start + tokens / 2)
-        return max(tokens / chunk, 1.0) * self.times.step_s(sequences, keys) + work
+        """Until a prompt beside streams is done."""
+        alone_s = self.times.fixed_s + self.times.chunk_s + sequences * self.stream_s
+        return min(self._chunks(sequences) * alone_s + self.work_s, NEVER_S)
 
     def _why(self, prompts: float, room: float, on_time: float) -> str:
         if room > 1:

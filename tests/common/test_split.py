@@ -20,6 +20,7 @@ times = st.builds(
     fixed_s=st.floats(0.001, 0.03),
     sequence_s=st.floats(0, 1e-3),
     key_s=st.floats(0, 1e-7),
+    chunk_s=st.just(0.0) | st.floats(0, 0.02),
     token_s=st.floats(1e-6, 1e-3),
     pair_s=st.floats(0, 1e-8),
 )

@@ -19,6 +19,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import fields
 
 import grpc
 from millrace.v1 import worker_pb2, worker_pb2_grpc
@@ -329,7 +330,7 @@ class Worker:
 
 
 def _times(times: worker_pb2.StepTimes) -> StepTimes:
-    return StepTimes(times.fixed_s, times.sequence_s, times.key_s, times.token_s, times.pair_s)
+    return StepTimes(*(getattr(times, part.name) for part in fields(StepTimes)))
 
 
 async def _first_end(*calls: Coroutine[None, None, None]) -> None:

@@ -40,7 +40,7 @@ def first_token_s(replica: Replica, want: Want, have: float, times: StepTimes) -
     steps = (own + ahead) / max(chunk, LEAST_CHUNK)
     pairs = own * (have + own / 2) + ahead * want.tokens / 2  # the prompts ahead are as long as this one
     work = times.token_s * (own + ahead) + times.pair_s * pairs
-    return max(steps, 1.0) * times.step_s(streams, keys) + work
+    return max(steps, 1.0) * (times.step_s(streams, keys) + times.chunk_s) + work
 
 
 def tpot_s(replica: Replica, want: Want, times: StepTimes) -> float:

@@ -74,7 +74,7 @@ def views(draw: st.DrawFn) -> View:
                 fingerprint=draw(st.sampled_from("fg")),
                 sources=draw(st.frozensets(st.sampled_from(["e-p0", "e-p1", "e-p2"]))) if sources else frozenset(),
                 labels=draw(st.dictionaries(st.sampled_from(["zone", "host"]), st.sampled_from("ab"))),
-                times=draw(st.sampled_from([NOT_MEASURED, StepTimes(0.01, 1e-4, 1e-8, 1e-5, 1e-9)])),
+                times=draw(st.sampled_from([NOT_MEASURED, StepTimes(0.01, 1e-4, 1e-8, 0.01, 1e-5, 1e-9)])),
                 streams=draw(st.integers(0, 9)),
                 flexible=draw(st.booleans()),
             )
