@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 Source: TypeAlias = prefill_pb2.KvPrefixRef | worker_pb2.KvSourceRef | None
 PREFILL, DECODE, UNIFIED = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE, worker_pb2.ROLE_UNIFIED
+FLEXIBLE = worker_pb2.ROLE_FLEXIBLE
+ROLES = PREFILL, DECODE, UNIFIED, FLEXIBLE
 
 
 class LegSink(Protocol):
@@ -92,17 +94,25 @@ class Link:
                 if leg is not None and leg.attempt == wait.id.attempt:
                     leg.on_wait(wait.over, now)
 
-    def submit(self, request: worker_pb2.EngineRequest, source: Source, leg: LegSink) -> None:
-        """`source` has KV for the request: cached pages for a prefill worker, all of the prompt for a decode worker."""
+    def submit(self, request: worker_pb2.EngineRequest, source: Source, leg: LegSink, *, exports: bool = False) -> None:
+        """`exports`: another worker reads the KV. `source` has KV for the request: then cached pages, else all of the
+        prompt.
+        """
         if self._closed is not None:
             leg.on_failure(self._closed)
             return
         self._legs[request.id.room] = leg
+        self._outgoing.put_nowait(self._submission(request, source, exports))
+
+    def _submission(
+        self, request: worker_pb2.EngineRequest, source: Source, exports: bool
+    ) -> prefill_pb2.PrefillLinkRequest | decode_pb2.DecodeLinkRequest:
+        if not exports:
+            return decode_pb2.DecodeLinkRequest(submit=decode_pb2.DecodeRequest(request=request, source=source))
+        prompt = prefill_pb2.PrefillRequest(request=request, prefix=source)
         if self._message is prefill_pb2.PrefillLinkRequest:
-            submit = prefill_pb2.PrefillRequest(request=request, prefix=source)
-        else:
-            submit = decode_pb2.DecodeRequest(request=request, source=source)
-        self._outgoing.put_nowait(self._message(submit=submit))
+            return prefill_pb2.PrefillLinkRequest(submit=prompt)
+        return decode_pb2.DecodeLinkRequest(prefill=prompt)
 
     def forget(self, room: int) -> None:
         """Drop a leg whose last output has arrived."""

@@ -32,7 +32,7 @@ from millrace_router.discovery.factory import make_source
 from millrace_router.fleet import states
 from millrace_router.fleet.cache_feed import CacheFeeds
 from millrace_router.fleet.hooks import Hooks
-from millrace_router.fleet.link import DECODE, PREFILL, UNIFIED
+from millrace_router.fleet.link import DECODE, PREFILL, ROLES, UNIFIED
 from millrace_router.fleet.worker import Worker
 from millrace_router.health.workers import WorkerHealth
 from millrace_router.policy.cache_key import CacheKey
@@ -51,7 +51,7 @@ class Registry:
     ) -> None:
         """`identity`: ours towards the workers; None: plain. Raises OSError when the secret's file is unusable."""
         self._identity = identity
-        self.hooks = Hooks(config.timeouts, metrics, self._changed)
+        self.hooks = Hooks(metrics, self._changed)
         self.workers: dict[str, Worker] = {}  # by address
         self._leaving: set[Worker] = set()
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
@@ -128,7 +128,7 @@ class Registry:
         left_out = self.health.left_out()
         for worker, sources in self._able:
             if worker.weights == weights:
-                roles[worker.role] += worker.replicas(sources, left_out.get(worker.epoch, ""))
+                roles[worker.serves_as] += worker.replicas(sources, left_out.get(worker.epoch, ""))
         return View(tuple(roles[PREFILL]), tuple(roles[DECODE]), tuple(roles[UNIFIED]), self._first)
 
     def choose(self, want: Want) -> Decision | None:
@@ -239,8 +239,7 @@ class Registry:
         first = self._config.routing.revision
         self._first = first if any(worker.target.revision != first for worker in serving) else None
         routable = (
-            frozenset(w.epoch for w in serving if w.role == role and w.epoch in self._routable)
-            for role in (PREFILL, DECODE, UNIFIED)
+            frozenset(w.epoch for w in serving if w.role == role and w.epoch in self._routable) for role in ROLES
         )
         self.health.keep({w.epoch: w.role_name for w in workers if w.epoch}, routable)
         self._feeds.reconcile(workers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from array import array
 from collections.abc import Callable, Sequence
@@ -96,6 +97,7 @@ class Generation:
             wants_logprobs=job.sampling.HasField("logprobs"),
         )
         self._backend = backend
+        self.slo = job.tenant.limits(config.routing.slo.slo)
         self._health = backend.registry.health
         self._cache_salt = backend.registry.cache_key.salt(job.tenant.cache_group)
         self._spans = spans
@@ -161,6 +163,7 @@ class Generation:
         return Want(
             tokens=len(token_ids),
             outputs=flow.remaining,
+            slo=self.slo,
             least=max(job.least_outputs - len(flow.outputs), 0),
             avoid=self._avoid,
             weights=job.begun.weights,
@@ -206,6 +209,8 @@ class Generation:
             self._workers[leg] = worker = self._backend.registry.workers[replica.address]
             self._weights, self.version = worker.weights, worker.info.weights_version
             request = self._request(replica.index)
+            if leg is Leg.DECODE and self.slo.tpot_s < math.inf:
+                request.tpot_limit_ms = max(round(self.slo.tpot_s * 1000), 1)
             if worker.info.packed_prompts:
                 request.prompt = prompt.tobytes()
             else:  # a worker of an earlier version
@@ -218,7 +223,7 @@ class Generation:
             )
             assert worker.link is not None, "the policy chose a worker that is not linked"
             self._links[leg] = link = worker.link
-            link.submit(request, source, _Leg(self, leg, link))
+            link.submit(request, source, _Leg(self, leg, link), exports=leg is Leg.PREFILL)
             source = worker.source()
 
     def _prefix(self, loan: LoanOffer | None) -> prefill_pb2.KvPrefixRef | None:

@@ -22,12 +22,12 @@ Pages = Mapping[Process, float]
 
 
 class Indexes:
-    """The indexes that the configured policies need. Local prefill wants an estimate: the decode policy's index, else
-    whichever there is.
+    """The indexes that the configured policies need. With limits, decode workers may run prompts: that wants an
+    estimate, from the decode policy's index, else from whichever there is.
     """
 
     def __init__(self, prefill: Policy, decode: Policy, routing: Routing) -> None:
-        policies, local = {prefill, decode}, routing.local_prefill
+        policies, local = {prefill, decode}, routing.slo.slo.limited
         self.kv = KvIndex() if Policy.KV_AWARE in policies else None
         guess = Policy.PREFIX_AWARE in policies or (local and self.kv is None)
         self.prefix = PrefixIndex(routing.prefix_blocks) if guess else None
@@ -93,7 +93,7 @@ class Placer:
         if prefill is not None:
             self._last["prefill"] = prefill.key
         if decode is not None:
-            self._last[decision.way if prefill is None else "decode"] = decode.key
+            self._last["whole" if prefill is None else "decode"] = decode.key
         self.indexes.note(want, decision.placement)
         self.decisions.append(decision)
         self._metrics.decisions.labels(

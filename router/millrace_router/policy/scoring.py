@@ -26,6 +26,7 @@ Score = tuple[float, ...]
 NOT_DRAWN: Score = (float("inf"), 0.0)
 KEY = attrgetter("key")
 _U64 = 2**64 - 1
+LOAD_SLACK = 4  # so many sequences are never too many
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,10 @@ def best(candidates: Sequence[Replica], scores: Sequence[Score], last: Key | Non
 
 def bound(candidates: Sequence[Replica], routing: Routing) -> float:
     """Sequences that no candidate should exceed: `load_factor` x the mean, with one more sequence counted in, but never
-    less than `load_slack`. At least one candidate is always below it.
+    less than LOAD_SLACK. At least one candidate is always below it.
     """
     total = sum(replica.sequences for replica in candidates) + 1
-    return max(-(-routing.load_factor * total // len(candidates)), routing.load_slack)
+    return max(-(-routing.load_factor * total // len(candidates)), LOAD_SLACK)
 
 
 def distances(source: Replica, candidates: Sequence[Replica], levels: Sequence[str]) -> list[int]:

@@ -424,7 +424,7 @@ def holder_of(name: str) -> Replica:
 
 def test_only_the_indexes_that_somebody_asks() -> None:
     def kept(prefill: Policy, decode: Policy, local: int = 0) -> tuple[bool, bool]:
-        indexes = Indexes(prefill, decode, Routing(local_prefill_tokens=local))
+        indexes = Indexes(prefill, decode, Routing(slo={"ttft": local or None}))
         assert bool(indexes.blocks(list(range(64)), 64, SALT)) is (indexes.prefix is not None or indexes.kv is not None)
         return indexes.prefix is not None, indexes.kv is not None
 
@@ -448,8 +448,8 @@ def test_each_policy_asks_its_own_index() -> None:
     assert indexes.lookup(want) == ({("d", 0): 3}, {("d", 0): 1}, {("d", 0): 1})
 
 
-def test_local_prefill_has_an_estimate_whatever_the_policy() -> None:
-    indexes = Indexes(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_tokens=100))
+def test_prompts_of_decode_workers_have_an_estimate_whatever_the_policy() -> None:
+    indexes = Indexes(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(slo={"ttft": 1.0}))
     want = Want(tokens=200, pages=indexes.blocks(list(range(200)), 64, SALT))
     indexes.note(want, Placement(None, holder_of("d")))
     assert indexes.lookup(want) == ({}, {("d", 0): 3}, {})
