@@ -26,8 +26,8 @@ from millrace_router.policy.snapshot import Key, Pace, Replica, View, Want
 from millrace_router.queue.admission import Admission
 from millrace_router.queue.fair_queue import Ticket
 from millrace_rpc.errors import MillraceError
+from millrace_serve.engine.schedule.capacity import QUEUE_S
 from millrace_serve.engine.schedule.expected import LEAST, Outputs, need, room
-from millrace_serve.engine.schedule.prefill import QUEUE_S
 from millrace_serve.engine.schedule.waiting import LOOK_S
 
 TICK_S = 0.1
