@@ -16,13 +16,14 @@ from dataclasses import dataclass, field, replace
 
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
+from millrace_common.split import Slo
 from millrace_router.config import Policy, RouterConfig, Routing, Timeouts
 from millrace_router.flow.flow import AbortLeg, Action, Blame, Flow, Leg, Retry, Stage
 from millrace_router.flow.metrics import build
 from millrace_router.health.workers import WorkerHealth
 from millrace_router.policy.choose import NO_PAGES, Chooser, Decision, Situation
 from millrace_router.policy.holders import Process
-from millrace_router.policy.snapshot import Key, Pace, Replica, View, Want
+from millrace_router.policy.snapshot import NO_LIMITS, Key, Pace, Replica, View, Want
 from millrace_router.queue.admission import Admission
 from millrace_router.queue.fair_queue import Ticket
 from millrace_rpc.errors import MillraceError
@@ -75,7 +76,8 @@ class Job:
         if self.flow.stage is Stage.QUEUED:
             flow, request = self.flow, self.request
             tokens, left = request.prompt + len(flow.outputs), request.max_tokens - len(flow.outputs)
-            want = Want(tokens, left, session=request.session, page_size=PAGE, attempt=flow.attempt + 1)
+            slo = self.fleet.made_of.slo
+            want = Want(tokens, left, slo=slo, session=request.session, page_size=PAGE, attempt=flow.attempt + 1)
             self.ticket = Ticket(self.place, want, self.serve, self.refuse, paid=flow.attempt >= 0)
             self.fleet.admission.enter(self.ticket)
 
@@ -155,13 +157,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Fleets:
-    """What a fleet is made of."""
+    """What a fleet is made of. slo: of all requests; with limits, they are placed by predicted times."""
 
     workers: Mapping[str, int]  # by role
     machines: Mapping[str, Machine]  # by role
     queue_s: float = 60.0  # timeouts.queue
     policy: Policy = Policy.LEAST_LOADED
     routing: Routing = field(default_factory=Routing)
+    slo: Slo = NO_LIMITS
     seen: tuple[int, ...] = ()  # lengths of outputs that workers have seen before
 
 
@@ -201,7 +204,7 @@ class Fleet:
             if prefill is not None:
                 self.last["prefill"] = prefill.key
             if decode is not None:
-                self.last[decision.way if prefill is None else "decode"] = decode.key
+                self.last["whole" if prefill is None else "decode"] = decode.key
         return decision
 
     def to_keep(self, want: Want) -> str:
@@ -229,6 +232,7 @@ class Fleet:
             now, credits=now.credits - 1, sequences=now.sequences + 1,
             room=now.room - tokens - min(outputs, now.expected_output),
             tokens=now.tokens + uncached * computes, held=now.held + tokens * generates,
+            streams=now.streams + (self.workers[name].duty != "prefill"),
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------- time

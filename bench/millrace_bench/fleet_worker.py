@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from millrace_common.step_times import StepTimes
 from millrace_router.flow.flow import Leg
-from millrace_router.policy.snapshot import Replica
+from millrace_router.policy.snapshot import NOT_MEASURED, Replica
+from millrace_serve.engine.schedule.capacity import QUEUE_S
 from millrace_serve.engine.schedule.expected import Outputs, need, room
-from millrace_serve.engine.schedule.prefill import QUEUE_S
 from millrace_serve.engine.schedule.waiting import LOOK_S
 
 if TYPE_CHECKING:
@@ -292,6 +292,9 @@ class Worker:
             page_bytes=machine.page_bytes,
             prompt_tokens_per_s=machine.prompt_tokens_per_s,
             read_bytes_per_s=machine.read_bytes_per_s,
+            times=machine.times if machine.by_room else NOT_MEASURED,
+            streams=len(self.running) if self.duty == "prefill" else len(streams) + exports,
+            flexible=self.role == "flexible",
         )  # fmt: skip
 
     def _room(self, streams: list[Part]) -> int:

@@ -36,8 +36,7 @@ from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import Failure, Request, RequestId, SamplingParams, SequenceOutput, Submit
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar.grammars import Grammars
-from millrace_serve.engine.schedule.decode import DecodeScheduler
-from millrace_serve.engine.schedule.expected import LEAST, Outputs
+from millrace_serve.engine.schedule.expected import LEAST
 from millrace_serve.engine.schedule.factory import make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.schedule.plan import StepOutput
@@ -151,9 +150,8 @@ class System:
         pool = KvPool(sim_layout(config, SETTINGS), config.num_pages)
         grammars, facts = Grammars(), ModelFacts(SETTINGS.vocab_size, frozenset((SETTINGS.eos_token_id,)))
         scheduler = make_scheduler(config, Role.UNIFIED, facts, self.clock, grammars)
-        assert isinstance(scheduler, DecodeScheduler)
         if not expects:
-            scheduler.outputs = Outputs(0)
+            scheduler.outputs.window = 0
         self.device = Device(pool, config, self.clock, {room: w.outputs for room, w in enumerate(work)})
         self.engine = Engine(config, scheduler, grammars, BatchBuilder(config, self.device.join), self.device, pool)
         self.work, self.most_waiting = work, most_waiting

@@ -80,10 +80,11 @@ def spec(topology: str, model: Path, args: argparse.Namespace) -> ClusterSpec:
         prefill=counts["prefill"],
         decode=counts["decode"],
         unified=counts["unified"],
+        flexible=counts["flexible"],
         engine=args.engine,
         model=model,
         worker_set=(*own, *args.worker_set),
-        router_set=(*POLICIES, *args.router_set),
+        router_set=(*POLICIES, *limits(args.slo), *args.router_set),
         routers=args.routers,
     )
 

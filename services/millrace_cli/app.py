@@ -62,6 +62,7 @@ def serve_local(
     prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
     unified: Annotated[bool, typer.Option("--unified", help="One worker for both phases instead.")] = False,
+    flexible: Annotated[int, typer.Option(min=0, help="Workers whose phases follow the load, instead.")] = 0,
     engine: Annotated[Literal["model", "sim"], typer.Option(help="sim: a timing model without weights.")] = "model",
     model: Annotated[Path | None, typer.Option(help="Checkpoint folder. Default: models/tiny.")] = None,
     grpc_port: Port = 50051,
@@ -76,14 +77,14 @@ def serve_local(
     from millrace_cli.cluster import TINY, ClusterSpec
     from millrace_cli.serve_local import serve_local as run
 
-    if unified and (prefill, decode) != (1, 1):
-        raise CommandError(
-            "--unified is one worker in the place of --prefill and --decode; give one or the other", code=2
-        )
+    if ((prefill, decode) != (1, 1)) + unified + bool(flexible) > 1:
+        raise CommandError("--prefill and --decode, --unified and --flexible exclude each other", code=2)
+    apart = not (unified or flexible)
     spec = ClusterSpec(
-        prefill=0 if unified else prefill,
-        decode=0 if unified else decode,
+        prefill=prefill * apart,
+        decode=decode * apart,
         unified=int(unified),
+        flexible=flexible,
         engine=engine,
         model=model or TINY,
         ports={"grpc": grpc_port, "http": http_port, "admin": admin_port, "admin_http": admin_http_port},
@@ -125,6 +126,7 @@ for role, what in {
     "prefill": "a prefill worker",
     "decode": "a decode worker",
     "unified": "a worker for both phases",
+    "flexible": "a worker whose phases follow the load",
 }.items():
     app.command(role, context_settings=PASS_ON, help=f"Run {what}.")(server(role))
 
@@ -290,7 +292,7 @@ def plan_worker(
     gpus: Annotated[int, typer.Option(min=1, max=512, help="Of the worker.")] = 8,
     tp: Annotated[int | None, typer.Option(min=1, help="Default: by goal.")] = None,
     dp: Annotated[int | None, typer.Option(min=1, help="Default: by goal.")] = None,
-    role: Annotated[Literal["prefill", "decode", "unified"], typer.Option()] = "unified",
+    role: Annotated[Literal["prefill", "decode", "unified", "flexible"], typer.Option()] = "unified",
     goal: Annotated[Literal["throughput", "latency", "balanced"], typer.Option()] = "balanced",
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As for a worker.")] = None,
 ) -> None:

@@ -46,6 +46,7 @@ SERVERS = {  # role to module and first arguments
     "prefill": ("millrace_serve.prefill",),
     "decode": ("millrace_serve.decode",),
     "unified": ("millrace_serve.decode", "--set", "role=unified"),
+    "flexible": ("millrace_serve.decode", "--set", "role=flexible"),
 }
 
 
@@ -65,7 +66,8 @@ class ClusterSpec:
 
     prefill: int = 1
     decode: int = 1
-    unified: int = 0  # unified workers; set prefill and decode to 0 then
+    unified: int = 0  # instead of prefill and decode, which are 0 then
+    flexible: int = 0  # likewise
     engine: Literal["model", "sim"] = "model"
     model: Path = TINY  # checkpoint folder; with the sim engine only its tokenizer is used
     ports: Mapping[str, int] = field(default_factory=dict)  # of the router, by the names in ROUTER_PORTS
@@ -84,8 +86,8 @@ class ClusterSpec:
 
     def workers(self) -> dict[str, str]:
         """Name to role."""
-        counts = {"prefill": self.prefill, "decode": self.decode, "unified": self.unified}
-        return {f"{role}-{i}": role for role, count in counts.items() for i in range(count)}
+        roles = [role for role in SERVERS if role != "router"]
+        return {f"{role}-{i}": role for role in roles for i in range(getattr(self, role))}
 
     @property
     def patience_s(self) -> float:

@@ -76,6 +76,7 @@ def test_bad_options_are_named_before_anything_starts(
         ("3p+1d", {"prefill": 3, "decode": 1}),
         ("4u", {"unified": 4}),
         ("1p+1d+2u", {"prefill": 1, "decode": 1, "unified": 2}),
+        ("4flex", {"flexible": 4}),
     ],
 )
 def test_a_topology_is_its_workers(topology: str, roles: dict[str, int]) -> None:
@@ -83,7 +84,7 @@ def test_a_topology_is_its_workers(topology: str, roles: dict[str, int]) -> None
     found = spec(topology, TINY, args)
     assert Counter(found.workers().values()) == roles
     assert found.worker_set == ("limits.max_model_len=80", "random_weights=true", "device=cuda")
-    assert set(pd.POLICIES) <= set(found.router_set)
+    assert found.router_set == (*pd.POLICIES, "routing.slo.ttft=1.0", "routing.slo.tpot=0.04")
 
 
 def test_every_router_of_a_cluster_has_a_name() -> None:

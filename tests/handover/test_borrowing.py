@@ -184,7 +184,7 @@ async def test_loan_leaves_a_token_to_compute(bench: Bench, length: int, pages: 
 async def test_loan_has_a_limit_at_each_stage(bench: Bench, stage: str, seconds: float) -> None:
     began = asyncio.get_running_loop().time()
     await bench.to(stage)
-    timer = bench.role.imports._use._timers[ID]  # type: ignore[attr-defined]
+    timer = bench.role._borrowing._timers[ID]
     assert began + seconds <= timer.when() <= asyncio.get_running_loop().time() + seconds and not timer.cancelled()
     if stage == "reading":
         bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "no route", 1))

@@ -18,6 +18,7 @@ class Role(enum.StrEnum):
     PREFILL = "prefill"  # EXPORT requests only
     DECODE = "decode"  # IMPORT requests, and LOCAL ones
     UNIFIED = "unified"  # LOCAL requests
+    FLEXIBLE = "flexible"  # all of them
 
 
 GIB = 1 << 30
@@ -44,7 +45,8 @@ class Limits(Config):
     max_prefill_tokens: Annotated[int, OrAuto()] = Field(2048, ge=1)
     # Uncached tokens of a prompt from which on all replicas compute it together, with half of their steps; 0: never.
     share_prompts: int = Field(0, ge=0)
-    max_parked_pages: int | None = Field(None, ge=1)  # pages that prompts may hold until their lease ends; None = pool
+    # Pages that prompts may hold until their lease ends; None: the pool, on a flexible worker half of it.
+    max_parked_pages: int | None = Field(None, ge=1)
     # Most per sequence and step; 0: the KV page has no MTP layer.
     draft_tokens: Annotated[int, OrAuto()] = Field(0, ge=0, le=MOST_DRAFTS)
     draft_batches: Annotated[tuple[Annotated[int, Field(ge=0)], ...], OrAuto()] = DRAFT_BATCHES

@@ -1,4 +1,4 @@
-"""The borrowing side of a prefill worker: leading pages of a prompt come from the prefix cache of another worker.
+"""The borrowing side of a worker: leading pages of a prompt come from the prefix cache of another worker.
 
 Life of a loan, which is an import (imports.py) of one part:
 
@@ -24,7 +24,6 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.core import Failure, KvArrived, KvLate, KvOffered, RequestId, SequenceOutput
-from millrace_serve.handover.failed_reads import FailedReads
 from millrace_serve.handover.imports import Import, Imports, ImportUse
 from millrace_serve.handover.pairing import check_layout
 from millrace_serve.handover.peers import Peers
@@ -45,11 +44,10 @@ class LoanTimes:
 
 
 class Borrowing(ImportUse):
-    """Of a prefill worker."""
+    """Prompts that are computed here."""
 
-    def __init__(self, frontend: Frontend, peers: Peers, failed_reads: FailedReads) -> None:
-        self.imports = Imports(frontend, peers, failed_reads, self)
-        self._peers, self._ranks = peers, frontend.ranks
+    def __init__(self, frontend: Frontend, peers: Peers, imports: Imports) -> None:
+        self._imports, self._peers, self._ranks = imports, peers, frontend.ranks
         self._metrics, self._spans, self._board = frontend.metrics, frontend.spans, frontend.board
         self._page_size, self._stall_s = frontend.config.limits.page_size, frontend.config.timeouts.stall
         self._times: dict[RequestId, LoanTimes] = {}
@@ -70,12 +68,12 @@ class Borrowing(ImportUse):
         machine = KvImport(convert.request_id(message.request.id), blocks, loan=True)
         peer = self._peers.get(prefix.worker.address, prefix.worker.epoch)
         wanted = kv_pb2.FetchPrefix(replica=prefix.replica, blocks=blocks)
-        return Import(machine, message.request.replica, peer, prefix=wanted)
+        return Import(machine, self, message.request.replica, peer, prefix=wanted)
 
     def borrow(self, loan: Import) -> None:
         """The engine has the request and waits."""
         self._times[loan.machine.id] = LoanTimes(time.monotonic())
-        self.imports.begin(loan)
+        self._imports.begin(loan)
         self._limit(loan, OFFER_S, f"nothing was offered within {OFFER_S:g} s")
 
     def offered(self, job: Import) -> None:
@@ -113,7 +111,7 @@ class Borrowing(ImportUse):
         if timer := self._timers.get(job.machine.id):
             timer.cancel()
         failure = Failure(Reason.STALLED, f"worker {job.peer.address}: {why}")
-        end = functools.partial(self.imports.fail, job, failure)
+        end = functools.partial(self._imports.fail, job, failure)
         self._timers[job.machine.id] = asyncio.get_running_loop().call_later(seconds, end)
 
     def _count_failure(self, reason: str) -> None:

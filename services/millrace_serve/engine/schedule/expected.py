@@ -19,14 +19,14 @@ class Outputs:
     """The lengths of the latest outputs, in tokens. `window` 0: nothing is learned."""
 
     def __init__(self, window: int = WINDOW) -> None:
-        self._window = window
+        self.window = window
         self._latest: deque[int] = deque()
         self._sorted: list[int] = []
 
     def ended(self, length: int) -> None:
         self._latest.append(length)
         bisect.insort(self._sorted, length)
-        if len(self._latest) > self._window:
+        if len(self._latest) > self.window:
             del self._sorted[bisect.bisect_left(self._sorted, self._latest.popleft())]
 
     def rest(self, length: int, number: int) -> int:

@@ -19,6 +19,7 @@ ROUTES = {
     Role.PREFILL: {Route.EXPORT},
     Role.DECODE: {Route.IMPORT, Route.LOCAL},
     Role.UNIFIED: {Route.LOCAL},
+    Role.FLEXIBLE: set(Route),
 }
 
 

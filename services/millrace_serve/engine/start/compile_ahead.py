@@ -121,8 +121,8 @@ def together(site: Site) -> None:
 
 
 def mark(site: Site) -> None:
-    """Mark the folder as complete, for all roles after a unified worker. A read-only folder stays as it is."""
-    for role in Role if site.role is Role.UNIFIED else (site.role,):
+    """Mark the folder as complete, for all roles after a worker that does all. A read-only folder stays as it is."""
+    for role in Role if site.role in (Role.UNIFIED, Role.FLEXIBLE) else (site.role,):
         if (file := mark_file(dataclasses.replace(site, role=role))) is not None:
             with contextlib.suppress(OSError):
                 file.parent.mkdir(parents=True, exist_ok=True)

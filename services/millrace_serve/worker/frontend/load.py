@@ -38,6 +38,8 @@ class LoadBoard:
         self._loan_at = -math.inf
         self._state, self._busy, self._starved = state, busy, starved
         self.epoch = epoch
+        self.duty = worker_pb2.DUTY_UNSPECIFIED
+        self._routers: list[str] = []  # that have Links
         self._reported: dict[Any, float] = {}  # by counter
 
     def restart(self) -> None:
@@ -50,6 +52,14 @@ class LoadBoard:
         if load != self.loads[replica]:
             self.loads[replica] = load
             self.changed.fire()
+
+    def linked(self, routers: list[str]) -> None:
+        self._routers = routers
+        self.changed.fire()
+
+    def give(self, duty: worker_pb2.Duty) -> None:
+        self.duty = duty
+        self.changed.fire()
 
     def borrowed(self, seconds: float) -> None:
         """A loan took so long beside its reads."""
@@ -80,6 +90,8 @@ class LoadBoard:
             loan_seconds=self.loan_s,
             busy=self._busy(),
             starved=self._starved(),
+            duty=self.duty,
+            routers=self._routers,
         )
 
     async def watch(self, min_interval_s: float, max_interval_s: float) -> AsyncIterator[worker_pb2.LoadSnapshot]:
