@@ -90,6 +90,8 @@ class Job:
         self.placed = {leg: fleet.workers[replica.address] for leg, replica in chosen.items() if replica is not None}
         tokens, cached = self.request.prompt + len(self.flow.outputs), decision.cached_tokens
         self.flow.assign(frozenset(self.placed), fleet.now)
+        for note in fleet.on_place:
+            note(cached)
         goal = self.request.outputs - len(self.flow.outputs)
         pair = len(self.placed) == 2
         for leg, worker in self.placed.items():
@@ -186,6 +188,8 @@ class Fleet:
         self.health.keep(dict(names), by_role)
         self.last: dict[str, Key] = {}
         self.cached: defaultdict[str, dict[Process, int]] = defaultdict(dict)  # pages of conversations
+        self.on_arrival: list[Callable[[Job], None]] = []
+        self.on_place: list[Callable[[int], None]] = []  # with the tokens that are cached
         self.live: dict[Job, None] = {}
         self.jobs: list[Job] = []
         self._numbers, self._ties = itertools.count(), itertools.count()
@@ -243,6 +247,8 @@ class Fleet:
     def submit(self, request: Request) -> Job:
         job = Job(self, next(self._numbers), request)
         self.jobs.append(job)
+        for note in self.on_arrival:
+            note(job)
         self.health.budget.begin()
         try:
             self.admission.make_room(1, job.place, request.prompt, None)

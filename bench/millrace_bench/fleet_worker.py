@@ -85,7 +85,7 @@ class Worker:
         self._keys = 0  # tokens of running sequences
         self._begun = 0  # tokens of prompts that were begun and stay here
         self._prompt_tokens = 0  # to be computed
-        self._steps = self.computed = self.preemptions = 0
+        self._steps = self.computed = self.generated = self.preemptions = 0
         self._busy = False
 
     # ------------------------------------------------------------------------------------- what the router sends
@@ -169,6 +169,7 @@ class Worker:
         self._busy = False
         self._steps += 1
         self._keys += len(self.running)
+        self.generated += len(self.running)
         while self._ends and self._ends[0][0] <= self._steps:
             part = heapq.heappop(self._ends)[2]
             if part in self.running:
