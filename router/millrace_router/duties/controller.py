@@ -24,6 +24,7 @@ UNSPECIFIED = worker_pb2.DUTY_UNSPECIFIED
 AT_RISK = 0.25  # part of a changing worker's requests that miss a limit by it
 LEAST_ERROR, MOST_ERROR = 0.1, 0.3  # of the measured rate
 NONE = Split()
+FEW = 16  # members, of which every split is looked at
 DRAIN_S = 10.0  # in which waiting prompts should be computed, besides those that come
 
 
@@ -99,12 +100,12 @@ def decide(situation: Situation) -> Plan:
 
 
 def _candidates(now: Split, fixed: Split) -> Iterator[Split]:
-    """All of both duties, and prefill beside decode, in growing steps from the present number of prefill workers."""
+    """All of both duties, and prefill beside decode; of many, in growing steps from what there is."""
     total = now.total
     if not fixed.prefill:
         yield Split(both=total)
-    steps = [0, *(sign << i for i in range(total.bit_length()) for sign in (1, -1))]
-    for prefill in sorted({now.prefill + step for step in steps}):
+    steps = range(-total, total + 1) if total <= FEW else [s << i for i in range(total.bit_length()) for s in (1, -1)]
+    for prefill in sorted({now.prefill, *(now.prefill + step for step in steps)}):
         if (0 if fixed.prefill else 1) <= prefill <= (total if fixed.decode else total - 1):
             yield Split(prefill, total - prefill)
 
