@@ -279,8 +279,10 @@ class _Queue:
         self._service_s = service_s if replicas and each else NEVER_S
         capacity = max(replicas * each, 1e-9)
         spare = capacity - rate
-        # Twice the spare capacity, as of a queue with equal services; what a queue has grown to in an overload
-        self._tail = spare + math.sqrt(spare * spare + 16 * capacity / HORIZON_S)
+        # Twice the spare capacity, as of a queue with equal services; in an overload, by what it grows to.
+        grown = 16 * capacity / HORIZON_S
+        root = math.sqrt(spare * spare + grown)
+        self._tail = spare + root if spare > 0 else grown / (root - spare)
         self._waits = min(self.use, 1.0) ** (math.sqrt(2 * (replicas * servers + 1)) - 1)
 
     @property

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_common.split import Capacity, Expected, Slo, Split, Workload, best, expect, splits
 from millrace_common.step_times import StepTimes
@@ -79,6 +79,7 @@ def test_every_split_once() -> None:
 
 
 @given(workloads, slos, times, capacities, st.integers(1, 12))
+@settings(deadline=None)
 def test_whatever_the_load_the_numbers_are_numbers(
     workload: Workload, slo: Slo, step: StepTimes, capacity: Capacity, replicas: int
 ) -> None:
@@ -92,6 +93,7 @@ def test_whatever_the_load_the_numbers_are_numbers(
 
 
 @given(workloads, slos, times, capacities, st.integers(1, 12))
+@settings(deadline=None)
 def test_one_more_replica_is_never_worse(
     workload: Workload, slo: Slo, step: StepTimes, capacity: Capacity, replicas: int
 ) -> None:
@@ -100,6 +102,7 @@ def test_one_more_replica_is_never_worse(
 
 
 @given(workloads, slos, times, capacities, st.integers(1, 8), st.floats(1, 4), st.floats(1, 4))
+@settings(deadline=None)
 def test_higher_limits_are_never_worse(
     workload: Workload, slo: Slo, step: StepTimes, capacity: Capacity, replicas: int, first: float, each: float
 ) -> None:
@@ -109,6 +112,7 @@ def test_higher_limits_are_never_worse(
 
 
 @given(workloads, slos, times, capacities, st.integers(1, 8))
+@settings(deadline=None)
 def test_a_cached_prompt_is_never_worse(
     workload: Workload, slo: Slo, step: StepTimes, capacity: Capacity, replicas: int
 ) -> None:

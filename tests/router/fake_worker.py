@@ -134,6 +134,7 @@ class FakeWorker(
         self.sources: list[worker_pb2.KvSourceRef | None] = []
         self.exports: set[tuple[int, int]] = set()  # what a flexible worker was told to prefill
         self.duty, self.duties = worker_pb2.DUTY_UNSPECIFIED, []  # what it was told
+        self.duty_failures: collections.deque[str] = collections.deque()
         self.aborted: list[tuple[int, int]] = []
         self.active: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.warmups: list[str] = []
@@ -244,6 +245,8 @@ class FakeWorker(
         return worker_pb2.FlushCacheResponse(pages=7)
 
     async def SetDuty(self, request, context):
+        if self.duty_failures:
+            raise MillraceError(self.duty_failures.popleft(), "scripted")
         self.duties.append(request)
         self.change(duty=request.duty)
         return worker_pb2.SetDutyResponse()

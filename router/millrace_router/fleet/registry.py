@@ -29,6 +29,7 @@ from millrace_rpc.tls import Identity
 from millrace_router.config import RouterConfig
 from millrace_router.discovery.base import TROUBLES, Target, diff
 from millrace_router.discovery.factory import make_source
+from millrace_router.duties.demand import Demand
 from millrace_router.fleet import states
 from millrace_router.fleet.cache_feed import CacheFeeds
 from millrace_router.fleet.hooks import Hooks
@@ -65,6 +66,7 @@ class Registry:
         self._able: list[tuple[Worker, frozenset[str]]] = []  # of every model, by address, with their sources' epochs
         self._first: str | None = None  # the revision that is asked first, while there are others
         self.placer = Placer(config, metrics)
+        self.demand = Demand()
         self.health = WorkerHealth(config.resilience, metrics)
         self._feeds = CacheFeeds(self.placer.indexes.kv, metrics)
         self._metrics = metrics
@@ -122,6 +124,14 @@ class Registry:
             return f"{name!r} is served, not its model" if other else f"{name!r} is served, of other weights than its"
         return self.hooks.why_not(worker.epoch)
 
+    @property
+    def router_id(self) -> str:
+        return self._hello.router_id
+
+    def serving(self) -> list[Worker]:
+        """The workers of the served model that requests may be placed on."""
+        return [worker for worker, _ in self._able if self._serves(worker)]
+
     def view(self, weights: str) -> View:
         """The view of the model with these weights."""
         roles: dict[int, list[Replica]] = {PREFILL: [], DECODE: [], UNIFIED: []}
@@ -139,7 +149,10 @@ class Registry:
             now = "" if self._model is None else self._model.weights_version
             text = f"the model that began this answer is no longer served: weights changed from version {want.version}"
             raise MillraceError(Reason.NO_WORKERS, f"{text} to {now}")
-        return self.placer.choose(self.view(weights), want)
+        decision = self.placer.choose(self.view(weights), want)
+        if decision is not None:
+            self.demand.placed(decision.cached_tokens)
+        return decision
 
     def to_keep(self, want: Want) -> str:
         """The worker whose room should be kept for a request that others overtake; empty: none."""

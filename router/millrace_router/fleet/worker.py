@@ -97,9 +97,13 @@ class Worker:
         return self.load.duty if self.load is not None else worker_pb2.DUTY_UNSPECIFIED
 
     @property
+    def flexible(self) -> bool:
+        return self.role == FLEXIBLE
+
+    @property
     def serves_as(self) -> worker_pb2.Role:
         """The role that requests see: a flexible worker's duty."""
-        return ROLE_OF_DUTY.get(self.duty, UNIFIED) if self.role == FLEXIBLE else self.role
+        return ROLE_OF_DUTY.get(self.duty, UNIFIED) if self.flexible else self.role
 
     @property
     def epoch(self) -> str:
@@ -188,7 +192,7 @@ class Worker:
         sequences = load.running + load.waiting + load.importing + requests
         streams = sequences
         if self.serves_as == PREFILL:  # it has at most streams from before
-            streams = load.running if self.role == FLEXIBLE else 0
+            streams = load.running if self.flexible else 0
         return Replica(
             address=self.address,
             index=index,
@@ -212,7 +216,7 @@ class Worker:
             loan_s=self.load.loan_seconds if self.load else 0.0,
             times=_times(load.step_times),
             streams=streams,
-            flexible=self.role == FLEXIBLE,
+            flexible=self.flexible,
         )
 
     async def run(self) -> None:

@@ -115,6 +115,7 @@ class Generation:
     def start(self) -> None:
         self._health.budget.begin()
         self.job.tenant.running.add(1, self._tokens)
+        self._backend.registry.demand.arrived(len(self.job.token_ids), self.job.sampling.max_tokens, self.slo)
         self._arm()
         self._enter()
 
@@ -327,6 +328,9 @@ class Generation:
         flow = self.flow
         if self.tokens_at is not None:
             self._spans.first_token(self.tokens_at)
+            if flow.stage is Stage.DONE:
+                tpot_s = (self._loop.time() - self.tokens_at) / max(len(flow.outputs) - 1, 1)
+                self._backend.registry.demand.ended(self.tokens_at - self.job.received, tpot_s, self.slo)
         error = "" if flow.stage is Stage.DONE else str(flow.error)
         tokens = {"millrace.output_tokens": len(flow.outputs), "millrace.cached_tokens": self.cached_tokens}
         self._spans.over(self._loop.time(), tokens, error)
