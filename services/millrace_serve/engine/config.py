@@ -27,6 +27,11 @@ MOST_DRAFTS = 3  # less than model/yarn.py has rows behind the last position
 DRAFT_BATCHES = (256, 32, 16)
 
 
+def shared_tokens(prompt_tokens: int) -> int:
+    """Rows for the part of a shared chunk, in a step with so many. Even, so that no division of a chunk exceeds it."""
+    return max(prompt_tokens // 4 * 2, 1)
+
+
 class OrAuto:
     """Of a key that may be `auto` in a worker's configuration, which puts a value in its place (plan/settings.py)."""
 
@@ -84,8 +89,8 @@ class Limits(Config):
 
     @property
     def shared_tokens(self) -> int:
-        """Rows that a replica has for its part of a shared chunk. Even, so that no division of a chunk exceeds it."""
-        return max(self.max_prefill_tokens // 4 * 2, 1)
+        """The most rows that a replica has for its part of a shared chunk."""
+        return shared_tokens(self.max_prefill_tokens)
 
     def host_pages(self, page_bytes: int) -> int:
         """Copies of pages that the host tier has room for."""

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
+from millrace_common.step_times import StepTimes
 
 TOKEN_BYTES = 4
 
@@ -113,6 +114,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None  # from arrival at this worker; None = no deadline
     cache_salt: bytes = b""  # cached pages are shared with requests of equal salts only
     warms: bool = False  # of the worker itself: it tells nothing of the outputs that clients want
+    tpot_limit_s: float = 0.0  # chunks of prompts beside its output tokens are so short that steps keep it; 0: none
     borrows: bool = False  # EXPORT: its leading pages may come from another worker; it waits for KvOffered or KvFailed
 
 
@@ -295,6 +297,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     # What only grows. "name" is millrace_engine_total{what="name"}; "metric/name" is another counter of
     # millrace_common/metrics.py with that label.
     counters: dict[str, float] = {}
+    step_times: StepTimes | None = None  # None: not measured
 
 
 class Events(msgspec.Struct, tag=True):

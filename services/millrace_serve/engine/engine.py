@@ -204,12 +204,13 @@ class Engine:
         """False: no replica has anything to do."""
         agreement = self._lockstep.agree(plan, self._stopping)
         self.stopped = agreement.last
-        self._scheduler.turn = agreement.turn
+        self._scheduler.turn, self._scheduler.limit_s = agreement.turn, agreement.limit_s
         if not agreement.anybody_works:
             return False
         began = time.monotonic()
         num_queries = 1 + self.config.num_drafts(agreement.most_sampled)
         plan = plan or IDLE_PLAN
+        plan.work = agreement.widest(plan.work)
         batch = self._builder.build(plan, num_queries, agreement.split)
         agreement.tell(batch)
         self._lockstep.share(batch)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from millrace_common.step_times import StepTimes
+
 from millrace_serve.engine.cache.kv_cache import KvCache
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.grammar.grammars import Grammars
@@ -13,12 +15,19 @@ from millrace_serve.engine.schedule.requests import EngineRequests
 from millrace_serve.engine.schedule.scheduler import Scheduler
 
 Clock = Callable[[], float]
+UNKNOWN = StepTimes()
 
 
 def make_scheduler(
-    config: EngineConfig, role: Role, facts: ModelFacts, clock: Clock, grammars: Grammars, host_pages: int = 0
+    config: EngineConfig,
+    role: Role,
+    facts: ModelFacts,
+    clock: Clock,
+    grammars: Grammars,
+    host_pages: int = 0,
+    times: StepTimes = UNKNOWN,
 ) -> Scheduler:
-    """`host_pages`: copies of pages that the host tier has room for."""
+    """`host_pages`: copies of pages that the host tier has room for; `times` of steps, until they are measured."""
     requests = EngineRequests(config, role, facts, clock, grammars)
     pages = Pages(config, KvCache(config.num_pages, config.page_size, config.prefix_cache, host_pages))
-    return Scheduler(config, role, requests, pages)
+    return Scheduler(config, role, requests, pages, times)

@@ -11,19 +11,25 @@ this one. In such a step every replica has half of its tokens for the shared chu
 from __future__ import annotations
 
 import abc
+import math
 
-from millrace_serve.engine.config import EngineConfig
+from millrace_serve.engine.config import EngineConfig, shared_tokens
 from millrace_serve.engine.schedule.leaving import Leaving
 from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.plan import Chunk, Plan, SharedTurn
 from millrace_serve.engine.schedule.requests import EngineRequests
 from millrace_serve.engine.schedule.sequence import Phase, Sequence, Trust
+from millrace_serve.engine.schedule.speeds import Speeds
 
 
 class Prompts(Leaving):
-    def __init__(self, config: EngineConfig, requests: EngineRequests, pages: Pages) -> None:
+    def __init__(self, config: EngineConfig, requests: EngineRequests, pages: Pages, speeds: Speeds) -> None:
         super().__init__(config, requests, pages)
-        self.turn: SharedTurn | None = None  # whether the next step has a shared chunk; the engine sets it
+        self.speeds = speeds
+        # Of the next step; the engine sets both:
+        self.turn: SharedTurn | None = None  # whether it has a shared chunk
+        self.limit_s = math.inf  # that sequences of other replicas set for it
+        self._most = config.max_prefill_tokens  # of prompts in the step that is planned
         self._prefilling: dict[Sequence, None] = {}  # in order of admission
         self._joined: list[Sequence] = []  # got a slot that no plan has named yet
         self._blocked = False  # the head of the queue lacked pages when it was last tried
@@ -59,8 +65,18 @@ class Prompts(Leaving):
     @property
     def _chunk_tokens(self) -> int:
         """Prompt tokens of this replica's own in the next step."""
-        most = self.config.max_prefill_tokens
-        return max(most - self.config.shared_tokens, 1) if self.turn else most
+        return max(self._most - shared_tokens(self._most), 1) if self.turn else self._most
+
+    def _most_within(self, plan: Plan) -> int:
+        """Prompt tokens for which the decode sequences of `plan` leave time by their limits. A page or a 16th of what
+        a step may have is always left: steps read the weights anyway, and prompts must go on.
+        """
+        limit_s, most, times = min(plan.limit_s, self.limit_s), self.config.max_prefill_tokens, self.speeds.times
+        if limit_s == math.inf or not times.token_s:
+            return most
+        start = max((seq.num_computed for seq in self._prefilling if not seq.filling), default=0)
+        tokens = times.tokens_within(limit_s, plan.work.sequences, plan.work.keys, start)
+        return min(max(tokens, self.pages.size, most // 16), most)
 
     def _take_chunks(self, plan: Plan) -> None:
         """Chunks for the admitted prompts and then for new ones, in order, until the step's token budget is used up.
@@ -68,6 +84,7 @@ class Prompts(Leaving):
         Prompts that end within half of the budget come first, and long ones keep the other half: a prompt of 500 tokens
         does not wait for the end of one of 100,000, and does not stop it.
         """
+        self._most = self._most_within(plan)
         budget, kept = self._chunk_tokens, 0
         lasting = [seq for seq in self._prefilling if self._lasts(seq)]
         if lasting:
@@ -113,7 +130,7 @@ class Prompts(Leaving):
         """Use the turn, and ask for the next one; after all other chunks."""
         long = [seq for seq in self._prefilling if self._is_long(seq)]
         if long and self.turn is not None and self.turn.mine:
-            self._take_chunk(plan, long[0], self.turn.replicas * self.config.shared_tokens)
+            self._take_chunk(plan, long[0], self.turn.replicas * shared_tokens(self._most))
             plan.chunks[-1].shared = True
         plan.wants_turn = any(map(self._is_long, long))
 

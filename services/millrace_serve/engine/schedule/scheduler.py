@@ -17,9 +17,11 @@ deadline: DONE; pages of an IMPORTING request stay until KvArrived or KvFailed e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from millrace_common.reasons import Reason
+from millrace_common.step_times import StepTimes
 
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import (
@@ -46,7 +48,7 @@ from millrace_serve.engine.schedule.expected import need
 from millrace_serve.engine.schedule.exports import Exports
 from millrace_serve.engine.schedule.loans import Loans
 from millrace_serve.engine.schedule.pages import Pages
-from millrace_serve.engine.schedule.plan import Chunk, Plan, StepOutput
+from millrace_serve.engine.schedule.plan import Chunk, Plan, StepOutput, Work
 from millrace_serve.engine.schedule.prompts import Prompts
 from millrace_serve.engine.schedule.requests import EngineRequests
 from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer, Trust
@@ -59,10 +61,12 @@ ENDED = (Phase.PARKED, Phase.DONE)
 
 
 class Scheduler(Prompts):
-    def __init__(self, config: EngineConfig, role: Role, requests: EngineRequests, pages: Pages) -> None:
-        super().__init__(config, requests, pages)
+    def __init__(
+        self, config: EngineConfig, role: Role, requests: EngineRequests, pages: Pages, times: StepTimes
+    ) -> None:
+        """`times` of steps, until they have been measured."""
+        super().__init__(config, requests, pages, Speeds(times))
         self.loans = Loans(pages.cache)
-        self.speeds = Speeds()
         self._exports = Exports(config, role, pages, self.outbox)
         self._capacity = Capacity(config, role, requests, pages, self.outputs)
         self._num_queries = 1 + config.draft_tokens  # at most
@@ -215,12 +219,20 @@ class Scheduler(Prompts):
     def _complete(self, plan: Plan) -> Plan | None:
         """None: nothing runs, and no prompt waits for its turn."""
         if plan.decode or plan.chunks:
+            plan.work = self._work(plan)
             plan.joined = [seq for seq in self._joined if seq.phase is Phase.RUNNING and not seq.filling]
             self._joined = []
             self.outbox.counters["steps"] += 1
         elif not plan.wants_turn:
             return None
         return plan
+
+    def _work(self, plan: Plan) -> Work:
+        tokens, pairs = 0, 0.0
+        for chunk in plan.chunks:
+            tokens += chunk.end - chunk.start
+            pairs += (chunk.end**2 - chunk.start**2) / 2
+        return plan.work._replace(tokens=tokens, pairs=pairs)
 
     def _join_ready(self) -> None:
         while self._ready and self.pages.has_slot():
@@ -269,14 +281,18 @@ class Scheduler(Prompts):
         return grown
 
     def _take_decodes(self, plan: Plan) -> None:
-        decode, q = plan.decode, self._num_queries
+        decode, q, keys, limit_s = plan.decode, self._num_queries, 0, math.inf
         for seq in self._decoding:
             reserved, capacity = seq.num_reserved, seq.capacity
             if reserved < capacity and (seq.grammar is None or not seq.undecided):
                 seq.num_computed = len(seq.tokens)
                 seq.num_reserved = reserved + q if reserved + q < capacity else capacity
                 seq.inflight += 1
+                keys += reserved
+                if seq.tpot_limit_s < limit_s:
+                    limit_s = seq.tpot_limit_s
                 decode.append(seq)
+        plan.limit_s, plan.work = limit_s, Work(len(decode), keys)
 
     def _take_chunk(self, plan: Plan, seq: Sequence, budget: int) -> int:
         taken = super()._take_chunk(plan, seq, budget)
@@ -455,6 +471,7 @@ class Scheduler(Prompts):
             prompt_tokens_per_s=self.speeds.prompt_tokens_per_s,
             output_tokens_per_s=self.speeds.output_tokens_per_s,
             room=self._capacity.room(waiting_tokens, self.speeds),
+            step_times=self.speeds.times if self.speeds.times.known else None,
             expected_output=self._capacity.expected_output,
             counters=self.outbox.counters.copy(),
         )

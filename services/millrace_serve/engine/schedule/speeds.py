@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections import deque
 
 from millrace_common.rate import Rate
+from millrace_common.step_times import StepTimes
 
 from millrace_serve.engine.schedule.plan import Plan, StepOutput
+from millrace_serve.engine.schedule.step_fit import StepFit
 
 RECENT = 9  # steps by which the speed of a sequence is told
 
 
 class Speeds:
-    def __init__(self) -> None:
+    def __init__(self, start: StepTimes) -> None:
+        """`start`: what is known of other replicas."""
+        self._fit = StepFit(start)
         self._prompts = Rate()
         self._token_s: deque[float] = deque(maxlen=RECENT)  # seconds of one sequence's token in the latest steps
         self._committed_at = 0.0
@@ -21,10 +25,16 @@ class Speeds:
         """A launched step computes from the end of the one before it."""
         seconds, rows = now - max(plan.began, self._committed_at), len(plan.decode)
         self._committed_at = now
+        if any(plan.work):
+            self._fit.add(plan.work, seconds)
         if plan.chunks:
             self._prompts.add(sum(chunk.end - chunk.start for chunk in plan.chunks), seconds)
         elif rows:
             self._token_s.append(seconds * rows / int(output.counts[:rows].sum()))
+
+    @property
+    def times(self) -> StepTimes:
+        return self._fit.times
 
     @property
     def prompt_tokens_per_s(self) -> float:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from typing import Any
 
@@ -69,6 +70,7 @@ def request(wire: worker_pb2.EngineRequest, route: Route, borrows: bool = False)
         priority=wire.priority,
         timeout_s=wire.timeout_ms / 1000 if wire.timeout_ms else None,
         cache_salt=wire.cache_salt,
+        tpot_limit_s=wire.tpot_limit_ms / 1000,
         borrows=borrows,
     )
 
@@ -216,4 +218,5 @@ def wire_layout(layout: KvLayout) -> common_pb2.KvLayout:
 
 
 def wire_load(load: Load) -> worker_pb2.ReplicaLoad:
-    return worker_pb2.ReplicaLoad(**msgspec.structs.asdict(load))
+    times = None if load.step_times is None else worker_pb2.StepTimes(**dataclasses.asdict(load.step_times))
+    return worker_pb2.ReplicaLoad(**{**msgspec.structs.asdict(load), "step_times": times})
