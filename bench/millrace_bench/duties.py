@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
-from millrace_common.split import Capacity, Slo, Split, Workload, best
+from millrace_common.split import Capacity, Slo, Workload, best
 from millrace_common.step_times import StepTimes
 from millrace_load.record import ROOT, Record, Summary, print_record
 from millrace_load.workload import poisson_arrivals
@@ -81,7 +81,9 @@ def result(name: str) -> list[Row]:
 
 
 def machine(times: StepTimes, limit: Slo) -> Machine:
-    return Machine(times, pool=400_000, tpot_s=limit.tpot_s, handover_s=0.01, page_bytes=64 * 576 * 61, read_bytes_per_s=20e9)
+    return Machine(
+        times, pool=400_000, tpot_s=limit.tpot_s, handover_s=0.01, page_bytes=64 * 576 * 61, read_bytes_per_s=20e9
+    )
 
 
 def fleet(system: str, made: Machine, limit: Slo, outputs: int) -> Fleet:
@@ -106,7 +108,9 @@ def _turn(fleet: Fleet, load: Load, name: str, turn: int, before: int) -> None:
         fleet.after(THINK_S, lambda: _turn(fleet, load, name, turn + 1, prompt + load.output_len))
 
     more = answered if turn < load.turns else None
-    fleet.submit(Request(prompt, load.output_len, load.output_len, name.split("/")[0], name if load.turns > 1 else "", more))
+    fleet.submit(
+        Request(prompt, load.output_len, load.output_len, name.split("/")[0], name if load.turns > 1 else "", more)
+    )
 
 
 def simulate(system: str, segments: Sequence[Segment], made: Machine, limit: Slo) -> list[Row]:
@@ -121,7 +125,9 @@ def simulate(system: str, segments: Sequence[Segment], made: Machine, limit: Slo
     rows = []
     for number, one in enumerate(segments):
         jobs = [job for job in run.jobs if job.request.load == str(number)]
-        rows.append({"load": one.load.name, "rate": one.rate, **row(jobs, one.begin_s, one.begin_s + one.seconds, LIMIT)})
+        rows.append(
+            {"load": one.load.name, "rate": one.rate, **row(jobs, one.begin_s, one.begin_s + one.seconds, LIMIT)}
+        )
     if len(segments) > 1:
         rows.append({"load": "changing", "rate": len(run.jobs) / end, **row(run.jobs, 0.0, end, LIMIT)})
     changes = [] if duties is None else [asdict(change) for change in duties.changes]
@@ -188,7 +194,10 @@ def _beside(jobs: Sequence[Job], measured: Sequence[float]) -> Row:
     goodput = good / max(job.ended_at for job in jobs)
     names = ("goodput", "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
     found = (goodput, ttft.p50, ttft.p99, tpot.p50, tpot.p99)
-    return {name: {"predicted": one, "measured": other, "error": one / other - 1} for name, one, other in zip(names, found, measured, strict=True)}
+    return {
+        name: {"predicted": one, "measured": other, "error": one / other - 1}
+        for name, one, other in zip(names, found, measured, strict=True)
+    }
 
 
 def h200_times() -> StepTimes:

@@ -1,7 +1,7 @@
 """A simulated worker: it runs steps, each as long as the times of a step say, whatever is in it.
 
 1. A step has a token of each running sequence, and chunks of prompts: as many tokens as one step may have and, beside
-   sequences with a TPOT limit, as their limit leaves.
+   sequences with a TPOT limit, as their limit leaves. A worker of prefill takes whole chunks beside streams from before.
 2. A prompt whose output another worker generates is handed over at its end. Another goes on here.
 3. Sequences run while the pool has room, by the functions of the engine that admit, preempt and promise room.
 """
@@ -25,7 +25,7 @@ from millrace_serve.engine.schedule.waiting import LOOK_S
 if TYPE_CHECKING:
     from millrace_bench.fleet import Fleet, Job
 
-LEAST_CHUNK = 16  # prompt tokens of a step, whatever its sequences leave
+LEAST_CHUNK = 128  # prompt tokens of a step, whatever its sequences leave
 AMPLE = 4  # pools with so many times the tokens that are in use need no exact look
 MOST_PROMPTS = 320  # of a prefill worker
 
@@ -148,12 +148,10 @@ class Worker:
 
     def _most_tokens(self) -> int:
         machine, rows = self.machine, len(self.running)
-        if not (rows and self.prompts and machine.tpot_s < math.inf):
+        if not (rows and self.prompts and machine.tpot_s < math.inf) or self.duty == "prefill":
             return machine.chunk
-        start = self.prompts[0].computed
-        return min(
-            max(machine.times.tokens_within(machine.tpot_s, rows, self._keys, start), LEAST_CHUNK), machine.chunk
-        )
+        within = machine.times.tokens_within(machine.tpot_s, rows, self._keys, self.prompts[0].computed)
+        return min(max(within, LEAST_CHUNK), machine.chunk)
 
     def _begins(self, part: Part, places: int) -> bool:
         """Whether a prompt can go on, or begin: one that stays here needs a place and pages."""
