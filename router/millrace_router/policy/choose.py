@@ -18,7 +18,7 @@ choosing once more with notes explains it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
@@ -147,11 +147,13 @@ class _Attempt:
         if unmeasured is None:
             return None
         attempt = replace(self, predictor=Predictor(unmeasured))
-        rows = [row for row in (attempt._whole(), attempt._paired()) if row is not None]
+        closed = [self._unable(replica) for replica in view.decode]
+        rows = [row for row in (attempt._whole(closed), attempt._paired(closed)) if row is not None]
         return min(rows, key=itemgetter(0))[1] if rows else None
 
     def pair(self) -> Placement | None:
-        pair = self._pair()
+        closed = [self._unable(replica) for replica in self.situation.view.decode]
+        pair = self._pair(closed)
         return None if pair is None else pair[0]
 
     def unified(self) -> Placement | None:
@@ -159,17 +161,19 @@ class _Attempt:
 
     def flexible(self) -> Placement | None:
         view = self.situation.view
-        return self._alone("flexible", _in_order(r for r in (*view.prefill, *view.decode) if r.flexible))
+        replicas = (replica for replica in (*view.prefill, *view.decode) if replica.flexible)
+        return self._alone("flexible", tuple(sorted(replicas, key=KEY)))
 
-    def _whole(self) -> tuple[Score, Placement] | None:
+    def _whole(self, closed: list[str]) -> tuple[Score, Placement] | None:
         """The best replica for both phases, with the pair's score: (violation, seconds until the first token)."""
-        replicas = _in_order((*self.situation.view.decode, *self.situation.view.unified))
-        found = self._select("whole", replicas, [self._unable(replica) for replica in replicas])
+        view = self.situation.view
+        excluded = [*closed, *(self._unable(replica) for replica in view.unified)]
+        found = self._select("whole", (*view.decode, *view.unified), excluded)
         return None if found is None else (found[1][:2], Placement(None, found[0]))
 
-    def _paired(self) -> tuple[Score, Placement] | None:
+    def _paired(self, closed: list[str]) -> tuple[Score, Placement] | None:
         """The best pair, with its score: a handover counts as a later first token."""
-        pair = self._pair()
+        pair = self._pair(closed)
         if pair is None:
             return None
         placement, prefill, decode = pair
@@ -180,11 +184,10 @@ class _Attempt:
         found = self._select(role, replicas, [self._unable(replica) for replica in replicas])
         return None if found is None else Placement(None, found[0])
 
-    def _pair(self) -> tuple[Placement, Score, Score] | None:
-        """With the scores of both."""
+    def _pair(self, closed: list[str]) -> tuple[Placement, Score, Score] | None:
+        """With the scores of both. `closed`: why a decode replica gets nothing, of each."""
         view, want = self.situation.view, self.situation.want
-        closed = [] if want.prefill_only else [self._unable(replica) for replica in view.decode]
-        decodes = [replica for replica, why in zip(view.decode, closed, strict=False) if not why]
+        decodes = [replica for replica, why in zip(view.decode, closed, strict=True) if not why]
 
         def alone(replica: Replica) -> bool:
             return not (want.prefill_only or _has_partner(replica, decodes))
@@ -251,7 +254,8 @@ class _Attempt:
             for i in far(near, [everyone[i] for i in within], routing):
                 excluded[within[i]] = "a nearer worker has room"
         candidates = [replica for replica, why in zip(everyone, excluded, strict=True) if not why]
-        last = situation.last.get(role if role in ("prefill", "decode") else "whole")
+        turn = role if role in ("prefill", "decode") else "whole"
+        last = situation.last.get(turn) if self.predictor is None else None  # predicted times are hardly ever equal
         inputs = Inputs(situation.want, routing, everyone, pages, last, offers)
         scores = scorer(candidates, inputs) if candidates else []
         at = best(candidates, scores, last) if candidates else None
@@ -282,10 +286,6 @@ class _Attempt:
             return PREDICTED, getattr(self.predictor, role)
         policy = self.chooser.prefill if role == "prefill" else self.chooser.decode
         return policy, SCORERS[policy]
-
-
-def _in_order(replicas: Iterable[Replica]) -> tuple[Replica, ...]:
-    return tuple(sorted(replicas, key=KEY))
 
 
 def _has_partner(source: Replica, decodes: Sequence[Replica]) -> bool:

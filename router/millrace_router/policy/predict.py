@@ -10,14 +10,12 @@ A score begins with the violation: by how much of its limits the request would e
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from millrace_common.split import Slo, headroom
 from millrace_common.step_times import StepTimes
 
-from millrace_router.policy.loans import saved
-from millrace_router.policy.scoring import Inputs, Score
-from millrace_router.policy.snapshot import Replica, Want
+from millrace_router.policy.scoring import Inputs, Score, spared
+from millrace_router.policy.snapshot import Key, Replica
 
 MOST_CHUNK, LEAST_CHUNK = 2048, 16  # prompt tokens of a step
 HANDOVER_S = 0.01  # between the first token and the second of a pair
@@ -31,62 +29,59 @@ def measured(replicas: Iterable[Replica]) -> StepTimes | None:
     return None
 
 
-def first_token_s(replica: Replica, want: Want, have: float, times: StepTimes) -> float:
-    """`have`: tokens of the prompt that it need not compute."""
-    streams = replica.streams
-    keys = replica.held if streams else 0
-    chunk = headroom(times, want.slo.tpot_s, streams, keys, MOST_CHUNK) if streams else MOST_CHUNK
-    own, ahead = want.tokens - have, replica.tokens
-    steps = (own + ahead) / max(chunk, LEAST_CHUNK)
-    pairs = own * (have + own / 2) + ahead * want.tokens / 2  # the prompts ahead are as long as this one
-    work = times.token_s * (own + ahead) + times.pair_s * pairs
-    return max(steps, 1.0) * (times.step_s(streams, keys) + times.chunk_s) + work
-
-
-def tpot_s(replica: Replica, want: Want, times: StepTimes) -> float:
-    """Of a step with the request beside what the replica has."""
-    return times.step_s(replica.streams + 1, replica.held + want.tokens)
-
-
-def violation(first_s: float, each_s: float, slo: Slo) -> float:
-    return max(first_s / slo.ttft_s - 1, 0.0) + max(each_s / slo.tpot_s - 1, 0.0)
-
-
 @dataclass(frozen=True, slots=True)
 class Predictor:
     """The scorers of a request, one for each of its roles."""
 
     unmeasured: StepTimes  # of a replica that has not measured its own
+    _tpot: dict[Key, float] = field(default_factory=dict)  # of replicas that were scored for both phases
 
     def prefill(self, candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
         """(violation, seconds until the first token) of replicas that hand the sequence over."""
-        slo = inputs.want.slo
-        return [(violation(first, 0.0, slo), first) for first in self._first(candidates, inputs)]
+        limit_s = inputs.want.slo.ttft_s
+        return [(_over(first / limit_s), first) for first, _ in self.forecasts(candidates, inputs)]
 
     def decode(self, candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
-        """(violation, TPOT) of replicas that go on with a sequence."""
-        slo = inputs.want.slo
-        return [(violation(0.0, each, slo), each) for each in self._each(candidates, inputs)]
+        """(violation, TPOT) of replicas that go on with a sequence: of those that `whole` has scored."""
+        limit_s = inputs.want.slo.tpot_s
+        return [(_over(each / limit_s), each) for each in (self._tpot[r.key] for r in candidates)]
 
     def whole(self, candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
         """(violation, seconds until the first token, TPOT) of replicas that run both phases."""
-        slo = inputs.want.slo
-        rows = zip(self._first(candidates, inputs), self._each(candidates, inputs), strict=True)
-        return [(violation(first, each, slo), first, each) for first, each in rows]
+        ttft_s, tpot_s = inputs.want.slo.ttft_s, inputs.want.slo.tpot_s
+        rows = self.forecasts(candidates, inputs)
+        self._tpot.update((r.key, each) for r, (_, each) in zip(candidates, rows, strict=True))
+        return [(_over(first / ttft_s) + _over(each / tpot_s), first, each) for first, each in rows]
 
     @staticmethod
     def times(role: str, score: Score) -> tuple[float, float]:
         """Seconds until the first token and TPOT of a role's score; 0 what the role does not do."""
         return (0.0 if role == "decode" else score[1]), (0.0 if role == "prefill" else score[-1])
 
-    def _first(self, candidates: Sequence[Replica], inputs: Inputs) -> list[float]:
-        want = inputs.want
-        have = saved(candidates, [inputs.cached(r) for r in candidates], want, inputs.lenders)
-        rows = zip(candidates, have, strict=True)
-        return [first_token_s(r, want, tokens, self._times(r)) for r, tokens in rows]
+    def forecasts(self, candidates: Sequence[Replica], inputs: Inputs) -> list[tuple[float, float]]:
+        """Seconds until the first token and TPOT at each. Written out as one loop: it runs for every replica and
+        request.
+        """
+        want, found = inputs.want, []
+        length, limit_s = want.tokens, want.slo.tpot_s
+        for replica, have in zip(candidates, spared(candidates, inputs), strict=True):
+            times, streams = replica.times, replica.streams
+            if not times.token_s:
+                times = self.unmeasured
+            step_s, chunk = times.fixed_s, float(MOST_CHUNK)
+            if streams:
+                step_s += times.sequence_s * streams + times.key_s * replica.held
+                chunk = (limit_s - step_s - times.chunk_s) / (times.token_s or 1e-12)
+                chunk = MOST_CHUNK if chunk > MOST_CHUNK else LEAST_CHUNK if chunk < LEAST_CHUNK else chunk
+            own, ahead = length - have, replica.tokens
+            tokens = own + ahead
+            pairs = own * (have + own / 2) + ahead * length / 2  # the prompts ahead are as long as this one
+            steps = tokens / chunk if tokens > chunk else 1.0
+            first_s = steps * (step_s + times.chunk_s) + times.token_s * tokens + times.pair_s * pairs
+            found.append((first_s, step_s + times.sequence_s + times.key_s * length))
+        return found
 
-    def _each(self, candidates: Sequence[Replica], inputs: Inputs) -> list[float]:
-        return [tpot_s(r, inputs.want, self._times(r)) for r in candidates]
 
-    def _times(self, replica: Replica) -> StepTimes:
-        return replica.times if replica.times.known else self.unmeasured
+def _over(part: float) -> float:
+    """By how much a part of a limit exceeds it."""
+    return part - 1 if part > 1 else 0.0

@@ -124,10 +124,16 @@ def cached(candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
     prefix is left for an idle one exactly when its queue costs more than the prefix saves. A replica that could fetch
     the prefix is scored with what it will have, at the price of the fetch.
     """
-    want, weight, pages = inputs.want, inputs.routing.cache_weight, inputs.pages
-    own = [want.cached(pages[process]) if (process := r.process) in pages else 0 for r in candidates]
-    rows = zip(candidates, saved(candidates, own, want, inputs.lenders), strict=True)
+    want, weight = inputs.want, inputs.routing.cache_weight
+    rows = zip(candidates, spared(candidates, inputs), strict=True)
     return [(r.tokens + r.held + weight * (want.tokens - s), float(r.sequences)) for r, s in rows]
+
+
+def spared(candidates: Sequence[Replica], inputs: Inputs) -> Sequence[float]:
+    """Prompt tokens that each candidate need not compute, a prefix that it could fetch at the price of the fetch."""
+    want, pages = inputs.want, inputs.pages
+    own = [want.cached(pages[process]) if (process := r.process) in pages else 0 for r in candidates]
+    return saved(candidates, own, want, inputs.lenders)
 
 
 def session(candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
