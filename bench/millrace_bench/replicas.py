@@ -5,6 +5,7 @@ graphs. Weights are random.
 
     decode         every replica has BATCH sequences with CONTEXT tokens of random KV: no prompt is computed
     prefill        every replica gets PROMPTS prompts of LENGTH tokens at one moment, and computes them in one step
+    mixed          as decode, and every step computes CHUNK tokens of a prompt besides
     ms             decode: median wall time of the last --steps steps in which all replicas decode all their sequences;
                    prefill: median time to the last first token. Of the slowest replica
     accept         tokens that a sequence got in such a step: 1 without drafts
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import itertools
+import random
 import statistics
 import tempfile
 import time
@@ -32,6 +34,7 @@ import torch
 from millrace_common.config import load
 from millrace_load.record import Record, print_record
 from millrace_serve.engine.config import Execution, Limits, Role
+from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.start.torch_factory import Rank, load_rank
 from millrace_serve.engine.step.batch import HostBatch
@@ -42,13 +45,14 @@ from millrace_serve.model.parallel import ParallelDims
 from millrace_bench import v3
 from millrace_bench.balance import SKEWS, skew
 from millrace_bench.engine import ACCEPTANCE
-from millrace_bench.engine_model import Work, import_context, submit
+from millrace_bench.engine_model import TOKEN_IDS, Work, import_context, submit
 from millrace_bench.processes import Ranks, Row
 from millrace_bench.shard import fill, say
 
 INTERVAL = 64  # steps between two placements of experts: a worker takes 256
 ROUNDS = 3  # of these until experts are where the counts want them, and have been counted there
 IDLE_POLL_S = 0.001
+WAITING = 3  # prompts in a mixed run: one is computed, others are there when it ends
 START_S = 900.0  # a rank that compiles keeps the others waiting
 
 
@@ -61,9 +65,11 @@ class Engines:
     spare: int
 
     def limits(self, args: argparse.Namespace) -> Limits:
-        sizes = [(count, length + outputs(self, args)) for count, length in args.decode]
+        decode = [*args.decode, *((count + WAITING, length) for count, length, _ in args.mixed)]
+        sizes = [(count, length + outputs(self, args)) for count, length in decode]
         sizes += [(count, length + 1) for count, length in args.prefill]
         running, rows = max(count for count, _ in sizes), [count * length for count, length in args.prefill]
+        rows += [chunk for _, _, chunk in args.mixed]
         return Limits(
             num_pages=max(count * (-(-length // 64) + 1) for count, length in sizes) + 2,
             max_model_len=max(length for _, length in sizes),
@@ -76,7 +82,7 @@ class Engines:
 
     def execution(self, args: argparse.Namespace) -> Execution:
         own = ["random_weights=true", f"exchange={self.exchange}", f"spare_experts={self.spare}"]
-        if buckets := sorted({count for count, _ in args.decode}):
+        if buckets := sorted({count for count, *_ in (*args.decode, *args.mixed)}):
             own.append(f"graphs={buckets}")
         if self.drafts:
             own.append(f"simulated_acceptance={list(args.acceptance[: self.drafts])}")
@@ -115,6 +121,10 @@ class Replica:
                     self.meet(what)
                     row = getattr(self, kind)(count, length, what)
                     rows.append({"kind": kind, "count": count, "length": length, "skew": name, **row})
+            for count, length, chunk in args.mixed:
+                self.meet(f"mixed {count}x{length}+{chunk}, {name}")
+                row = {"kind": "mixed", "count": count, "length": length, "chunk": chunk, "skew": name}
+                rows.append({**row, **self.mixed(count, length, chunk)})
         self.meet("end")
         self.engine.stop()
         while not self.engine.stopped:
@@ -167,9 +177,30 @@ class Replica:
             times.append(time.perf_counter() - started)
         return {"ms": round(statistics.median(times[1:]) * 1e3, 3), "accept": 1.0}
 
+    def mixed(self, count: int, length: int, chunk: int) -> Row:
+        """Chunks of prompts of `length` tokens beside `count` sequences: those of all places in a prompt."""
+        engine, scheduler = self.engine, self.engine._scheduler
+        whole, scheduler.config = scheduler.config, scheduler.config.model_copy(update={"max_prefill_tokens": chunk})
+        import_context(engine, count, Work((count,), length, outputs(self._engines, self._args)))
+        number, times, clock, before = itertools.count(count), [], time.perf_counter(), False
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        while engine.has_work():
+            if engine.load().waiting < WAITING - 1 and len(times) < self._args.steps:
+                prompt = random.Random(next(number)).choices(range(*TOKEN_IDS), k=length)
+                engine.submit(Submit(Request(id=RequestId(next(number), 0), token_ids=prompt, sampling=params)))
+            engine.step()
+            now, full = time.perf_counter(), self._full_of(count, chunk)
+            if before and full:
+                times.append(now - clock)
+            clock, before = now, full
+        scheduler.config = whole
+        return {"ms": round(statistics.median(times) * 1e3, 3), "steps": len(times), "accept": 1.0}
 
-def _watch(engine: Engine, dp: int) -> Callable[[int], bool]:
-    """Tells whether in the step launched since its last call every replica decoded so many sequences, and no more."""
+
+def _watch(engine: Engine, dp: int) -> Callable[..., bool]:
+    """Tells whether in the step launched since its last call every replica decoded so many sequences, and computed so
+    many prompt tokens.
+    """
     launch, last = engine._runner.launch, None
 
     def watched(batch: HostBatch) -> StepHandle:
@@ -177,10 +208,12 @@ def _watch(engine: Engine, dp: int) -> Callable[[int], bool]:
         last = batch
         return launch(batch)
 
-    def full_of(count: int) -> bool:
+    def full_of(count: int, chunk: int = 0) -> bool:
         nonlocal last
         batch, last = last, None
-        return batch is not None and batch.all_decode and batch.dp_num_sampled == (count,) * dp
+        if batch is None or chunk:
+            return batch is not None and (batch.num_decode, sum(batch.chunk_lens)) == (count, chunk)
+        return batch.all_decode and (batch.dp_num_sampled or (batch.num_decode,)) == (count,) * dp
 
     engine._runner.launch = watched  # type: ignore[method-assign]
     return full_of
@@ -216,7 +249,7 @@ def merged(rows: list[Row], engines: Engines) -> Row:
     """Of one size: the replicas wait for the slowest one."""
     row = max(rows, key=lambda one: one["ms"])
     accept = statistics.mean(one["accept"] for one in rows)
-    tokens = row["count"] * (accept if row["kind"] == "decode" else row["length"])
+    tokens = row["count"] * (row["length"] if row["kind"] == "prefill" else accept) + row.get("chunk", 0)
     rate = {"accept": round(accept, 4), "tokens_per_s": round(len(rows) * tokens / row["ms"] * 1e3)}
     how = {"replicas": len(rows), "exchange": engines.exchange, "drafts": engines.drafts, "spare": engines.spare}
     return {**row, **rate, **how}
@@ -225,6 +258,11 @@ def merged(rows: list[Row], engines: Engines) -> Row:
 def size(text: str) -> tuple[int, int]:
     count, _, length = text.partition("x")
     return int(count), int(length)
+
+
+def mixed_size(text: str) -> tuple[int, int, int]:
+    decode, _, chunk = text.partition("+")
+    return *size(decode), int(chunk)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -239,6 +277,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--skew", nargs="+", default=["even"], choices=list(SKEWS), help="of the gates")
     parser.add_argument("--decode", nargs="*", default=[], type=size, metavar="BATCHxCONTEXT", help="of each replica")
     parser.add_argument("--prefill", nargs="*", default=[], type=size, metavar="PROMPTSxLENGTH", help="of each replica")
+    parser.add_argument("--mixed", nargs="*", default=[], type=mixed_size, metavar="BATCHxCONTEXT+CHUNK")
     parser.add_argument("--steps", type=int, default=50, help="of decode that are counted")
     parser.add_argument("--repeats", type=int, default=3, help="of prefill")
     parser.add_argument(
@@ -254,8 +293,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    if not args.decode and not args.prefill:
-        raise SystemExit("--decode or --prefill: nothing to measure")
+    if not (args.decode or args.prefill or args.mixed):
+        raise SystemExit("--decode, --prefill or --mixed: nothing to measure")
     rows = []
     for exchange, drafts, spare in itertools.product(args.exchange, args.drafts, args.spare):
         for row in run(Engines(exchange, drafts, spare), args):

@@ -1,7 +1,8 @@
 """How long a step of one replica takes, as the replica has measured it. Routers, workers and `millrace plan` predict
 with the same sum:
 
-    seconds = fixed + sequences x sequence + keys x key + tokens x token + pairs x pair
+    seconds = fixed + sequences x sequence + keys x key                decode sequences
+                    + chunk + tokens x token + pairs x pair            where the step has prompt tokens
 
 A step reads the weights once, whatever is in it: that is in `fixed_s`, so a prompt's chunk beside decode rows pays it
 only once.
@@ -20,6 +21,7 @@ class StepTimes:
     fixed_s: float = 0.0
     sequence_s: float = 0.0  # of each sequence that decodes
     key_s: float = 0.0  # of each cached token of these sequences
+    chunk_s: float = 0.0  # of a step with prompt tokens, besides: their attention is launched kernel by kernel
     token_s: float = 0.0  # of each prompt token
     pair_s: float = 0.0  # of each prompt token and token before it in its prompt
 
@@ -29,14 +31,14 @@ class StepTimes:
 
     def step_s(self, sequences: float = 0, keys: float = 0, tokens: float = 0, pairs: float = 0) -> float:
         """Seconds of a step with so many decode sequences, their cached tokens, prompt tokens, and pairs of these."""
-        decode = self.sequence_s * sequences + self.key_s * keys
-        return self.fixed_s + decode + self.token_s * tokens + self.pair_s * pairs
+        seconds = self.fixed_s + self.sequence_s * sequences + self.key_s * keys
+        return seconds + self.chunk_s + self.token_s * tokens + self.pair_s * pairs if tokens else seconds
 
     def tokens_within(self, limit_s: float, sequences: float, keys: float, start: int = 0) -> int:
         """Prompt tokens, `start` tokens behind the beginning of their prompt, that fit into a step of `limit_s` beside
         the decode sequences; 0: the step is too long without any.
         """
-        left = limit_s - self.step_s(sequences, keys)
+        left = limit_s - self.step_s(sequences, keys) - self.chunk_s
         each = self.token_s + self.pair_s * start
         if left <= 0 or each <= 0:
             return 0
@@ -53,4 +55,4 @@ class StepTimes:
         """
         steps = max(-(-tokens // max(chunk, 1)), 1)
         pairs = tokens * (start + tokens / 2)
-        return steps * self.step_s(sequences, keys) + self.token_s * tokens + self.pair_s * pairs
+        return steps * (self.step_s(sequences, keys) + self.chunk_s) + self.token_s * tokens + self.pair_s * pairs

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.step_times import StepTimes
 
-TIMES = StepTimes(fixed_s=0.012, sequence_s=5e-5, key_s=4e-8, token_s=8e-5, pair_s=2e-9)
+TIMES = StepTimes(fixed_s=0.012, sequence_s=5e-5, key_s=4e-8, chunk_s=3e-3, token_s=8e-5, pair_s=2e-9)
 
 
 def test_a_step_is_the_sum_of_its_parts() -> None:
-    assert TIMES.step_s(10, 1000, 100, 5000) == pytest.approx(0.012 + 5e-4 + 4e-5 + 8e-3 + 1e-5)
+    assert TIMES.step_s(10, 1000, 100, 5000) == pytest.approx(0.012 + 5e-4 + 4e-5 + 3e-3 + 8e-3 + 1e-5)
+    assert TIMES.step_s(10, 1000) == pytest.approx(0.012 + 5e-4 + 4e-5)
 
 
 def test_a_prompt_in_several_steps_pays_the_fixed_time_for_each() -> None:
     whole, cut = TIMES.prompt_s(4096), TIMES.prompt_s(4096, chunk=1024)
-    assert cut - whole == pytest.approx(3 * TIMES.fixed_s)
+    assert cut - whole == pytest.approx(3 * (TIMES.fixed_s + TIMES.chunk_s))
 
 
 @given(
@@ -29,7 +32,7 @@ def test_a_prompt_in_several_steps_pays_the_fixed_time_for_each() -> None:
 def test_tokens_within_a_limit_are_the_most_that_fit(
     limit_s: float, sequences: int, keys: int, start: int, pair_s: float
 ) -> None:
-    times = StepTimes(TIMES.fixed_s, TIMES.sequence_s, TIMES.key_s, TIMES.token_s, pair_s)
+    times = replace(TIMES, pair_s=pair_s)
     tokens = times.tokens_within(limit_s, sequences, keys, start)
 
     def took(count: int) -> float:
