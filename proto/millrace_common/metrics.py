@@ -135,6 +135,7 @@ WORKER = (
     gauge("pages", "millrace_kv_pages", "KV pages by use.", ("replica", "use")),
     gauge("waiting_tokens", "millrace_waiting_tokens", "Prompt tokens still to be computed.", ("replica",)),
     gauge("credits", "millrace_credits", "Further requests the replica is willing to take.", ("replica",)),
+    gauge("step_times", "millrace_step_times_seconds", "What a step's time is made of.", ("replica", "of")),
     gauge("host_pages", "millrace_host_pages", "Room for copies of KV pages in the host's memory.", ("replica", "use")),
     counter("host_bytes", "millrace_host_bytes_total", "KV bytes copied to or from the host tier.", ("replica", "way")),
     counter("host_seconds", "millrace_host_copy_seconds_total", "Time that these copies took.", ("replica", "way")),

@@ -108,8 +108,8 @@
 {{- $timeouts := default dict $pool.config.timeouts -}}
 {{- $needed := add (default 600.0 $timeouts.start | int) (default 120.0 $timeouts.warmup | int) -}}
 {{- $images := $root.Values.images -}}
-{{- if not (has $pool.role (list "prefill" "decode" "unified")) -}}
-{{- fail (printf "%s.role: required, because %q is none of prefill, decode and unified" $at $pool.name) -}}
+{{- if not (has $pool.role (list "prefill" "decode" "unified" "flexible")) -}}
+{{- fail (printf "%s.role: required, because %q is none of prefill, decode, unified and flexible" $at $pool.name) -}}
 {{- end -}}
 {{- if and (gt (int $pool.gpus) 0) (not $images.registry) (not (contains "/" $images.gpuWorker.repository)) (ne
   $pool.image.pullPolicy "Never") -}}
@@ -211,7 +211,7 @@
 {{- include "millrace.checkPromptGraphs" . -}}
 {{- $pools := include "millrace.pools" . | fromJson -}}
 {{- if not $pools -}}
-{{- fail "workers: every pool is null; at least a unified one, or a prefill and a decode pool, must be left" -}}
+{{- fail "workers: every pool is null; at least a unified or a flexible one, or a prefill and a decode pool, must be left" -}}
 {{- end -}}
 {{- $revisions := dict -}}
 {{- range $pools -}}
@@ -230,7 +230,7 @@
 {{- $roles := dict -}}
 {{- range .pools -}}{{- $_ := set $roles .role true -}}{{- end -}}
 {{- if ne (hasKey $roles "prefill") (hasKey $roles "decode") -}}
-{{- fail (printf "workers: prefill and decode pools%s need each other; a single pool has role=unified" $of) -}}
+{{- fail (printf "workers: prefill and decode pools%s need each other; a single pool has role=unified or flexible" $of) -}}
 {{- end -}}
 {{- range $key := list "kv_dtype" "dtype" "limits.page_size" "limits.checks" "limits.draft_tokens" -}}
 {{- $seen := dict -}}

@@ -110,11 +110,11 @@ def test_memory_is_reserved_for_every_graph(
 @pytest.mark.parametrize(
     ("tp", "dp", "wanted", "rows"),
     [
-        (1, 1, "auto", 1024),
-        (4, 1, "auto", 4096),
-        (16, 1, "auto", 8200),
-        (1, 2, "auto", 1024),
-        (1, 2, 96, 96),
+        (1, 1, "auto", 1024 + 8),
+        (4, 1, "auto", 4096 + 8),
+        (16, 1, "auto", 8192 + 8),  # as many as a step has
+        (1, 2, "auto", 1024 + 8),
+        (1, 2, 96, 96 + 8),
         (2, 1, 0, 0),
     ],
 )
@@ -125,6 +125,8 @@ def test_steps_with_chunks_are_graphs_where_launches_take_longer(
     execution = Execution.model_validate({"graphs": "on", "chunk_graph_tokens": wanted})
     one = dataclasses.replace(site(), limits=limits, execution=execution, dims=ParallelDims(tp=tp, dp=dp))
     assert max(one.chunk_buckets, default=0) == rows
+    alone = dataclasses.replace(one, role=Role.PREFILL)
+    assert max(alone.chunk_buckets, default=0) == (8200 if rows == 8200 else max(rows - 8, 0))
     sparse = one.model.model_copy(update={"index_topk": 64})
     assert dataclasses.replace(one, model=sparse).chunk_buckets == ()
 

@@ -162,7 +162,7 @@ def test_buckets_end_with_the_longest_step() -> None:
         (Role.UNIFIED, {"graphs": "on"}, 82),
         (Role.PREFILL, {"graphs": "on"}, 82),
         (Role.DECODE, {"graphs": "on"}, 82),
-        (Role.DECODE, {"graphs": "on", "chunk_graph_tokens": 40}, 40),
+        (Role.DECODE, {"graphs": "on", "chunk_graph_tokens": 40}, 42),
         (Role.UNIFIED, {"graphs": "on", "chunk_graph_tokens": 0}, 0),
     ],
 )

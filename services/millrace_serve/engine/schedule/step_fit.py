@@ -7,6 +7,8 @@ expected counts for little, and one that took much less is cut: a late commit, a
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from millrace_common.step_times import StepTimes
 
@@ -18,15 +20,17 @@ FEW = 8  # steps of a kind, before which nothing is expected of it
 EVERY = 16  # steps between two solutions, once there were so many
 PRIOR = 1e-3  # weight of the times at the start, in steps
 # Usual amounts, of a usual step: they make the columns of the equations alike.
-SCALE = np.array([1.0, 64.0, 65536.0, 1024.0, 1048576.0])
+SCALE = np.array([1.0, 64.0, 65536.0, 1.0, 1024.0, 1048576.0])
 USUAL_S = 0.02
+NUMBERS = len(SCALE)
 
 
 class StepFit:
     def __init__(self, start: StepTimes) -> None:
         self.times = start
         self._prior = self._solution = self._scaled(start)
-        self._squares, self._products = np.zeros((2, 5, 5)), np.zeros((2, 5))  # without prompts, and with them
+        # Of steps without prompts, and of those with them:
+        self._squares, self._products = np.zeros((2, NUMBERS, NUMBERS)), np.zeros((2, NUMBERS))
         self._counts = [0, 0]
 
     def add(self, work: Work, seconds: float) -> None:
@@ -34,7 +38,7 @@ class StepFit:
         if seconds <= 0:
             return
         kind = int(work.tokens > 0)
-        row = np.array([1.0, *work]) / SCALE * USUAL_S
+        row = np.array([1.0, work.sequences, work.keys, kind, work.tokens, work.pairs]) / SCALE * USUAL_S
         expected = float(row @ self._solution) if self._counts[kind] >= FEW else 0.0
         unit = max(expected, seconds)
         row /= unit
@@ -45,19 +49,18 @@ class StepFit:
             self._solve()
 
     def _solve(self) -> None:
-        squares = self._squares.sum(axis=0) + PRIOR * np.eye(5)
+        squares = self._squares.sum(axis=0) + PRIOR * np.eye(NUMBERS)
         products = self._products.sum(axis=0) + PRIOR * self._prior
-        kept = np.arange(5)
+        kept = np.arange(NUMBERS)
         while True:  # one number that would be negative goes after the other
             found = np.linalg.solve(squares[np.ix_(kept, kept)], products[kept])
             if found.min() >= 0:
                 break
             kept = np.delete(kept, found.argmin())
-        self._solution = np.zeros(5)
+        self._solution = np.zeros(NUMBERS)
         self._solution[kept] = found
         self.times = StepTimes(*(self._solution * USUAL_S / SCALE).tolist())
 
     @staticmethod
     def _scaled(times: StepTimes) -> np.ndarray:
-        parts = (times.fixed_s, times.sequence_s, times.key_s, times.token_s, times.pair_s)
-        return np.array(parts) * SCALE / USUAL_S
+        return np.array(dataclasses.astuple(times)) * SCALE / USUAL_S

@@ -62,13 +62,16 @@ class Site:
 
     @property
     def chunk_buckets(self) -> tuple[int, ...]:
-        """Rows of the graphs of steps with prompt chunks. Sparse attention has more than a gap could bring along."""
+        """Rows of the graphs of steps with prompt chunks, the decode rows beside them included. Sparse attention has
+        more than a gap could bring along.
+        """
         if not self.graphs or self.model.index_topk:
             return ()
         wanted = self.execution.chunk_graph_tokens
         if wanted == "auto":
             wanted = prompt_rows(self.model, self.dims.tp)
-        return chunk_buckets_up_to(min(wanted, self.most_rows))
+        decodes = 0 if self.role is Role.PREFILL else self.most_rows - self.limits.max_prefill_tokens
+        return chunk_buckets_up_to(min(wanted + decodes, self.most_rows)) if wanted else ()
 
     @property
     def num_graphs(self) -> int:

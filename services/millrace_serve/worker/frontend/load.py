@@ -6,11 +6,13 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from typing import Any
 
 from millrace.v1 import worker_pb2
 from millrace_common.metrics import Metrics
 from millrace_common.rate import Rate
+from millrace_common.step_times import StepTimes
 
 from millrace_serve.engine.core import Load
 from millrace_serve.worker.frontend import convert
@@ -118,6 +120,8 @@ class LoadBoard:
                 metrics.pages.labels(replica=replica, use=use).set(getattr(load, f"pages_{use}"))
             metrics.waiting_tokens.labels(replica=replica).set(load.waiting_tokens)
             metrics.credits.labels(replica=replica).set(load.credits)
+            for part, seconds in asdict(load.step_times or StepTimes()).items():
+                metrics.step_times.labels(replica=replica, of=part.removesuffix("_s")).set(seconds)
             for name, count in load.counters.items():
                 metric, _, label = name.rpartition("/")
                 self._advance(families[metric].labels(replica, label), count)
