@@ -1,7 +1,7 @@
 """Flexible workers against every static split, in simulation (fleet.py): each load alone, and loads that change.
 
-python -m millrace_bench.duties --workers 8                         loads at --part of what the best split can serve
-python -m millrace_bench.duties --workers 64 --systems 8            8 splits instead of all
+python -m millrace_bench.duties                                     loads at --part of what the best split can serve
+python -m millrace_bench.duties --systems 40p+24d,64u,64flex        other splits of a fleet
 python -m millrace_bench.duties --compare                           the simulator against four H200s that were measured
 
 The times of a step are those of bench/results/GPU/mixed-steps.json (`fit`). All systems get the same requests at the
@@ -12,8 +12,10 @@ goodput: requests that are due within a load's time and meet the limits, each se
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -35,7 +37,9 @@ from millrace_bench.pd_load import Load, Segment, changing
 
 Row = dict[str, Any]
 THINK_S, DRAIN_S = 1.0, 60.0
+CHANGING = "changing"
 LIMIT = Slo(1.0, 0.04)
+FIGURES = ("goodput", "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
 PARTS = ("fixed_s", "sequence_s", "key_s", "chunk_s", "token_s", "pair_s")
 # Four H200s, 61 layers, 15 s of arrivals of 4096/256: goodput, TTFT p50 and p99, TPOT p50 and p99 (2026-11-26).
 MEASURED = {
@@ -94,27 +98,35 @@ def fleet(system: str, made: Machine, limit: Slo, outputs: int) -> Fleet:
 
 def send(fleet: Fleet, segment: Segment, number: int) -> None:
     """The requests of a load, in its time."""
-    load = segment.load
-    for index, at in enumerate(poisson_arrivals(segment.rate / load.turns, segment.seed)):
+    for index, at in enumerate(poisson_arrivals(segment.rate / segment.load.turns, segment.seed)):
         if at >= segment.seconds:
             return
-        fleet.after(segment.begin_s + at, lambda index=index: _turn(fleet, load, f"{number}/{index}", 1, 0))
+        turns = _Turns(fleet, segment.load, number, index)
+        fleet.after(segment.begin_s + at, turns.begin)
 
 
-def _turn(fleet: Fleet, load: Load, name: str, turn: int, before: int) -> None:
-    prompt = before + load.input_len
+class _Turns:
+    """A conversation, or a request alone."""
 
-    def answered(job: Job) -> None:
-        fleet.after(THINK_S, lambda: _turn(fleet, load, name, turn + 1, prompt + load.output_len))
+    def __init__(self, fleet: Fleet, load: Load, number: int, index: int) -> None:
+        self._fleet, self._load, self._number = fleet, load, number
+        self._session = f"{number}/{index}" if load.turns > 1 else ""
+        self._left, self._tokens = load.turns, 0
 
-    more = answered if turn < load.turns else None
-    fleet.submit(
-        Request(prompt, load.output_len, load.output_len, name.split("/")[0], name if load.turns > 1 else "", more)
-    )
+    def begin(self) -> None:
+        load = self._load
+        self._left, prompt = self._left - 1, self._tokens + load.input_len
+        self._tokens = prompt + load.output_len
+        then = self._think if self._left else None
+        request = Request(prompt, load.output_len, load.output_len, str(self._number), self._session, then)
+        self._fleet.submit(request)
+
+    def _think(self, job: Job) -> None:
+        self._fleet.after(THINK_S, self.begin)
 
 
-def simulate(system: str, segments: Sequence[Segment], made: Machine, limit: Slo) -> list[Row]:
-    """A row of each segment and, of several, one of the whole."""
+def simulate(system: str, segments: Sequence[Segment], made: Machine, limit: Slo, lead_s: float = 0.0) -> Row:
+    """Of all segments; those of the first `lead_s` seconds do not count."""
     began = time.perf_counter()
     run = fleet(system, made, limit, segments[0].load.output_len)
     duties = Duties(run) if "flex" in system else None
@@ -122,17 +134,17 @@ def simulate(system: str, segments: Sequence[Segment], made: Machine, limit: Slo
         send(run, segment, number)
     end = segments[-1].begin_s + segments[-1].seconds
     run.run(end + DRAIN_S)
-    rows = []
-    for number, one in enumerate(segments):
-        jobs = [job for job in run.jobs if job.request.load == str(number)]
-        rows.append(
-            {"load": one.load.name, "rate": one.rate, **row(jobs, one.begin_s, one.begin_s + one.seconds, LIMIT)}
-        )
-    if len(segments) > 1:
-        rows.append({"load": "changing", "rate": len(run.jobs) / end, **row(run.jobs, 0.0, end, LIMIT)})
-    changes = [] if duties is None else [asdict(change) for change in duties.changes]
-    rows[-1] |= {"changes": changes, "took_s": time.perf_counter() - began}
-    return [{"system": system, **one} for one in rows]
+    parts = [row(run.jobs, one.begin_s, one.begin_s + one.seconds, limit) for one in segments]
+    name, rate = (segments[0].load.name, segments[0].rate) if len(segments) == 1 else (CHANGING, len(run.jobs) / end)
+    return {
+        "system": system,
+        "load": name,
+        "rate": rate,
+        **row(run.jobs, lead_s, end, limit),
+        "parts": [part["goodput"] for part in parts],
+        "changes": [] if duties is None else [asdict(change) for change in duties.changes],
+        "took_s": time.perf_counter() - began,
+    }
 
 
 def row(jobs: Sequence[Job], begin: float, end: float, limit: Slo) -> Row:
@@ -164,40 +176,38 @@ def most(load: Load, replicas: int, times: StepTimes, capacity: Capacity, limit:
     return low
 
 
-def splits(replicas: int, count: int) -> list[str]:
-    """So many at most, evenly spread, and unified workers."""
-    steps = min(count, replicas)
-    shares = sorted({round(replicas * step / steps) for step in range(1, steps)} - {0, replicas})
-    return [*(f"{prefill}p+{replicas - prefill}d" for prefill in shares), f"{replicas}u"]
-
-
 def compare(args: argparse.Namespace) -> list[Row]:
-    """Predicted and measured, of prompts in whole chunks and of requests without limits: as they ran then."""
-    times = h200_times()
-    made = replace(machine(times, Slo()), chunk=2048)
+    """Predicted and measured, with prompts in whole chunks and requests without limits: as they ran then."""
+    made = replace(machine(h200_times(), Slo()), chunk=2048)
     rows = []
-    for number, rate in enumerate((5.0, 7.5)):
-        arrivals = list(itertools.islice(poisson_arrivals(rate, number), round(15 * rate)))
-        for (system, its_rate), measured in MEASURED.items():
-            if its_rate == rate:
-                run = fleet(system, made, Slo(), 256)
-                for at in arrivals:
-                    run.after(at, lambda run=run: run.submit(Request(4096, 256, 256)))
-                run.run(200.0)
-                rows.append({"system": system, "rate": rate, **_beside(run.jobs, measured)})
+    for (system, rate), measured in MEASURED.items():
+        runs = [_figures(system, made, rate, seed) for seed in range(args.seeds)]
+        columns = zip(FIGURES, measured, zip(*runs, strict=True), strict=True)
+        rows.append({"system": system, "rate": rate, **{name: _beside(found, one) for name, one, found in columns}})
+        print(f"{system:>6} {rate}/s  " + "  ".join(f"{n} {rows[-1][n]['error']:+.0%}" for n in FIGURES), flush=True)
     return rows
 
 
-def _beside(jobs: Sequence[Job], measured: Sequence[float]) -> Row:
-    ttft, tpot = Summary.of([job.ttft for job in jobs]), Summary.of([job.tpot for job in jobs])
-    good = sum(job.ttft <= LIMIT.ttft_s and job.tpot <= LIMIT.tpot_s for job in jobs)
-    goodput = good / max(job.ended_at for job in jobs)
-    names = ("goodput", "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
-    found = (goodput, ttft.p50, ttft.p99, tpot.p50, tpot.p99)
+def _beside(found: Sequence[float], measured: float) -> Row:
+    mean = statistics.mean(found)
     return {
-        name: {"predicted": one, "measured": other, "error": one / other - 1}
-        for name, one, other in zip(names, found, measured, strict=True)
+        "predicted": mean,
+        "least": min(found),
+        "most": max(found),
+        "measured": measured,
+        "error": mean / measured - 1,
     }
+
+
+def _figures(system: str, made: Machine, rate: float, seed: int) -> tuple[float, ...]:
+    """Of 15 s of arrivals, until the last answer."""
+    run = fleet(system, made, Slo(), 256)
+    for at in itertools.islice(poisson_arrivals(rate, seed), round(15 * rate)):
+        run.after(at, functools.partial(run.submit, Request(4096, 256, 256)))
+    run.run(200.0)
+    ttft, tpot = (Summary.of([getattr(job, name) for job in run.jobs]) for name in ("ttft", "tpot"))
+    good = sum(job.ttft <= LIMIT.ttft_s and job.tpot <= LIMIT.tpot_s for job in run.jobs)
+    return good / max(job.ended_at for job in run.jobs), ttft.p50, ttft.p99, tpot.p50, tpot.p99
 
 
 def h200_times() -> StepTimes:
@@ -213,19 +223,16 @@ def grid(args: argparse.Namespace) -> list[Row]:
     made = machine(times, LIMIT)
     capacity = Capacity(made.max_running, made.pool, made.chunk, made.handover_s)
     rows = []
-    for replicas in args.workers:
-        loads = [
-            replace(load, rates=(round(args.part * most(load, replicas, times, capacity, LIMIT), 2),))
-            for load in args.loads
-        ]
-        seconds = args.seconds
-        runs = [[Segment(load, load.rates[0], seconds, args.seed + i)] for i, load in enumerate(loads)]
-        runs.append(changing(loads, args.every, args.rounds, args.seed + len(loads)))
-        for system in [*splits(replicas, args.systems), f"{replicas}flex"]:
-            for segments in runs:
-                for one in simulate(system, segments, made, LIMIT)[-1:]:
-                    rows.append({"workers": replicas, **one})
-                    print(line(rows[-1]), flush=True)
+    for systems in (group.split(",") for group in args.systems):
+        replicas = sum(workers(systems[0]).values())
+        rates = [args.part * most(load, replicas, times, capacity, LIMIT) for load in args.loads]
+        loads = [replace(load, rates=(round(rate, 2),)) for load, rate in zip(args.loads, rates, strict=True)]
+        runs = [[Segment(load, load.rates[0], args.lead + args.seconds, args.seed)] for load in loads]
+        runs.append(changing(loads, args.every, args.rounds, args.seed + 1))
+        for segments, system in itertools.product(runs, systems):
+            lead_s = args.lead if len(segments) == 1 else 0.0
+            rows.append({"workers": replicas, **simulate(system, segments, made, LIMIT, lead_s)})
+            print(line(rows[-1]), flush=True)
     return rows
 
 
@@ -240,23 +247,20 @@ def line(row: Row) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[8], help="of each fleet (%(default)s)")
-    parser.add_argument("--systems", type=int, default=8, help="static splits at most, of each fleet (%(default)s)")
+    parser.add_argument("--systems", nargs="+", default=["3p+5d,4p+4d,5p+3d,6p+2d,8u,8flex"], help="of each fleet")
     parser.add_argument("--loads", type=Load.parse, nargs="+", default=[Load.parse(text) for text in LOADS])
-    parser.add_argument("--part", type=float, default=0.95, help="of what the best split can serve (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of a load alone (%(default)s)")
+    parser.add_argument("--part", type=float, default=0.9, help="of what the best split can serve (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of a load alone (%(default)s)")
+    parser.add_argument("--lead", type=float, default=15.0, help="before them, not counted (%(default)s)")
     parser.add_argument("--every", type=float, default=30.0, help="seconds until the load changes (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="of all loads (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="of all loads (%(default)s)")
     parser.add_argument("--steps", default="h100/mixed-steps", help="the run with the times (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", action="store_true", help="instead: predicted and measured")
+    parser.add_argument("--seeds", type=int, default=6, help="with --compare: arrivals (%(default)s)")
     args = parser.parse_args()
     rows = compare(args) if args.compare else grid(args)
-    if args.compare:
-        for one in rows:
-            errors = "  ".join(f"{name} {one[name]['error']:+.0%}" for name in one if isinstance(one[name], dict))
-            print(f"{one['system']:>6} {one['rate']}/s  {errors}")
-    print_record(Record("duties", vars(args), {"rows": rows}))
+    print_record(Record("duties-compare" if args.compare else "duties", vars(args), {"rows": rows}))
 
 
 if __name__ == "__main__":

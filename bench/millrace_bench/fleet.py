@@ -30,7 +30,7 @@ from millrace_rpc.errors import MillraceError
 
 from millrace_bench.fleet_worker import Machine, Part, Worker
 
-REPORT_S, TELL_S = 0.05, 1.0
+REPORT_S, LOOK_S, TELL_S = 0.05, 0.1, 1.0
 PAGE = 64  # tokens
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 GENERATES = ("decode", "both", "unified")  # duties
@@ -284,8 +284,9 @@ class Fleet:
         if self._ticks % round(TELL_S / REPORT_S) == 0:
             for worker in self.workers.values():
                 worker.tell(self.now)
-        for job in [job for job in self.live if self.now >= job.flow.expires]:
-            job.perform(job.flow.tick(self.now, routable=True))
+        if self._ticks % round(LOOK_S / REPORT_S) == 0:
+            for job in [job for job in self.live if self.now >= job.flow.expires]:
+                job.perform(job.flow.tick(self.now, routable=True))
         self._report()
         self.admission.pump()
 

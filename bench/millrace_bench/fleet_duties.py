@@ -1,4 +1,4 @@
-"""The router's controller of duties before simulated flexible workers: what it counts, and what it decides each second."""
+"""The router's controller of duties before simulated flexible workers."""
 
 from __future__ import annotations
 
