@@ -183,8 +183,10 @@ def compare(args: argparse.Namespace) -> list[Row]:
     for (system, rate), measured in MEASURED.items():
         runs = [_figures(system, made, rate, seed) for seed in range(args.seeds)]
         columns = zip(FIGURES, measured, zip(*runs, strict=True), strict=True)
-        rows.append({"system": system, "rate": rate, **{name: _beside(found, one) for name, one, found in columns}})
-        print(f"{system:>6} {rate}/s  " + "  ".join(f"{n} {rows[-1][n]['error']:+.0%}" for n in FIGURES), flush=True)
+        figures = {name: _beside(found, one) for name, one, found in columns}
+        rows.append({"system": system, "rate": rate, **figures})
+        errors = (f"{name} {one['error']:+.0%}" for name, one in figures.items())
+        print(f"{system:>6} {rate}/s  {'  '.join(errors)}", flush=True)
     return rows
 
 
@@ -251,7 +253,7 @@ def main() -> None:
     parser.add_argument("--loads", type=Load.parse, nargs="+", default=[Load.parse(text) for text in LOADS])
     parser.add_argument("--part", type=float, default=0.9, help="of what the best split can serve (%(default)s)")
     parser.add_argument("--seconds", type=float, default=30.0, help="of a load alone (%(default)s)")
-    parser.add_argument("--lead", type=float, default=15.0, help="before them, not counted (%(default)s)")
+    parser.add_argument("--lead", type=float, default=20.0, help="before them, not counted (%(default)s)")
     parser.add_argument("--every", type=float, default=30.0, help="seconds until the load changes (%(default)s)")
     parser.add_argument("--rounds", type=int, default=1, help="of all loads (%(default)s)")
     parser.add_argument("--steps", default="h100/mixed-steps", help="the run with the times (%(default)s)")

@@ -193,7 +193,7 @@ class Fleet:
         self.live: dict[Job, None] = {}
         self.jobs: list[Job] = []
         self._numbers, self._ties = itertools.count(), itertools.count()
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._ticks = 0
         self._report()
         self.after(REPORT_S, self._tick)
@@ -241,7 +241,7 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------- time
 
-    def after(self, seconds: float, do: Callable[[], None]) -> None:
+    def after(self, seconds: float, do: Callable[[], object]) -> None:
         heapq.heappush(self._events, (self.now + seconds, next(self._ties), do))
 
     def submit(self, request: Request) -> Job:

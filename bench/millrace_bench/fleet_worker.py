@@ -1,7 +1,7 @@
 """A simulated worker: it runs steps, each as long as the times of a step say, whatever is in it.
 
 1. A step has a token of each running sequence, and chunks of prompts: as many tokens as one step may have and, beside
-   sequences with a TPOT limit, as their limit leaves. Beside streams from before, a worker of prefill takes whole chunks.
+   sequences with a TPOT limit, as their limit leaves. A worker of prefill takes whole chunks beside former streams.
 2. A prompt whose output another worker generates is handed over at its end. Another goes on here.
 3. Sequences run while the pool has room, by the functions of the engine that admit, preempt and promise room.
 """
