@@ -295,13 +295,20 @@ def plan_worker(
     role: Annotated[Literal["prefill", "decode", "unified", "flexible"], typer.Option()] = "unified",
     goal: Annotated[Literal["throughput", "latency", "balanced"], typer.Option()] = "balanced",
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As for a worker.")] = None,
+    asked: Annotated[
+        str, typer.Option("--workload", metavar="INPUT/OUTPUT@RATE", help="Instead: the best split of the GPUs for it.")
+    ] = "",
+    slo: Annotated[str, typer.Option(help="With --workload: limits in seconds.")] = "ttft=1,tpot=0.04",
 ) -> None:
     """Say what a worker would choose on GPUs that need not be here, what fits, and how long its steps would take."""
     from millrace_serve.engine.config import Role
     from millrace_serve.plan.settings import Goal
 
-    from millrace_cli.plan import plan, split
+    from millrace_cli.plan import plan, split, workload
 
+    if asked:
+        workload(model, gpu, gpus, (tp, dp), asked, slo, set_ or ())
+        return
     plan(model, gpu, split(gpus, Goal(goal), tp, dp), Role(role), Goal(goal), set_ or ())
 
 
