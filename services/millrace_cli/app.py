@@ -250,7 +250,6 @@ BENCHES = {
     "shard": "time one rank of the 671B model on one GPU",
     "ranks": "time ranks of the 671B model that compute together",
     "replicas": "time replicas of the 671B model that step together",
-    "shared_prompts": "time one long prompt on one GPU of a worker, and on all",
     "allreduce": "time sums over tensor-parallel ranks",
     "exchange": "time rows to the experts of other ranks and back",
     "balance": "measure how evenly experts are loaded",
