@@ -220,7 +220,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="millrace-pd-") as folder:
         record = run(args, Path(folder))
     results = record.results
-    if args.plot and results["rows"]:
+    if args.plot and args.changing:
+        plots.draw_changes([row for row in results["rows"] if "timeline" in row], args.plot)
+    elif args.plot and results["rows"]:
         plots.draw(plots.points({"bench": "pd", "results": results}), args.plot)
     print_record(record)
     sys.exit(int(bool(results["failed"]) or any(row["errors"] for row in results["rows"])))

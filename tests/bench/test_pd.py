@@ -124,6 +124,8 @@ def test_a_load_that_changes(tmp_path: Path) -> None:
     due, met = (sum(second[key] for second in whole["timeline"]) for key in ("due", "met"))
     assert due == met == whole["requests"] == whole["completed"] and not whole["errors"]
     assert whole["watched"] and all(second["duties"] == {"unified": 2} for second in whole["watched"])
+    plots.draw_changes([whole], tmp_path / "changes.svg")
+    assert "prompt tokens that wait" in (tmp_path / "changes.svg").read_text()
 
 
 def test_rates_that_were_over_count_when_the_limit_ends_a_system(
