@@ -49,7 +49,7 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class DutySplit:
     """Numbers of replicas by duty."""
 
     prefill: int = 0
@@ -64,8 +64,8 @@ class Split:
         parts = ((self.prefill, "prefill"), (self.decode, "decode"), (self.both, "both"))
         return " + ".join(f"{number} {duty}" for number, duty in parts if number) or "nothing"
 
-    def plus(self, other: Split) -> Split:
-        return Split(self.prefill + other.prefill, self.decode + other.decode, self.both + other.both)
+    def plus(self, other: DutySplit) -> DutySplit:
+        return DutySplit(self.prefill + other.prefill, self.decode + other.decode, self.both + other.both)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Expected:
     why: str  # what limits it, in words
 
 
-def expect(split: Split, workload: Workload, slo: Slo, times: StepTimes, capacity: Capacity) -> Expected:
+def expect(split: DutySplit, workload: Workload, slo: Slo, times: StepTimes, capacity: Capacity) -> Expected:
     """Where there are replicas of both duties beside pairs, each kind gets requests by what it can serve."""
     load = _Load.of(workload, slo, times, capacity)
     part = float(not split.decode)
@@ -108,18 +108,18 @@ def expect(split: Split, workload: Workload, slo: Slo, times: StepTimes, capacit
     return _joined(found) if found else Expected(0.0, math.inf, math.inf, math.inf, 0.0, "nobody generates")
 
 
-def splits(replicas: int, fixed: Split = Split()) -> Iterator[Split]:
+def splits(replicas: int, fixed: DutySplit = DutySplit()) -> Iterator[DutySplit]:
     """Every split worth a look, besides what is fixed: all of both duties, or prefill beside decode. Replicas of decode
     run whole requests where that is better, so replicas of both duties beside them change nothing.
     """
-    yield Split(both=replicas)
+    yield DutySplit(both=replicas)
     for prefill in range(0 if fixed.prefill else 1, replicas + bool(fixed.decode)):
-        yield Split(prefill, replicas - prefill)
+        yield DutySplit(prefill, replicas - prefill)
 
 
 def best(
     replicas: int, workload: Workload, slo: Slo, times: StepTimes, capacity: Capacity
-) -> list[tuple[Split, Expected]]:
+) -> list[tuple[DutySplit, Expected]]:
     """The splits of so many replicas, best first; of equal ones, the one that is further below the limits."""
     found = [(split, expect(split, workload, slo, times, capacity)) for split in splits(replicas)]
     return sorted(found, key=lambda row: merit(row[1], slo), reverse=True)

@@ -49,7 +49,7 @@ class Report:
     generated: float  # output tokens since its process started
 
 
-class Demand:
+class RecentDemand:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = clock()
