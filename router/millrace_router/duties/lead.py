@@ -61,18 +61,19 @@ class Lead:
     async def tick(self) -> None:
         workers = self._fleet()
         flexible = [worker for worker in workers if worker.flexible]
-        self._look(flexible)
+        lists = [worker.load.routers for worker in flexible if worker.load is not None]
+        self._look(flexible, len(set().union(*lists)))
         if not flexible:
             return
-        leads_now = leads(self._router_id, (worker.load.routers for worker in flexible if worker.load is not None))
+        leads_now = leads(self._router_id, lists)
         if leads_now is not self._leads:
             self._leads = leads_now
             log.info("this router %s the duties of flexible workers", "sets" if leads_now else "no longer sets")
         if leads_now:
             await self._carry_out(flexible, self._decided(workers, flexible))
 
-    def _look(self, flexible: Sequence[Worker]) -> None:
-        self._demand.look({worker.epoch: _report(worker) for worker in flexible}, _expected_output(flexible))
+    def _look(self, flexible: Sequence[Worker], routers: int) -> None:
+        self._demand.look({worker.epoch: _report(worker) for worker in flexible}, _expected_output(flexible), routers)
         self._metrics.duty.clear()
         for worker in flexible:
             self._metrics.duty.labels(worker.address, duty_name(worker.duty)).set(1)

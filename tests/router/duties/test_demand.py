@@ -44,12 +44,13 @@ def test_outputs_are_as_long_as_workers_expect(clock: Clock) -> None:
     assert demand.workload().output_tokens == 120
 
 
-def test_other_routers_requests_are_counted_by_their_sequences(clock: Clock) -> None:
+@pytest.mark.parametrize(("routers", "rate"), [(1, 10), (2, 30)])
+def test_other_routers_requests_are_counted_by_their_sequences(clock: Clock, routers: int, rate: float) -> None:
     demand = RecentDemand(clock)
     for _ in range(5):
         arrive(demand, clock, 10)
-        demand.look({"a": Report(own=10, sequences=30, held=0, generated=0), "b": Report(5, 15, 0, 0)}, 0)
-    assert demand.workload().rate == pytest.approx(30, rel=0.05)
+        demand.look({"a": Report(own=10, sequences=30, held=0, generated=0), "b": Report(5, 15, 0, 0)}, 0, routers)
+    assert demand.workload().rate == pytest.approx(rate, rel=0.05)
 
 
 def test_a_leader_without_requests_reads_the_reports(clock: Clock) -> None:
