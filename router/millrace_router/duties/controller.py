@@ -2,7 +2,8 @@
 
 A change has to gain more than it costs, both in requests within their limits:
 
-    gain   what the other split answers more within `HORIZON_S`, at the measured rate and at the ends of its error
+    gain   what the other split answers more within `HORIZON_S`: the mean of the measured rate and the ends of its
+           error, at neither of which it may answer less
     cost   the requests that the changing workers have and that the change puts at risk: streams that go on beside
            prompts, prompts that wait where streams begin, and prompts whose cached pages lie with another worker then
 
@@ -23,6 +24,7 @@ PREFILL, DECODE, BOTH = worker_pb2.DUTY_PREFILL, worker_pb2.DUTY_DECODE, worker_
 UNSPECIFIED = worker_pb2.DUTY_UNSPECIFIED
 AT_RISK = 0.25  # part of a changing worker's requests that miss a limit by it
 LEAST_ERROR, MOST_ERROR = 0.1, 0.3  # of the measured rate
+LEAST_GAIN = 0.5  # requests: less is no reason
 NONE = DutySplit()
 FEW = 16  # members, of which every split is looked at
 DRAIN_S = 10.0  # in which waiting prompts should be computed, besides those that come
@@ -93,9 +95,10 @@ def decide(state: FleetState) -> DutyPlan:
     for plan in sorted(plans, key=lambda plan: plan.gain - plan.cost, reverse=True):
         if plan.gain <= plan.cost:
             break
-        sure = replace(plan, gain=min(plan.gain, *(_gain(state, plan, error) for error in _errors(state))))
-        if sure.gain > sure.cost:
-            return sure
+        ends = [_gain(state, plan, factor) for factor in _errors(state)]
+        mean = (plan.gain + sum(ends)) / 3
+        if min(ends) > -LEAST_GAIN and mean > plan.cost + LEAST_GAIN:
+            return replace(plan, gain=mean)
     return kept
 
 
