@@ -48,10 +48,14 @@ MAY_IMPORT = {
         RPC,
         *(f"{ROUTER}.{part}" for part in ("config", "discovery", "policy", "health")),
     },
+    f"{ROUTER}.duties": {
+        *(STUBS, COMMON, RPC),
+        *(f"{ROUTER}.{part}" for part in ("config", "policy", "health", "fleet")),
+    },
     f"{ROUTER}.queue": {COMMON, RPC, f"{ROUTER}.policy"},
     f"{ROUTER}.flow": {
         *(STUBS, COMMON, RPC),
-        *(f"{ROUTER}.{part}" for part in ("config", "policy", "health", "fleet", "queue", "text")),
+        *(f"{ROUTER}.{part}" for part in ("config", "policy", "health", "fleet", "duties", "queue", "text")),
     },
     f"{ROUTER}.http": {COMMON, RPC, *(f"{ROUTER}.{part}" for part in ("config", "queue", "flow"))},
     f"{ROUTER}.admin": {STUBS, COMMON, RPC, *(f"{ROUTER}.{part}" for part in ("policy", "fleet", "flow", "http"))},

@@ -25,7 +25,7 @@ from millrace.v1.worker_pb2 import CacheChange
 from millrace_common.page_hash import BLOCK_BYTES, page_hashes
 from millrace_common.step_times import StepTimes
 from millrace_load.record import Record, Summary, print_record
-from millrace_router.config import Limits, Policy, RouterConfig, Routing
+from millrace_router.config import Policy, RouterConfig, Routing, SloConfig
 from millrace_router.flow.metrics import build
 from millrace_router.policy.kv_index import KvIndex
 from millrace_router.policy.placer import Placer
@@ -70,7 +70,7 @@ def _limits(policy: Policy) -> tuple[bool, ...]:
 
 def _decisions(s: Settings, policy: Policy, limits: bool) -> dict[str, Any]:
     rng = random.Random(s.seed)
-    slo = Limits(ttft=1.0, tpot=0.04) if limits else Limits()
+    slo = SloConfig(ttft=1.0, tpot=0.04) if limits else SloConfig()
     routing = Routing(slo=slo, prefix_blocks=s.blocks)
     config = RouterConfig(model="", prefill_policy=policy, decode_policy=policy, routing=routing)
     placer, view = Placer(config, build()), _view(s, rng)

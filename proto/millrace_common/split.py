@@ -6,7 +6,7 @@ predict with it.
 2. Replicas with streams reach the step time at which they hold as many sequences as come meanwhile:
    step = fixed / (1 - prompts' work - streams' work), both as parts of the time.
 3. What the TPOT limit leaves of their steps is time for prompts: a second queue, beside that of the prefill replicas.
-4. A replica of both duties is one of streams that gets its own prompts, and hands nothing over.
+4. A replica of both duties is one of streams, which runs all of its prompts itself and hands nothing over.
 
 Overload does not last for ever: a queue that has grown for `HORIZON_S` is as long as its load made it. So an
 overloaded split still answers some requests in time, and a better split is better however large the load is.
@@ -15,8 +15,8 @@ overloaded split still answers some requests in time, and a better split is bett
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from millrace_common.step_times import StepTimes
 
@@ -49,7 +49,7 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class DutySplit:
     """Numbers of replicas by duty."""
 
     prefill: int = 0
@@ -64,8 +64,8 @@ class Split:
         parts = ((self.prefill, "prefill"), (self.decode, "decode"), (self.both, "both"))
         return " + ".join(f"{number} {duty}" for number, duty in parts if number) or "nothing"
 
-    def plus(self, other: Split) -> Split:
-        return Split(self.prefill + other.prefill, self.decode + other.decode, self.both + other.both)
+    def plus(self, other: DutySplit) -> DutySplit:
+        return DutySplit(self.prefill + other.prefill, self.decode + other.decode, self.both + other.both)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,36 +90,28 @@ class Expected:
     why: str  # what limits it, in words
 
 
-def expect(split: Split, workload: Workload, slo: Slo, times: StepTimes, capacity: Capacity) -> Expected:
-    """Where there are replicas of both duties beside pairs, each kind gets requests by what it can serve."""
+def expect(split: DutySplit, workload: Workload, slo: Slo, times: StepTimes, capacity: Capacity) -> Expected:
+    """What the split makes of the workload, with the best share of prompts outside prefill replicas."""
+    prefill, streams = split.prefill if split.decode else 0, split.decode + split.both
+    if not streams:
+        return Expected(0.0, math.inf, math.inf, math.inf, 0.0, "nobody generates")
     load = _Load.of(workload, slo, times, capacity)
-    part = float(not split.decode)
-    if split.decode and split.both:
-        most_both, most_pairs = load.most(0, split.both), load.most(split.prefill, split.decode)
-        part = most_both / (most_both + most_pairs or 1.0)
-    found = [
-        (share, load.at(workload.rate * share).best(prefill, streams, shares))
-        for share, prefill, streams, shares in (
-            (part, 0, split.both, (1.0,)),
-            (1 - part, split.prefill, split.decode, SHARES if split.prefill else (1.0,)),
-        )
-        if share > 0 and streams
-    ]
-    return _joined(found) if found else Expected(0.0, math.inf, math.inf, math.inf, 0.0, "nobody generates")
+    found = (load.expect(prefill, streams, share) for share in (SHARES if prefill else (1.0,)))
+    return max(found, key=lambda expected: merit(expected, slo))
 
 
-def splits(replicas: int, fixed: Split = Split()) -> Iterator[Split]:
-    """Every split worth a look, besides what is fixed: all of both duties, or prefill beside decode. Replicas of decode
-    run whole requests where that is better, so replicas of both duties beside them change nothing.
+def splits(replicas: int) -> Iterator[DutySplit]:
+    """Every split worth a look: all of both duties, or prefill beside decode. Replicas of decode run whole requests
+    where that is better, so replicas of both duties beside them change nothing.
     """
-    yield Split(both=replicas)
-    for prefill in range(0 if fixed.prefill else 1, replicas + bool(fixed.decode)):
-        yield Split(prefill, replicas - prefill)
+    yield DutySplit(both=replicas)
+    for prefill in range(1, replicas):
+        yield DutySplit(prefill, replicas - prefill)
 
 
 def best(
     replicas: int, workload: Workload, slo: Slo, times: StepTimes, capacity: Capacity
-) -> list[tuple[Split, Expected]]:
+) -> list[tuple[DutySplit, Expected]]:
     """The splits of so many replicas, best first; of equal ones, the one that is further below the limits."""
     found = [(split, expect(split, workload, slo, times, capacity)) for split in splits(replicas)]
     return sorted(found, key=lambda row: merit(row[1], slo), reverse=True)
@@ -164,23 +156,15 @@ class _Load:
             max(min(capacity.max_running, capacity.kv_tokens / max(length, 1.0)), 1.0),
         )
 
-    def at(self, rate: float) -> _Load:
-        return replace(self, workload=replace(self.workload, rate=rate))
-
     @property
     def prompt_s(self) -> float:
         """Of a prefill replica that always has prompts."""
         return max(self.work_s + self.fixed_s, 1e-12)
 
-    def streams_most(self, within: bool) -> float:
-        """Streams per second that a replica without prompts can begin, `within` the TPOT limit or by its memory."""
-        each = self.outputs * self.stream_s
-        most = self.most_sequences / (self.outputs * self.times.fixed_s + self.most_sequences * each or 1e-12)
-        return min(most, self._left() / (each or 1e-12)) if within else most
-
-    def _left(self) -> float:
-        """The part of a step of the TPOT limit that is not fixed."""
-        return max(1 - self.times.fixed_s / self.slo.tpot_s, 0.0)
+    def streams_most(self) -> float:
+        """Streams per second that a replica without prompts can begin, by its places and its memory."""
+        each = self.outputs * (self.times.fixed_s + self.most_sequences * self.stream_s)
+        return self.most_sequences / (each or 1e-12)
 
     def _left_for_prompts(self) -> float:
         return max(1 - (self.times.fixed_s + self.times.chunk_s) / self.slo.tpot_s, 0.0)
@@ -190,24 +174,10 @@ class _Load:
         busy = streams * self.outputs * self.stream_s
         return max(min((self._left_for_prompts() - busy) / (self.work_s or 1e-12), (1 - busy) / self.prompt_s), 0.0)
 
-    def most(self, prefill: int, streams: int) -> float:
-        """Requests per second that prefill replicas and replicas of streams can do together."""
-        low, high = 0.0, streams * self.streams_most(within=True)
-        for _ in range(20):
-            rate = (low + high) / 2
-            prompts = prefill / self.prompt_s + streams * self.prompts_beside(rate / streams)
-            low, high = (rate, high) if prompts >= rate else (low, rate)
-        return low
-
-    def best(self, prefill: int, streams: int, shares: tuple[float, ...]) -> Expected:
-        return max(
-            (self._with(prefill, streams, share) for share in shares), key=lambda expected: merit(expected, self.slo)
-        )
-
-    def _with(self, prefill: int, streams: int, share: float) -> Expected:
+    def expect(self, prefill: int, streams: int, share: float) -> Expected:
         """`share` of the prompts is run by the replicas of streams."""
         rate, slo, times = self.workload.rate, self.slo, self.times
-        begun = min(rate / streams, self.streams_most(within=False))
+        begun = min(rate / streams, self.streams_most())
         local = min(share * rate / streams, self.prompts_beside(begun))
         step_s = self._step_s(local, begun)
         sequences = min(begun * self.outputs * step_s, self.most_sequences)
@@ -218,7 +188,7 @@ class _Load:
             _Queue(share * rate, streams, self.prompts_beside(begun), self._beside_s(sequences)),
             _Queue((1 - share) * rate, prefill, 1 / self.prompt_s, self._alone_s()),
         ]
-        room = _Queue(rate, streams, self.streams_most(within=False), 0.0, servers=self.most_sequences)
+        room = _Queue(rate, streams, self.streams_most(), 0.0, servers=self.most_sequences)
         parts = (share, 1 - share)
         first = sum(part * queue.within(slo.ttft_s) for part, queue in zip(parts, queues, strict=True) if part)
         wait_s = room.wait_s + sum(part * queue.mean_s for part, queue in zip(parts, queues, strict=True) if part)
@@ -244,8 +214,9 @@ class _Load:
     def _chunks(self, sequences: float) -> float:
         """Steps of a prompt's own beside streams, in chunks that the TPOT limit leaves; at least 1."""
         keys = sequences * (self.workload.input_tokens + self.outputs / 2)
-        start, most = int(self.workload.cached_tokens), self.capacity.chunk_tokens
-        chunk = headroom(self.times, self.slo.tpot_s, sequences, keys, most, start)
+        start, chunk = int(self.workload.cached_tokens), self.capacity.chunk_tokens
+        if self.slo.tpot_s < math.inf:
+            chunk = min(self.times.tokens_within(self.slo.tpot_s, sequences, keys, start), chunk)
         return max(self.uncached / chunk, 1.0) if chunk else NEVER_S
 
     def _alone_s(self) -> float:
@@ -263,11 +234,6 @@ class _Load:
         if on_time < 0.9:
             return "steps of the streams are too long"
         return f"prompts need {prompts:.0%} of the time for them" if prompts < 99 else "no time is left for prompts"
-
-
-def headroom(times: StepTimes, limit_s: float, sequences: float, keys: float, most: int, start: int = 0) -> int:
-    """Prompt tokens of a step that stays within the limit beside the sequences, at most `most`."""
-    return most if math.isinf(limit_s) else min(times.tokens_within(limit_s, sequences, keys, start), most)
 
 
 class _Queue:
@@ -304,20 +270,3 @@ def _below(mean: float, limit: float, deviation: float) -> float:
     if math.isinf(limit):
         return 1.0
     return 0.5 * (1 + math.erf((limit - mean) / (max(deviation, 1e-12) * math.sqrt(2))))
-
-
-def _joined(parts: list[tuple[float, Expected]]) -> Expected:
-    """Of the shares of the requests that replicas of different kinds get."""
-
-    def mean(value: Callable[[Expected], float]) -> float:
-        return sum(share * value(expected) for share, expected in parts)
-
-    worst = min(parts, key=lambda part: part[1].goodput / part[0])[1]
-    return Expected(
-        goodput=sum(expected.goodput for _, expected in parts),
-        ttft_s=mean(lambda expected: expected.ttft_s),
-        tpot_s=mean(lambda expected: expected.tpot_s),
-        prefill_use=mean(lambda expected: expected.prefill_use),
-        decode_sequences=mean(lambda expected: expected.decode_sequences),
-        why=worst.why,
-    )

@@ -37,7 +37,7 @@ class Policy(enum.StrEnum):
     LENGTH_BUCKETS = "length_buckets"
 
 
-class Limits(Config):
+class SloConfig(Config):
     """What a request should take at most. With a limit, requests are placed by predicted times."""
 
     ttft: Seconds | None = Field(None, gt=0)  # until the first token; none: no limit
@@ -51,7 +51,7 @@ class Limits(Config):
 class Routing(Config):
     """Parameters of the policies."""
 
-    slo: Limits = Limits()
+    slo: SloConfig = SloConfig()
     # Duties of flexible workers. lead: set them when this router's turn comes; advise: only say what it would set;
     # off: set all to both
     duties: Literal["lead", "advise", "off"] = "lead"

@@ -42,6 +42,7 @@ from millrace_router.admin.traffic import Recent
 from millrace_router.apis import public_http
 from millrace_router.apis.grpc import service as grpc_service
 from millrace_router.config import RouterConfig
+from millrace_router.duties.demand import RecentDemand
 from millrace_router.duties.lead import Lead
 from millrace_router.fleet.registry import Registry
 from millrace_router.flow.generation import Backend
@@ -76,16 +77,11 @@ class Router:
             self._keys = Keys(config.api_keys, time.monotonic, self._keys_reloaded, keep=keep)
         self.registry = Registry(config, metrics, self._changed, identity=self._inside)
         self.admission = Admission(config.queue_size, config.timeouts.queue, self.registry, metrics.queued.set)
-        self._lead = Lead(
-            self.registry.router_id,
-            config.routing,
-            self.registry.demand,
-            self.registry.serving,
-            lambda: self.admission.tokens,
-            metrics,
-        )
         self._gc = ProcessGc("router", metrics)
-        backend = Backend(config, self.registry, self.admission, metrics, self.tracer)
+        demand = RecentDemand()
+        backend = Backend(config, self.registry, self.admission, metrics, self.tracer, demand)
+        fleet, queued = self.registry.serving, lambda: self.admission.tokens
+        self._lead = Lead(self.registry.router_id, config.routing, demand, fleet, queued, metrics)
         tokenizer = Tokenizer.load(config.model, config.chat_template, config.special_tokens_in)
         self.inference = Inference(backend, tokenizer)
         self.ports: dict[str, int] = {}

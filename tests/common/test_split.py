@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_common.split import Capacity, Expected, Slo, Split, Workload, best, expect, splits
+from millrace_common.split import Capacity, DutySplit, Expected, Slo, Workload, best, expect, splits
 from millrace_common.step_times import StepTimes
 
 TIMES = StepTimes(fixed_s=0.018, sequence_s=1e-4, key_s=2e-8, token_s=4.4e-5, pair_s=1e-9)
@@ -40,23 +40,23 @@ def goodput(replicas: int, workload: Workload, slo: Slo, step: StepTimes, capaci
 @pytest.mark.parametrize(
     ("workload", "first"),
     [
-        (Workload(4096, 256, 7.5), Split(3, 1)),  # prompts are most of the work
-        (Workload(4096, 64, 9.0), Split(3, 1)),
-        (Workload(256, 1024, 9.0), Split(both=4)),  # streams are
+        (Workload(4096, 256, 7.5), DutySplit(3, 1)),  # prompts are most of the work
+        (Workload(4096, 64, 9.0), DutySplit(3, 1)),
+        (Workload(256, 1024, 9.0), DutySplit(both=4)),  # streams are
     ],
 )
-def test_the_best_split_has_replicas_where_the_work_is(workload: Workload, first: Split) -> None:
+def test_the_best_split_has_replicas_where_the_work_is(workload: Workload, first: DutySplit) -> None:
     assert best(4, workload, SLO, TIMES, CAPACITY)[0][0] == first
 
 
 def test_a_split_that_lacks_a_phase_answers_nothing_or_little() -> None:
-    assert expect(Split(prefill=4), Workload(4096, 256, 5), SLO, TIMES, CAPACITY).goodput == 0
-    full = expect(Split(3, 1), Workload(1024, 512, 12), SLO, TIMES, CAPACITY)
+    assert expect(DutySplit(prefill=4), Workload(4096, 256, 5), SLO, TIMES, CAPACITY).goodput == 0
+    full = expect(DutySplit(3, 1), Workload(1024, 512, 12), SLO, TIMES, CAPACITY)
     assert full.goodput < 1 and "KV pages" in full.why
 
 
 def test_a_queue_grows_before_it_fails() -> None:
-    found = [expect(Split(2, 2), Workload(4096, 256, rate), SLO, TIMES, CAPACITY) for rate in (2, 6, 10, 14, 20)]
+    found = [expect(DutySplit(2, 2), Workload(4096, 256, rate), SLO, TIMES, CAPACITY) for rate in (2, 6, 10, 14, 20)]
     assert [f.ttft_s for f in found] == sorted(f.ttft_s for f in found)
     assert [f.goodput / rate for f, rate in zip(found, (2, 6, 10, 14, 20), strict=True)] == sorted(
         (f.goodput / rate for f, rate in zip(found, (2, 6, 10, 14, 20), strict=True)), reverse=True
@@ -65,10 +65,10 @@ def test_a_queue_grows_before_it_fails() -> None:
 
 
 def test_kinds_share_by_what_each_can_serve() -> None:
-    mixed = expect(Split(2, 1, 1), Workload(4096, 256, 6), SLO, TIMES, CAPACITY)
+    mixed = expect(DutySplit(2, 1, 1), Workload(4096, 256, 6), SLO, TIMES, CAPACITY)
     assert mixed.goodput > 5.5
-    assert expect(Split(0, 0, 4), Workload(4096, 256, 3), SLO, TIMES, CAPACITY) == expect(
-        Split(0, 4, 0), Workload(4096, 256, 3), SLO, TIMES, CAPACITY
+    assert expect(DutySplit(0, 0, 4), Workload(4096, 256, 3), SLO, TIMES, CAPACITY) == expect(
+        DutySplit(0, 4, 0), Workload(4096, 256, 3), SLO, TIMES, CAPACITY
     )
 
 
@@ -122,6 +122,6 @@ def test_a_cached_prompt_is_never_worse(
 
 
 def test_expected_says_why() -> None:
-    assert isinstance(expect(Split(1, 1), Workload(4096, 256, 1), SLO, TIMES, CAPACITY), Expected)
-    slow = expect(Split(1, 1), Workload(4096, 256, 1), Slo(1, 0.017), TIMES, CAPACITY)
+    assert isinstance(expect(DutySplit(1, 1), Workload(4096, 256, 1), SLO, TIMES, CAPACITY), Expected)
+    slow = expect(DutySplit(1, 1), Workload(4096, 256, 1), Slo(1, 0.017), TIMES, CAPACITY)
     assert slow.goodput < 0.01 and "too long" in slow.why

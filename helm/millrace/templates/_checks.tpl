@@ -196,13 +196,13 @@
 {{- include "millrace.checkExtras" (dict "name" $at "values" $pool) -}}
 {{- end -}}
 
-{{/* Prompts of decode workers would be launched op by op. auto is enough for every such prompt. */}}
+{{/* With limits, decode workers run prompts, which would be launched op by op. */}}
 {{- define "millrace.checkPromptGraphs" -}}
-{{- $local := default dict .Values.router.config.routing | dig "local_prefill_tokens" 0 | int -}}
+{{- $limits := default dict .Values.router.config.routing | dig "slo" dict -}}
 {{- range include "millrace.pools" . | fromJson -}}
 {{- $rows := default dict .config | dig "chunk_graph_tokens" "auto" | toString -}}
-{{- if and (eq .role "decode") (gt (int .gpus) 0) (ne $rows "auto") (lt (int $rows) $local) -}}
-{{- fail (printf "workers.%s.config.chunk_graph_tokens: %s is below router.config.routing.local_prefill_tokens %d, whose prompts then have no graphs; use auto" .name $rows $local) -}}
+{{- if and (eq .role "decode") (gt (int .gpus) 0) (eq $rows "0") $limits -}}
+{{- fail (printf "workers.%s.config.chunk_graph_tokens: 0 leaves the prompts that router.config.routing.slo gives to decode workers without graphs; use auto" .name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

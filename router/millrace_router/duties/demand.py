@@ -49,12 +49,13 @@ class Report:
     generated: float  # output tokens since its process started
 
 
-class Demand:
+class RecentDemand:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = clock()
         self._window = Window(WINDOW_S, len(Count))
         self._generated: Mapping[str, float] = {}  # by epoch, at the latest look
+        self._routers = 1
         self.expected_output = 0  # tokens of an output, where max_tokens allows as many; 0: unknown
 
     def arrived(self, tokens: int, outputs: int, slo: Slo) -> None:
@@ -74,10 +75,10 @@ class Demand:
         if ttft_s <= slo.ttft_s and tpot_s <= slo.tpot_s:
             self._add({Count.MET: 1})
 
-    def look(self, reports: Mapping[str, Report], expected_output: int) -> None:
-        """What the workers report now, by epoch. To be called every second."""
+    def look(self, reports: Mapping[str, Report], expected_output: int, routers: int = 1) -> None:
+        """What the workers report now, by epoch. To be called every second. `routers`: that the workers list."""
         before, self._generated = self._generated, {epoch: report.generated for epoch, report in reports.items()}
-        self.expected_output = expected_output
+        self.expected_output, self._routers = expected_output, routers
         self._add(
             {
                 Count.OWN: _sum(report.own for report in reports.values()),
@@ -95,7 +96,8 @@ class Demand:
         arrivals = sums[Count.ARRIVALS]
         if arrivals < LEAST:
             return self._reported(sums, seconds)
-        others = max(sums[Count.ALL] / sums[Count.OWN], 1.0) if sums[Count.OWN] else 1.0
+        scaled = self._routers > 1 and sums[Count.OWN] > 0
+        others = max(sums[Count.ALL] / sums[Count.OWN], 1.0) if scaled else 1.0
         return Workload(
             input_tokens=sums[Count.INPUTS] / arrivals,
             output_tokens=max(sums[Count.OUTPUTS] / arrivals, 1.0),

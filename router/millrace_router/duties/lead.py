@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 from millrace.v1 import worker_pb2
 from millrace_common.metrics import Metrics
-from millrace_common.split import Capacity, Split
+from millrace_common.split import Capacity, DutySplit
 from millrace_common.step_times import StepTimes
 from millrace_rpc.client import reply
 from millrace_rpc.enums import name_of
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.config import Routing
-from millrace_router.duties.controller import BOTH, DECODE, PREFILL, Member, Plan, Situation, decide, leads
-from millrace_router.duties.demand import Demand, Report
+from millrace_router.duties.controller import BOTH, DECODE, PREFILL, DutyPlan, FleetState, Member, decide, leads
+from millrace_router.duties.demand import RecentDemand, Report
 from millrace_router.fleet.worker import Worker
 from millrace_router.policy.predict import HANDOVER_S, MOST_CHUNK
 from millrace_router.policy.snapshot import Replica
@@ -34,7 +34,7 @@ class Lead:
         self,
         router_id: str,
         routing: Routing,
-        demand: Demand,
+        demand: RecentDemand,
         fleet: Callable[[], Sequence[Worker]],
         queued_tokens: Callable[[], int],
         metrics: Metrics,
@@ -61,40 +61,41 @@ class Lead:
     async def tick(self) -> None:
         workers = self._fleet()
         flexible = [worker for worker in workers if worker.flexible]
-        self._look(flexible)
+        lists = [worker.load.routers for worker in flexible if worker.load is not None]
+        self._look(flexible, len(set().union(*lists)))
         if not flexible:
             return
-        leads_now = leads(self._router_id, (worker.load.routers for worker in flexible if worker.load is not None))
+        leads_now = leads(self._router_id, lists)
         if leads_now is not self._leads:
             self._leads = leads_now
             log.info("this router %s the duties of flexible workers", "sets" if leads_now else "no longer sets")
         if leads_now:
             await self._carry_out(flexible, self._decided(workers, flexible))
 
-    def _look(self, flexible: Sequence[Worker]) -> None:
-        self._demand.look({worker.epoch: _report(worker) for worker in flexible}, _expected_output(flexible))
+    def _look(self, flexible: Sequence[Worker], routers: int) -> None:
+        self._demand.look({worker.epoch: _report(worker) for worker in flexible}, _expected_output(flexible), routers)
         self._metrics.duty.clear()
         for worker in flexible:
             self._metrics.duty.labels(worker.address, duty_name(worker.duty)).set(1)
         self._metrics.goodput.labels("measured").set(self._demand.goodput)
 
-    def _decided(self, workers: Sequence[Worker], flexible: Sequence[Worker]) -> Plan | None:
+    def _decided(self, workers: Sequence[Worker], flexible: Sequence[Worker]) -> DutyPlan | None:
         """None: nothing is asked, limited or measured, so there is nothing to decide."""
-        situation = self._situation(workers, flexible) if self._routing.duties != "off" else None
-        if situation is None:
+        state = self._situation(workers, flexible) if self._routing.duties != "off" else None
+        if state is None:
             return None
-        plan = decide(situation)
+        plan = decide(state)
         self._metrics.goodput.labels("expected").set(plan.now.goodput)
         return plan
 
-    def _situation(self, workers: Sequence[Worker], flexible: Sequence[Worker]) -> Situation | None:
+    def _situation(self, workers: Sequence[Worker], flexible: Sequence[Worker]) -> FleetState | None:
         workload, slo = self._demand.workload(), self._demand.slo(self._routing.slo.slo)
         replicas = [replica for worker in flexible for replica in worker.replicas(frozenset(), "")]
         times = _median([replica.times for replica in replicas if replica.times.known])
         if workload is None or times is None or not slo.limited:
             return None
         waiting = self._queued_tokens() + sum(replica.tokens for replica in replicas)
-        return Situation(
+        return FleetState(
             tuple(_member(worker) for worker in flexible),
             workload,
             slo,
@@ -106,7 +107,7 @@ class Lead:
             sample=self._demand.sample,
         )
 
-    async def _carry_out(self, flexible: Sequence[Worker], plan: Plan | None) -> None:
+    async def _carry_out(self, flexible: Sequence[Worker], plan: DutyPlan | None) -> None:
         duties = {worker.address: worker.duty or BOTH for worker in flexible} if plan is None else plan.duties
         if self._routing.duties == "off":
             duties = dict.fromkeys(duties, BOTH)
@@ -178,9 +179,9 @@ def _member(worker: Worker) -> Member:
     return Member(worker.address, worker.duty, sequences, sum(load.pages_cached for load in loads) * page_size)
 
 
-def _fixed(workers: Iterable[Worker]) -> Split:
+def _fixed(workers: Iterable[Worker]) -> DutySplit:
     numbers = {PREFILL: 0, DECODE: 0, BOTH: 0}
     for worker in workers:
         if not worker.flexible:
             numbers[DUTY_OF_ROLE.get(worker.role, BOTH)] += max(worker.info.replicas, 1)
-    return Split(numbers[PREFILL], numbers[DECODE], numbers[BOTH])
+    return DutySplit(numbers[PREFILL], numbers[DECODE], numbers[BOTH])

@@ -29,7 +29,6 @@ from millrace_rpc.tls import Identity
 from millrace_router.config import RouterConfig
 from millrace_router.discovery.base import TROUBLES, Target, diff
 from millrace_router.discovery.factory import make_source
-from millrace_router.duties.demand import Demand
 from millrace_router.fleet import states
 from millrace_router.fleet.cache_feed import CacheFeeds
 from millrace_router.fleet.hooks import Hooks
@@ -66,7 +65,6 @@ class Registry:
         self._able: list[tuple[Worker, frozenset[str]]] = []  # of every model, by address, with their sources' epochs
         self._first: str | None = None  # the revision that is asked first, while there are others
         self.placer = Placer(config, metrics)
-        self.demand = Demand()
         self.health = WorkerHealth(config.resilience, metrics)
         self._feeds = CacheFeeds(self.placer.indexes.kv, metrics)
         self._metrics = metrics
@@ -149,10 +147,7 @@ class Registry:
             now = "" if self._model is None else self._model.weights_version
             text = f"the model that began this answer is no longer served: weights changed from version {want.version}"
             raise MillraceError(Reason.NO_WORKERS, f"{text} to {now}")
-        decision = self.placer.choose(self.view(weights), want)
-        if decision is not None:
-            self.demand.placed(decision.cached_tokens)
-        return decision
+        return self.placer.choose(self.view(weights), want)
 
     def to_keep(self, want: Want) -> str:
         """The worker whose room should be kept for a request that others overtake; empty: none."""

@@ -22,6 +22,7 @@ from millrace_common.spans import Tracer
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.config import RouterConfig
+from millrace_router.duties.demand import RecentDemand
 from millrace_router.fleet.link import Link, Source
 from millrace_router.fleet.registry import Registry
 from millrace_router.fleet.worker import Worker
@@ -48,6 +49,7 @@ class Backend:
     admission: Admission
     metrics: Metrics
     tracer: Tracer
+    demand: RecentDemand
 
 
 @dataclass(slots=True)
@@ -115,7 +117,7 @@ class Generation:
     def start(self) -> None:
         self._health.budget.begin()
         self.job.tenant.running.add(1, self._tokens)
-        self._backend.registry.demand.arrived(len(self.job.token_ids), self.job.sampling.max_tokens, self.slo)
+        self._backend.demand.arrived(len(self.job.token_ids), self.job.sampling.max_tokens, self.slo)
         self._arm()
         self._enter()
 
@@ -180,6 +182,7 @@ class Generation:
     def _serve(self, decision: Decision) -> None:
         self._ticket = None
         self._spans.placed(self._loop.time(), self.flow.attempt + 1, decision)
+        self._backend.demand.placed(decision.cached_tokens)
         legs = {Leg.PREFILL: decision.placement.prefill, Leg.DECODE: decision.placement.decode}
         self._placed = {leg: replica for leg, replica in legs.items() if replica is not None}
         self.flow.assign(frozenset(self._placed), self._loop.time())
@@ -330,7 +333,7 @@ class Generation:
             self._spans.first_token(self.tokens_at)
             if flow.stage is Stage.DONE:
                 tpot_s = (self._loop.time() - self.tokens_at) / max(len(flow.outputs) - 1, 1)
-                self._backend.registry.demand.ended(self.tokens_at - self.job.received, tpot_s, self.slo)
+                self._backend.demand.ended(self.tokens_at - self.job.received, tpot_s, self.slo)
         error = "" if flow.stage is Stage.DONE else str(flow.error)
         tokens = {"millrace.output_tokens": len(flow.outputs), "millrace.cached_tokens": self.cached_tokens}
         self._spans.over(self._loop.time(), tokens, error)

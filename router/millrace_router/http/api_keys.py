@@ -24,7 +24,7 @@ from millrace_common.reloaded import Reloaded
 from millrace_rpc.errors import MillraceError
 from pydantic import Field, ValidationError, model_validator
 
-from millrace_router.config import Limits
+from millrace_router.config import SloConfig
 from millrace_router.queue.tenant import Bucket, Running, Tenant
 
 LEAST_KEY_CHARS = 32
@@ -43,7 +43,7 @@ class ApiKey(Config):
     tokens_burst: float | None = Field(None, ge=1)
     max_concurrent: int | None = Field(None, ge=1)  # requests that run at once, waiting ones and every choice included
     max_tokens_in_flight: int | None = Field(None, ge=1)  # prompts of these, and the most that the outputs may have
-    slo: Limits = Limits()  # in the place of the router's routing.slo
+    slo: SloConfig = SloConfig()  # in the place of the router's routing.slo
     cache_group: str | None = Field(None, pattern=NAME)  # tenants of one group share cached pages; none: alone
 
     @model_validator(mode="before")

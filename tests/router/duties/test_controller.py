@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_common.split import Capacity, Slo, Split, Workload, best, expect
+from millrace_common.split import Capacity, DutySplit, Slo, Workload, best, expect
 from millrace_common.step_times import StepTimes
 from millrace_router.duties.controller import (
     BOTH,
     DECODE,
     PREFILL,
     UNSPECIFIED,
+    DutyPlan,
+    FleetState,
     Member,
-    Plan,
-    Situation,
     assign,
     decide,
     leads,
@@ -29,12 +29,12 @@ SLO = Slo(ttft_s=1.0, tpot_s=0.04)
 PROMPTS, OUTPUTS = Workload(4096, 256, 7.0), Workload(512, 1024, 11.0)
 
 
-def situation(workload: Workload, *duties: int, **fields: object) -> Situation:
+def situation(workload: Workload, *duties: int, **fields: object) -> FleetState:
     members = tuple(Member(f"w{i}", duty, sequences=5) for i, duty in enumerate(duties))
-    return replace(Situation(members, workload, SLO, TIMES, CAPACITY), **fields)
+    return replace(FleetState(members, workload, SLO, TIMES, CAPACITY), **fields)
 
 
-def after(before: Situation, plan: Plan, **fields: object) -> Situation:
+def after(before: FleetState, plan: DutyPlan, **fields: object) -> FleetState:
     """The next tick: the duties are set, and replicas with streams have them."""
     streams = round(plan.then.decode_sequences)
     members = tuple(
@@ -44,7 +44,7 @@ def after(before: Situation, plan: Plan, **fields: object) -> Situation:
     return replace(before, members=members, **fields)
 
 
-def settle(state: Situation, ticks: int) -> list[Split]:
+def settle(state: FleetState, ticks: int) -> list[DutySplit]:
     found = []
     for _ in range(ticks):
         plan = decide(state)
@@ -88,9 +88,9 @@ def test_another_load_changes_duties_in_the_direction_that_is_expected() -> None
 def test_a_change_costs_what_it_puts_at_risk() -> None:
     state = situation(PROMPTS, PREFILL, PREFILL, DECODE, DECODE)
     plan = decide(state)
-    assert plan.after == Split(3, 1) and plan.gain > plan.cost > 0 and "3 prefill + 1 decode" in str(plan)
+    assert plan.after == DutySplit(3, 1) and plan.gain > plan.cost > 0 and "3 prefill + 1 decode" in str(plan)
     loaded = tuple(replace(m, sequences=5000) for m in state.members)
-    assert decide(replace(state, members=loaded)).after == Split(2, 2)
+    assert decide(replace(state, members=loaded)).after == DutySplit(2, 2)
 
 
 def test_the_worker_that_loses_least_changes() -> None:
@@ -100,11 +100,11 @@ def test_the_worker_that_loses_least_changes() -> None:
         Member("c", DECODE, sequences=7),
         Member("d", PREFILL, sequences=1),
     )
-    state = Situation(members, PROMPTS, SLO, TIMES, CAPACITY)
-    assert assign(state, Split(2, 2)) == {"a": DECODE, "b": PREFILL, "c": DECODE, "d": PREFILL}
+    state = FleetState(members, PROMPTS, SLO, TIMES, CAPACITY)
+    assert assign(state, DutySplit(2, 2)) == {"a": DECODE, "b": PREFILL, "c": DECODE, "d": PREFILL}
     warm = Workload(4096, 256, 7.0, cached_tokens=2048)
     caches = (Member("a", PREFILL, 1, 90_000), Member("b", PREFILL, 1, 10_000), Member("c", DECODE))
-    assert assign(replace(state, members=caches, workload=warm), Split(1, 2)) == {
+    assert assign(replace(state, members=caches, workload=warm), DutySplit(1, 2)) == {
         "a": PREFILL,
         "b": DECODE,
         "c": DECODE,
@@ -130,7 +130,7 @@ def test_every_member_has_a_duty_and_nothing_is_worse(
     duties: list[int], workload: Workload, waiting: float, prefill: int, decode: int, replicas: int
 ) -> None:
     state = situation(
-        workload, *duties, waiting_tokens=waiting, fixed=Split(prefill, decode), replicas=replicas, sample=100
+        workload, *duties, waiting_tokens=waiting, fixed=DutySplit(prefill, decode), replicas=replicas, sample=100
     )
     plan = decide(state)
     assert plan.duties.keys() == {member.address for member in state.members}

@@ -6,11 +6,11 @@ import math
 
 import pytest
 from millrace_common.split import Slo, Workload
-from millrace_router.duties.demand import LEAST, Demand, Report
+from millrace_router.duties.demand import LEAST, RecentDemand, Report
 from router.harness import Clock
 
 
-def arrive(demand: Demand, clock: Clock, requests: int, per_s: float = 10.0) -> None:
+def arrive(demand: RecentDemand, clock: Clock, requests: int, per_s: float = 10.0) -> None:
     for _ in range(requests):
         clock.now += 1 / per_s
         demand.arrived(1000, 300, Slo(1.0, 0.04))
@@ -23,7 +23,7 @@ def clock() -> Clock:
 
 
 def test_the_rate_and_shape_of_the_last_seconds(clock: Clock) -> None:
-    demand = Demand(clock)
+    demand = RecentDemand(clock)
     assert demand.workload() is None and demand.slo(Slo(2.0)) == Slo(2.0)
     arrive(demand, clock, 40)
     found = demand.workload()
@@ -38,22 +38,23 @@ def test_the_rate_and_shape_of_the_last_seconds(clock: Clock) -> None:
 
 
 def test_outputs_are_as_long_as_workers_expect(clock: Clock) -> None:
-    demand = Demand(clock)
+    demand = RecentDemand(clock)
     demand.look({}, expected_output=120)
     arrive(demand, clock, 20)
     assert demand.workload().output_tokens == 120
 
 
-def test_other_routers_requests_are_counted_by_their_sequences(clock: Clock) -> None:
-    demand = Demand(clock)
+@pytest.mark.parametrize(("routers", "rate"), [(1, 10), (2, 30)])
+def test_other_routers_requests_are_counted_by_their_sequences(clock: Clock, routers: int, rate: float) -> None:
+    demand = RecentDemand(clock)
     for _ in range(5):
         arrive(demand, clock, 10)
-        demand.look({"a": Report(own=10, sequences=30, held=0, generated=0), "b": Report(5, 15, 0, 0)}, 0)
-    assert demand.workload().rate == pytest.approx(30, rel=0.05)
+        demand.look({"a": Report(own=10, sequences=30, held=0, generated=0), "b": Report(5, 15, 0, 0)}, 0, routers)
+    assert demand.workload().rate == pytest.approx(rate, rel=0.05)
 
 
 def test_a_leader_without_requests_reads_the_reports(clock: Clock) -> None:
-    demand = Demand(clock)
+    demand = RecentDemand(clock)
     arrive(demand, clock, LEAST - 1)
     assert demand.workload() is None
     for second in range(8):
@@ -66,7 +67,7 @@ def test_a_leader_without_requests_reads_the_reports(clock: Clock) -> None:
 
 
 def test_goodput_counts_what_is_within_both_limits(clock: Clock) -> None:
-    demand = Demand(clock)
+    demand = RecentDemand(clock)
     clock.now += 20
     for ttft_s, tpot_s in ((0.5, 0.03), (1.5, 0.03), (0.5, 0.05), (math.inf, math.inf)):
         demand.ended(ttft_s, tpot_s, Slo(1.0, 0.04))

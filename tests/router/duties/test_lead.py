@@ -28,7 +28,7 @@ async def fleet(cluster: Callable, number: int = 4, **routing: object) -> Cluste
 
 def ask(router: Router, rate: float, tokens: int = 4096, outputs: int = 256) -> None:
     """So many requests came in the last ten seconds."""
-    demand, clock = router.registry.demand, Clock(1000.0)
+    demand, clock = router._lead._demand, Clock(1000.0)
     demand._clock, demand._began = clock, clock.now
     for _ in range(round(10 * rate)):
         clock.now += 1 / rate
@@ -115,7 +115,7 @@ async def test_off_is_both(cluster: Callable) -> None:
 
 async def test_without_limits_nothing_is_decided(cluster: Callable) -> None:
     made = await fleet(cluster, slo={})
-    demand, clock = made.router.registry.demand, Clock(1000.0)
+    demand, clock = made.router._lead._demand, Clock(1000.0)
     demand._clock, demand._began = clock, clock.now
     for _ in range(70):
         clock.now += 0.1
