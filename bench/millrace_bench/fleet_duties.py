@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millrace_common.split import Capacity
-from millrace_router.duties.controller import BOTH, DECODE, PREFILL, Member, Situation, decide
-from millrace_router.duties.demand import Demand, Report
+from millrace_router.duties.controller import BOTH, DECODE, PREFILL, FleetState, Member, decide
+from millrace_router.duties.demand import RecentDemand, Report
 from millrace_router.duties.lead import PERIOD_S
 
 from millrace_bench.fleet import Fleet, Job
@@ -26,7 +26,7 @@ class Change:
 class Duties:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._demand = Demand(lambda: fleet.now)
+        self._demand = RecentDemand(lambda: fleet.now)
         self._workers = [worker for worker in fleet.workers.values() if worker.role == "flexible"]
         self.changes: list[Change] = []
         fleet.on_arrival.append(self._arrived)
@@ -45,7 +45,7 @@ class Duties:
             return
         fleet, machine = self._fleet, self._workers[0].machine
         waiting = fleet.admission.tokens + sum(fleet.replicas[worker.name].tokens for worker in self._workers)
-        situation = Situation(
+        state = FleetState(
             tuple(self._member(worker) for worker in self._workers),
             workload,
             fleet.made_of.slo,
@@ -54,7 +54,7 @@ class Duties:
             waiting_tokens=waiting,
             sample=self._demand.sample,
         )
-        plan = decide(situation)
+        plan = decide(state)
         changed = [worker for worker in self._workers if CODES[worker.duty] != plan.duties[worker.name]]
         for worker in changed:
             worker.duty = DUTIES[plan.duties[worker.name]]

@@ -10,7 +10,7 @@ import re
 import statistics
 from collections.abc import Sequence
 
-from millrace_common.split import Capacity, Expected, Slo, Split, Workload, best
+from millrace_common.split import Capacity, DutySplit, Expected, Slo, Workload, best
 from millrace_common.step_times import StepTimes
 
 from millrace_serve.plan import predict
@@ -73,14 +73,17 @@ def table(workers: int, replicas: int, asked: Workload, slo: Slo, step: StepTime
 
 def _of_workers(
     workers: int, replicas: int, asked: Workload, slo: Slo, step: StepTimes, capacity: Capacity
-) -> Sequence[tuple[Split, Expected]]:
+) -> Sequence[tuple[DutySplit, Expected]]:
     """Best first. A worker's replicas have one duty, so the split of workers is that of replicas."""
     whole = best(workers * replicas, asked, slo, step, capacity)
-    alike = [(split, expected) for split, expected in whole if not split.prefill % replicas]
-    return [(Split(*(part // replicas for part in (s.prefill, s.decode, s.both))), expected) for s, expected in alike]
+    return [(_workers(split, replicas), expected) for split, expected in whole if not split.prefill % replicas]
 
 
-def _name(split: Split) -> str:
+def _workers(split: DutySplit, replicas: int) -> DutySplit:
+    return DutySplit(split.prefill // replicas, split.decode // replicas, split.both // replicas)
+
+
+def _name(split: DutySplit) -> str:
     if split.both:
         return f"{split.both} unified"
     return f"{split.prefill} prefill + {split.decode} decode"
