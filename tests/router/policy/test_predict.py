@@ -99,6 +99,14 @@ def test_a_flexible_replica_runs_anything_when_nobody_else_can() -> None:
     assert way(View((), (decode(),)), Want(4000, outputs=99)) is None
 
 
+def test_a_flexible_prefill_worker_gets_some_seconds_of_prompts() -> None:
+    busy = decode(credits=4, tokens=90_000)
+    for tokens, expected in ((79_000, "pair"), (81_000, "local")):
+        assert way(View((prefill(flexible=True, tokens=tokens, room=10**6),), (busy,)), LONG) == expected
+        fixed = View((prefill(tokens=tokens),), (busy,))
+        assert way(fixed, LONG) == "pair"
+
+
 def test_the_explanation_has_the_predicted_times() -> None:
     decision = decided(View((prefill(),), (decode(**AT_WORK),)), LONG)
     assert decision is not None
