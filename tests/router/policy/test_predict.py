@@ -85,6 +85,13 @@ def test_who_exceeds_the_limits_least() -> None:
     assert decision is not None and decision.placement.decode == idle
 
 
+def test_within_the_limits_rather_than_early() -> None:
+    full, busy = replica("u1", streams=200), replica("u2", tokens=2000)  # 41 ms and 40.1 a token; 125 ms and 20.1
+    decision = decided(View((), (), (full, busy)), Want(10, outputs=99, slo=SLO))
+    assert decision is not None and decision.placement.decode == busy
+    assert decided(View((), (), (full, busy)), Want(10, outputs=99, slo=Slo(ttft_s=1.0))).placement.decode == full
+
+
 def test_a_unified_replica_competes_with_pairs() -> None:
     view = View((prefill(tokens=4000),), (decode(**AT_WORK),), (replica("u"),))
     assert way(view, LONG) == "unified"
