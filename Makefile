@@ -37,8 +37,8 @@ PACKAGES := $(PRODUCT) bench helm/millrace_chart helm/millrace_cluster helm/mill
 ##@ Use
 
 .PHONY: serve
-serve: $(SERVING) stubs checkpoint ## Start a router, a prefill and a decode worker here (ARGS="--decode 2 --engine sim")
-	@exec $(BIN)/millrace serve-local $(ARGS)
+serve: $(SERVING) stubs checkpoint ## Start a router, a prefill and a decode worker here (ARGS="--decode 2 --engine sim"; FLEXIBLE=2: two workers whose phases follow the load)
+	@exec $(BIN)/millrace serve-local $(if $(FLEXIBLE),--flexible $(FLEXIBLE)) $(ARGS)
 
 .PHONY: setup
 setup: $(INSTALLED) $(HELM) ## Create .venv and install everything, tools of development too, for a machine without GPU (DEVICE=gpu: with one)

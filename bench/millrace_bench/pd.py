@@ -1,17 +1,19 @@
-"""Prefill and decode apart, against two unified workers, against prompts that the decode worker runs itself when they
-are short: the same requests at the same moments to each, one system after the other.
+"""Splits of the same GPUs into prefill, decode, unified and flexible workers, before the same requests at the same
+moments, one system after the other.
 
-    pair         1 prefill + 1 decode worker
-    unified      2 unified workers
-    conditional  as pair, with routing.local_prefill_tokens and routing.local_prefill_wait
+    3p+1d      3 prefill workers and 1 decode worker
+    4u         4 unified workers
+    4flex      4 workers whose duties the router changes
 
-millrace bench pd --worker-set device=cuda                         two GPUs: V3's widths, 32 experts, 61 layers
-millrace bench pd --engine sim --worker-set sim.step_s=0.0145 sim.token_s=0.000085 sim.sequence_s=0.00026
-millrace bench pd --widths tiny --layers 2 --loads 64/16@2,4 32/8x3@2 --seconds 3            on a CPU
+millrace bench pd --topologies 3p+1d 2p+2d 4u 4flex --worker-set device=cuda          V3's widths, 32 experts, 61 layers
+millrace bench pd --topologies 1p+1d 2u --engine sim --worker-set sim.step_s=0.0145 sim.token_s=0.000085
+millrace bench pd --topologies 2u --widths tiny --layers 2 --loads 64/16@2,4 32/8x3@2 --seconds 3            on a CPU
+millrace bench pd --topologies 4flex --changing 4096/256@7.5 1024/512@20 500/100x5@24 --every 30 --rounds 2
 millrace bench pd --preset k8s/golden/h200-3p-1d.yaml       instead: the workers and router that the chart would install
 
 A load is INPUT/OUTPUT[xTURNS]@RATES: tokens, turns of a conversation, offered requests per second. Its first turn
-begins at random moments (Poisson), a later one `--think-time` after the answer before it.
+begins at random moments (Poisson), a later one `--think-time` after the answer before it. `--changing` sends loads one
+after the other without a pause. goodput: requests that are due within a load's time and meet the limits, each second.
 Exit code 1: a system did not start, did not end within its limit, or failed a request.
 """
 
@@ -19,98 +21,79 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+from millrace.v1 import worker_pb2
+from millrace_cli import probe
 from millrace_cli.cluster import TINY, ClusterSpec, LocalCluster, StartError, count_gpus
 from millrace_load import plots
 from millrace_load.record import Record, print_record
-from millrace_load.report import Report, Slo
-from millrace_load.serving import collect
-from millrace_load.serving_options import Settings
-from rich.console import Console
+from millrace_load.report import Slo
+from millrace_rpc.enums import name_of
 
 from millrace_bench import preset, v3
+from millrace_bench.pd_load import Clients, Load, Segment, by_second, changing, windowed
 
 Row = dict[str, Any]
 PRESET = "preset"  # the topology of --preset
-TOPOLOGIES = {"pair": (1, 1, 0), "unified": (0, 0, 2), "conditional": (1, 1, 0)}  # prefill, decode, unified workers
+ROLES = {"p": "prefill", "d": "decode", "u": "unified", "flex": "flexible"}
 LOADS = ("4096/256@0.5,1,1.5,2", "1024/512@1,2,3,4", "500/100x5@1,2,4,6")
 POLICIES = ("prefill_policy=kv_aware", "decode_policy=kv_aware")  # of all: conversations find what is cached
-LOAD = re.compile(r"(\d+)/(\d+)(?:x(\d+))?@(\d[\d.]*(?:,\d[\d.]*)*)")
 WAYS = re.compile(r'^millrace_placements_total\{.*?route="(\w+)".*?\} (\S+)$', re.MULTILINE)
+QUEUED = re.compile(r"^millrace_queue_requests(?:\{.*?\})? (\S+)$", re.MULTILINE)
+POLL_S = 1.0
+TIMES = ("ttft", "tpot", "icl")
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    input_len: int  # new tokens of a turn
-    output_len: int
-    turns: int
-    rates: tuple[float, ...]  # requests per second
-
-    @classmethod
-    def parse(cls, text: str) -> Load:
-        """ "4096/256@0.5,1" or "500/100x5@2". ValueError with the accepted form."""
-        found = LOAD.fullmatch(text)
-        if found is None:
-            raise ValueError(f"load {text!r} is not of the form INPUT/OUTPUT[xTURNS]@RATE,RATE")
-        load = cls(int(found[1]), int(found[2]), int(found[3] or 1), tuple(map(float, found[4].split(","))))
-        if not min(load.input_len, load.output_len, load.turns, *load.rates) > 0:
-            raise ValueError(f"load {text!r}: lengths, turns and rates must be above 0")
-        return load
-
-    @property
-    def name(self) -> str:
-        turns = f", {self.turns} turns" if self.turns > 1 else ""
-        return f"{self.input_len} in, {self.output_len} out{turns}"
-
-    @property
-    def longest(self) -> int:
-        """Tokens of a whole conversation."""
-        return self.turns * (self.input_len + self.output_len)
-
-    def settings(self, rate: float, seed: int, address: str, args: argparse.Namespace) -> Settings:
-        """So many conversations that they last `--seconds` at this rate; `--warmup` requests before the first rate."""
-        return Settings(
-            address=address,
-            num_requests=max(round(rate * args.seconds / self.turns), 1),
-            warmup=args.warmup if rate == self.rates[0] else 0,
-            request_rate=rate / self.turns,
-            input_len=str(self.input_len),
-            output_len=str(self.output_len),
-            multi_turn=self.turns,
-            think_time=args.think_time,
-            ignore_eos=True,
-            seed=seed,
-        )
+def workers(topology: str) -> dict[str, int]:
+    """ "3p+1d": role to number of workers. ValueError with the accepted form."""
+    counts: Counter[str] = Counter()
+    for part in topology.split("+"):
+        found = re.fullmatch(rf"(\d+)({'|'.join(ROLES)})", part)
+        if found is None or not int(found[1]) or ROLES[found[2]] in counts:
+            kinds = ", ".join(f"{short} {role}" for short, role in ROLES.items())
+            raise ValueError(f"topology {topology!r} is not of the form 3p+1d, 4u or 4flex, each kind once: {kinds}")
+        counts[ROLES[found[2]]] = int(found[1])
+    if ("prefill" in counts) != ("decode" in counts):
+        raise ValueError(f"topology {topology!r}: prefill workers need decode workers, and these need prefill workers")
+    return dict(counts)
 
 
 def spec(topology: str, model: Path, args: argparse.Namespace) -> ClusterSpec:
-    own = [f"limits.max_model_len={max(load.longest for load in args.loads)}"]
     if topology == PRESET:
         return _of_preset(model, args)
-    prefill, decode, unified = TOPOLOGIES[topology]
-    router = list(POLICIES)
-    if topology == "conditional":
-        router.append(f"routing.local_prefill_tokens={args.local_prefill_tokens}")
-        router.append(f"routing.local_prefill_wait={args.local_prefill_wait}")
+    own = [f"limits.max_model_len={max(load.longest for load in args.changing or args.loads)}"]
     if args.model is None and args.engine == "model":
         own.append("random_weights=true")
+    counts = {**dict.fromkeys(ROLES.values(), 0), **workers(topology)}
     return ClusterSpec(
-        prefill=prefill,
-        decode=decode,
-        unified=unified,
+        prefill=counts["prefill"],
+        decode=counts["decode"],
+        unified=counts["unified"],
+        flexible=counts["flexible"],
         engine=args.engine,
         model=model,
         worker_set=(*own, *args.worker_set),
-        router_set=(*router, *args.router_set),
+        router_set=(*POLICIES, *limits(args.slo), *args.router_set),
+        routers=args.routers,
     )
+
+
+def limits(slo: str) -> list[str]:
+    """What the router is told of the objective, for all topologies."""
+    found = Slo.parse(slo)
+    pairs = (("ttft", found.ttft), ("tpot", found.tpot))
+    return [f"routing.slo.{name}={limit}" for name, limit in pairs if limit is not None]
 
 
 def _of_preset(model: Path, args: argparse.Namespace) -> ClusterSpec:
@@ -118,40 +101,102 @@ def _of_preset(model: Path, args: argparse.Namespace) -> ClusterSpec:
     random = ["random_weights=true"] if args.model is None and args.engine == "model" else []
     found = preset.load(args.preset).scaled(args.gpus)
     made = found.spec((*random, *args.worker_set), model=model, engine=args.engine, gpus=args.gpus)
-    return replace(made, router_set=(*made.router_set, *args.router_set))
+    return replace(made, router_set=(*made.router_set, *args.router_set), routers=args.routers)
 
 
 async def measure(topology: str, model: Path, args: argparse.Namespace, rows: list[Row]) -> None:
-    """One row of each load and rate, as soon as it is over. Every topology gets the same seeds."""
+    """One row of each load and rate, or of each segment and the whole, as soon as it is over. Every topology gets the
+    same seeds.
+    """
     async with LocalCluster(spec(topology, model, args)) as cluster, httpx.AsyncClient() as http:
-        ways = await _ways(http, cluster.http_url)
-        for seed, (load, rate) in enumerate(runs(args.loads), args.seed):
-            run = await collect(load.settings(rate, seed, cluster.grpc_address, args), Console(quiet=True))
-            before, ways = ways, await _ways(http, cluster.http_url)
-            report = Report.of(run.samples, Slo.parse(args.slo)).as_dict()
-            taken = {way: count - before.get(way, 0) for way, count in ways.items() if count > before.get(way, 0)}
-            rows.append({"topology": topology, "load": load.name, "rate": rate, **report, "ways": taken})
-            print(line(rows[-1]), flush=True)
+        system = System(topology, cluster, http, args)
+        if args.changing:
+            await system.change(changing(args.changing, args.every, args.rounds, args.seed), rows)
+            return
+        runs = ((load, rate) for load in args.loads for rate in load.rates)
+        for seed, (load, rate) in enumerate(runs, args.seed):
+            warmup = args.warmup if rate == load.rates[0] else 0
+            await system.steady(Segment(load, rate, args.seconds, seed), warmup, rows)
 
 
-def runs(loads: Sequence[Load]) -> Iterator[tuple[Load, float]]:
-    return ((load, rate) for load in loads for rate in load.rates)
+class System:
+    """One topology that runs."""
+
+    def __init__(self, topology: str, cluster: LocalCluster, http: httpx.AsyncClient, args: argparse.Namespace) -> None:
+        self.topology, self._cluster, self._http, self._slo = topology, cluster, http, Slo.parse(args.slo)
+        self._urls = tuple(f"http://{cluster.address(name, 'http')}" for name in cluster.routers)
+        grpc = tuple(cluster.address(name) for name in cluster.routers)
+        self._clients = Clients(args.clients, args.over, grpc, self._urls, args.think_time, args.warmup)
+
+    async def steady(self, segment: Segment, warmup: int, rows: list[Row]) -> None:
+        before = await self._ways()
+        start, (samples,) = await replace(self._clients, warmup=warmup).send([segment])
+        taken = {way: count for way, count in (await self._ways() - before).items() if count}
+        self._note(rows, segment.row(samples, start, self._slo) | {"ways": taken})
+
+    async def change(self, segments: Sequence[Segment], rows: list[Row]) -> None:
+        """A row of each segment; then of the whole, with what each second was like."""
+        seconds: list[Row] = []
+        watch = asyncio.create_task(self._watch(seconds))
+        try:
+            start, found = await self._clients.send(segments)
+        finally:
+            watch.cancel()
+        for segment, samples in zip(segments, found, strict=True):
+            self._note(rows, segment.row(samples, start, self._slo))
+        every = [sample for samples in found for sample in samples]
+        end = segments[-1].begin_s + segments[-1].seconds
+        due, met = by_second(every, start, self._slo)
+        for second in seconds:
+            second["second"] = round(second["second"] - start, 1)  # negative: of the warm-up
+        timeline = [{"second": second, "due": due[second], "met": met[second]} for second in range(math.ceil(end))]
+        whole = windowed(every, start, start + end, self._slo)
+        whole |= {"load": "all", "rate": len(every) / end, "timeline": timeline, "watched": seconds}
+        self._note(rows, whole)
+
+    async def _ways(self) -> Counter[str]:
+        """How the routers have placed requests until now, those of warm-ups included: way → number."""
+        found: Counter[str] = Counter()
+        for text in await self._metrics():
+            for way, count in WAYS.findall(text):
+                found[way] += round(float(count))
+        return found
+
+    async def _metrics(self) -> list[str]:
+        return [(await self._http.get(f"{url}/metrics")).text for url in self._urls]
+
+    async def _watch(self, seconds: list[Row]) -> None:
+        """Each second: duties (of workers with a fixed role: their roles), what waits in workers and in routers."""
+        while True:
+            seen = await probe.workers(self._cluster.admin_address) or []
+            loads = [replica for worker in seen for replica in worker.load.replicas]
+            queued = sum(float(count) for text in await self._metrics() for count in QUEUED.findall(text))
+            seconds.append(
+                {
+                    "second": time.perf_counter(),
+                    "duties": dict(Counter(_duty(worker.load.duty, worker.info.role) for worker in seen)),
+                    "waiting_tokens": sum(load.waiting_tokens for load in loads),
+                    "sequences": sum(load.running for load in loads),
+                    "queued": queued,
+                }
+            )
+            await asyncio.sleep(POLL_S)
+
+    def _note(self, rows: list[Row], row: Row) -> None:
+        rows.append({"topology": self.topology, **row})
+        print(line(rows[-1]), flush=True)
 
 
-async def _ways(http: httpx.AsyncClient, url: str) -> dict[str, int]:
-    """How the router has placed requests until now, those of the warm-up included: way → number."""
-    found: dict[str, int] = {}
-    for way, count in WAYS.findall((await http.get(f"{url}/metrics")).text):
-        found[way] = found.get(way, 0) + round(float(count))
-    return found
+def _duty(duty: int, role: int) -> str:
+    return name_of(worker_pb2.Duty, duty) if duty else name_of(worker_pb2.Role, role)
 
 
 def line(row: Row) -> str:
-    ttft, tpot = ([1e3 * (row[name][percentile]) for percentile in ("p50", "p99")] for name in ("ttft", "tpot"))
+    ttft, tpot, gap = ([1e3 * (row[name][percentile]) for percentile in ("p50", "p99")] for name in TIMES)
     return (
         f"{row['topology']:12} {row['load']:26} {row['rate']:5.2f}/s  goodput {row['goodput']:5.2f}/s"
-        f"  TTFT {ttft[0]:6.0f} {ttft[1]:6.0f} ms  TPOT {tpot[0]:6.1f} {tpot[1]:6.1f} ms"
-        f"  {row['ways']}" + (f"  failed {row['errors']}" if row["errors"] else "")
+        f"  TTFT {ttft[0]:6.0f} {ttft[1]:6.0f} ms  TPOT {tpot[0]:6.1f} {tpot[1]:6.1f} ms  gap {gap[1]:6.1f} ms"
+        f"  {row.get('ways', '')}" + (f"  failed {row['errors']}" if row["errors"] else "")
     )
 
 
@@ -171,35 +216,60 @@ def run(args: argparse.Namespace, folder: Path) -> Record:
 
 
 def main() -> None:
-    args = parser().parse_args()
-    if args.preset:
-        args.topologies = [PRESET]
+    args = parsed()
     with tempfile.TemporaryDirectory(prefix="millrace-pd-") as folder:
         record = run(args, Path(folder))
     results = record.results
-    if args.plot and results["rows"]:
+    if args.plot and args.changing:
+        plots.draw_changes([row for row in results["rows"] if "timeline" in row], args.plot)
+    elif args.plot and results["rows"]:
         plots.draw(plots.points({"bench": "pd", "results": results}), args.plot)
     print_record(record)
     sys.exit(int(bool(results["failed"]) or any(row["errors"] for row in results["rows"])))
 
 
+def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    made = parser()
+    args = made.parse_args(argv)
+    for name in ("seconds", "every", "rounds", "clients", "routers"):
+        if not getattr(args, name) > 0:
+            made.error(f"--{name}: must be above 0, not {getattr(args, name)}")
+    if several := [load.name for load in args.changing if len(load.rates) > 1]:
+        made.error(f"--changing: one rate for each load, not several for {several[0]}")
+    if args.over == "http" and (talks := [load.name for load in (*args.loads, *args.changing) if load.turns > 1]):
+        made.error(
+            f"--over http: its answers have no token ids to continue with, so no load of several turns: {talks[0]}"
+        )
+    try:
+        Slo.parse(args.slo)
+    except ValueError as error:
+        made.error(f"--slo: {error}")
+    if args.preset:
+        args.topologies = [PRESET]
+    return args
+
+
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="millrace bench pd", description="1P + 1D, two unified workers, conditional.")
+    parser = argparse.ArgumentParser(prog="millrace bench pd", description="Splits of the same GPUs, compared.")
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, help="checkpoint folder (default: random weights)")
     model.add_argument("--widths", choices=list(v3.WIDTHS), default="e32", help="of random weights")
     parser.add_argument("--layers", type=int, default=61, help="of them")
     parser.add_argument("--engine", choices=("model", "sim"), default="model", help="sim: a timing model")
-    parser.add_argument("--topologies", nargs="+", choices=list(TOPOLOGIES), default=list(TOPOLOGIES))
+    parser.add_argument("--topologies", nargs="+", type=_topology, default=["1p+1d", "2u"], help="%(default)s")
     parser.add_argument("--preset", type=Path, help="instead: what the chart installs from this file")
     parser.add_argument("--gpus", type=int, default=count_gpus(), help="of a preset (%(default)s)")
     parser.add_argument("--loads", type=_load, nargs="+", default=[Load.parse(text) for text in LOADS])
     parser.add_argument("--seconds", type=float, default=40.0, help="for which a rate is offered")
+    parser.add_argument("--changing", type=_load, nargs="+", default=[], help="instead: loads one after the other")
+    parser.add_argument("--every", type=float, default=30.0, help="seconds of each of them (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="of all of them (%(default)s)")
+    parser.add_argument("--clients", type=int, default=1, help="processes that send (%(default)s)")
+    parser.add_argument("--over", choices=("grpc", "http"), default="grpc", help="what they speak")
+    parser.add_argument("--routers", type=int, default=1, help="processes; clients take them in turns (%(default)s)")
     parser.add_argument("--warmup", type=int, default=8, help="uncounted requests before each load")
     parser.add_argument("--think-time", default="1", help="seconds, as bench serving")
-    parser.add_argument("--local-prefill-tokens", type=int, default=512, help="conditional: shorter uncached prompts")
-    parser.add_argument("--local-prefill-wait", type=float, default=0.25, help="conditional: seconds; 0: never")
-    parser.add_argument("--slo", default="ttft=1,tpot=0.04", help="of goodput, seconds")
+    parser.add_argument("--slo", default="ttft=1,tpot=0.04", help="of goodput and of the router, seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds of each system, its start included")
     parser.add_argument("--plot", type=_picture, help="write a picture to this file (.svg or .png)")
@@ -213,6 +283,14 @@ def _load(text: str) -> Load:
         return Load.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _topology(text: str) -> str:
+    try:
+        workers(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _picture(text: str) -> Path:

@@ -23,8 +23,9 @@ from typing import Any
 
 from millrace.v1.worker_pb2 import CacheChange
 from millrace_common.page_hash import BLOCK_BYTES, page_hashes
+from millrace_common.step_times import StepTimes
 from millrace_load.record import Record, Summary, print_record
-from millrace_router.config import Policy, RouterConfig, Routing
+from millrace_router.config import Policy, RouterConfig, Routing, SloConfig
 from millrace_router.flow.metrics import build
 from millrace_router.policy.kv_index import KvIndex
 from millrace_router.policy.placer import Placer
@@ -33,6 +34,7 @@ from millrace_router.policy.snapshot import PlacementRequest, Replica, View
 
 TARGET_US = 300.0
 PAGE_SIZE = 64
+TIMES = StepTimes(fixed_s=0.018, sequence_s=1e-4, key_s=2e-8, chunk_s=0.008, token_s=4e-5, pair_s=1e-9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Settings:
 
 
 def run(settings: Settings) -> Record:
-    rows = [_decisions(settings, policy, local) for policy in Policy for local in _local(policy)]
+    rows = [_decisions(settings, policy, limits) for policy in Policy for limits in _limits(policy)]
     tokens = list(range(settings.tokens))
     results = {
         "decisions": rows,
@@ -58,17 +60,18 @@ def run(settings: Settings) -> Record:
     return Record("policy", asdict(settings), results)
 
 
-def _local(policy: Policy) -> tuple[int, ...]:
-    """Local prefill on top, where it asks the most."""
-    return (0, 1024) if policy is Policy.KV_AWARE else (0,)
+def _limits(policy: Policy) -> tuple[bool, ...]:
+    """Predicted times instead of the policy, where they ask the most: all replicas and the index."""
+    return (False, True) if policy is Policy.KV_AWARE else (False,)
 
 
 # ------------------------------------------------------------------------------------- decisions
 
 
-def _decisions(s: Settings, policy: Policy, local: int) -> dict[str, Any]:
+def _decisions(s: Settings, policy: Policy, limits: bool) -> dict[str, Any]:
     rng = random.Random(s.seed)
-    routing = Routing(local_prefill_tokens=local, prefix_blocks=s.blocks)
+    slo = SloConfig(ttft=1.0, tpot=0.04) if limits else SloConfig()
+    routing = Routing(slo=slo, prefix_blocks=s.blocks)
     config = RouterConfig(model="", prefill_policy=policy, decode_policy=policy, routing=routing)
     placer, view = Placer(config, build()), _view(s, rng)
     prompts = _fill(s, placer, view, rng)
@@ -78,7 +81,7 @@ def _decisions(s: Settings, policy: Policy, local: int) -> dict[str, Any]:
     for i in range(s.requests):
         pages = rng.choice(prompts) if i % 4 else _pages(rng, s.tokens // PAGE_SIZE)
         want = PlacementRequest(
-            s.tokens, session=f"user {i % 500}", pages=pages, page_size=PAGE_SIZE, draw=rng.getrandbits(64)
+            s.tokens, slo=slo.slo, session=f"user {i % 500}", pages=pages, page_size=PAGE_SIZE, draw=rng.getrandbits(64)
         )
         start, start_cpu = time.perf_counter_ns(), time.thread_time_ns()
         placer.choose(view, want)
@@ -88,7 +91,7 @@ def _decisions(s: Settings, policy: Policy, local: int) -> dict[str, Any]:
     gc.unfreeze()
     return {
         "policy": str(policy),
-        "local_prefill_tokens": local,
+        "limits": limits,
         "us": asdict(Summary.of(times)),
         "max_us": max(times),
         "elapsed_us": asdict(Summary.of(elapsed)),
@@ -106,7 +109,9 @@ def _view(s: Settings, rng: random.Random) -> View:
                 fingerprint="layout",
                 capacity=64,
                 tokens=rng.randrange(20_000),
-                sequences=rng.randrange(32),
+                sequences=(sequences := rng.randrange(32)),
+                streams=sequences,
+                times=TIMES,
                 sources=sources,
                 labels={"zone": f"z{i % 2}", "rack": f"r{i % 8}", "host": f"h{i}"},
             )
@@ -217,7 +222,7 @@ def main() -> None:
         f"{'policy':24} {'p50 us':>8} {'p99 us':>8} {'max us':>8} {'elapsed p99':>12}   (target: p99 {TARGET_US:.0f})"
     )
     for row in found["decisions"]:
-        name = row["policy"] + (" + local prefill" if row["local_prefill_tokens"] else "")
+        name = row["policy"] + (" + limits" if row["limits"] else "")
         print(
             f"{name:24} {row['us']['p50']:8.1f} {row['us']['p99']:8.1f} {row['max_us']:8.1f} "
             f"{row['elapsed_us']['p99']:12.1f}"

@@ -111,6 +111,29 @@ def draw(given: Sequence[Point], path: Path) -> None:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
+def draw_changes(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Rows of `bench pd --changing` for whole runs: for each system goodput, duties and queues over time."""
+    check(path)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2.4 * INCHES[0], len(rows) * INCHES[1] + 0.6), layout="constrained")
+    for (left, right), row in zip(figure.subplots(len(rows), 2, squeeze=False), rows, strict=True):
+        left.set_title(row["topology"], loc="left")
+        for key, style in (("due", LIMIT), ("met", {"color": "C0"})):
+            left.step([at["second"] for at in row["timeline"]], [at[key] for at in row["timeline"]], label=key, **style)
+        seconds = [at["second"] for at in row["watched"]]
+        for duty in dict.fromkeys(duty for at in row["watched"] for duty in at["duties"]):
+            right.step(seconds, [at["duties"].get(duty, 0) for at in row["watched"]], label=duty)
+        queue = right.twinx()
+        queue.plot(seconds, [at["waiting_tokens"] for at in row["watched"]], label="prompt tokens that wait", **LIMIT)
+        for axes, what in ((left, "requests/s"), (right, "workers"), (queue, "tokens")):
+            axes.set_ylabel(what)
+            axes.set_xlabel("s")
+            axes.set_ylim(bottom=0)
+            axes.legend(fontsize=7, loc="upper left" if axes is not queue else "upper right")
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
 def _fill(axes: Any, what: str, systems: Mapping[str, Sequence[Point]], styles: Mapping[str, Any]) -> None:
     axes.set_xlabel("requests/s")
     axes.set_ylabel("goodput, requests/s" if what == "goodput" else f"{what.upper()}, ms")

@@ -12,15 +12,21 @@ from millrace_load.workload import Conversation, Plan, Prompt
 
 
 async def send(
-    client: Client, plan: Plan, concurrency: int, done: Callable[[], None], most: int | None = None
+    client: Client,
+    plan: Plan,
+    concurrency: int,
+    done: Callable[[], None],
+    most: int | None = None,
+    start: float | None = None,
 ) -> list[Sample]:
     """A sample of each request that was sent. `done` is called after each.
 
     Closed loop, for conversations without a start: each of `concurrency` clients begins the next one when its last one
     has ended. Open loop: a conversation begins when it is due, whether or not earlier ones have ended; with
-    `most`, not before fewer than so many are running. What it waits counts as its latency.
+    `most`, not before fewer than so many are running. What it waits counts as its latency. `start` of the run, by
+    time.perf_counter(): now, if it is not given.
     """
-    start, samples = time.perf_counter(), list[Sample]()
+    start, samples = time.perf_counter() if start is None else start, list[Sample]()
 
     async def one_client(waiting: Iterator[Conversation]) -> None:
         for conversation in waiting:

@@ -50,7 +50,7 @@ LABELS: Schema = {"type": "object", "propertyNames": KEY, "additionalProperties"
 ANNOTATIONS: Schema = {"type": "object", "propertyNames": KEY, "additionalProperties": TEXT}
 NAMED: Schema = {"type": "object", "required": ["name"]}  # Kubernetes defines and checks the rest
 REPLICAS: Schema = {"type": ["integer", "null"], "minimum": 0}
-ROLES = ("prefill", "decode", "unified")
+ROLES = ("prefill", "decode", "unified", "flexible")
 
 
 def one_of(*values: str) -> Schema:

@@ -26,7 +26,7 @@ MAY: dict[str, tuple[Peer, ...]] = {  # service, or method, to its callers; nobo
     "/millrace.v1.WorkerService/GetInfo": ("router", "admin", "worker"),
     "/millrace.v1.WorkerService/WatchLoad": ("router", "admin", "worker"),
     "/millrace.v1.PrefillService": ("router", "worker"),  # a decode worker warms up the pair
-    "/millrace.v1.DecodeService": ("router",),
+    "/millrace.v1.DecodeService": ("router", "worker"),  # likewise, of flexible workers
     "/millrace.v1.KvService": ("worker",),
 }
 

@@ -5,16 +5,23 @@ from __future__ import annotations
 import enum
 import ipaddress
 import itertools
+import logging
+import math
 import re
 from pathlib import Path
 from typing import Any, Literal
 
 from millrace_common.config import Config, Seconds
 from millrace_common.spans import Tracing
+from millrace_common.split import Slo
 from millrace_common.tls_config import Tls, exposed
 from pydantic import Field, field_validator, model_validator
 
+log = logging.getLogger(__name__)
+
 ZONE = "topology.kubernetes.io/zone"
+FORMER = frozenset({"local_prefill_tokens", "local_prefill_wait"})  # of `routing`, until the next release
+NO_HURRY_S = 3600.0
 
 
 class Policy(enum.StrEnum):
@@ -30,25 +37,42 @@ class Policy(enum.StrEnum):
     LENGTH_BUCKETS = "length_buckets"
 
 
+class SloConfig(Config):
+    """What a request should take at most. With a limit, requests are placed by predicted times."""
+
+    ttft: Seconds | None = Field(None, gt=0)  # until the first token; none: no limit
+    tpot: Seconds | None = Field(None, gt=0)  # mean time of each further token; none: no limit
+
+    @property
+    def slo(self) -> Slo:
+        return Slo(self.ttft or math.inf, self.tpot or math.inf)
+
+
 class Routing(Config):
     """Parameters of the policies."""
 
+    slo: SloConfig = SloConfig()
+    # Duties of flexible workers. lead: set them when this router's turn comes; advise: only say what it would set;
+    # off: set all to both
+    duties: Literal["lead", "advise", "off"] = "lead"
     load_factor: float = Field(1.25, gt=1)  # session, topology: more sequences than this x the mean are too many
-    load_slack: int = Field(4, ge=1)  # session, topology: so many sequences are never too many
     cache_weight: float = Field(1.0, ge=0)  # prefix_aware, kv_aware: an uncached prompt token in tokens of load
     prefix_blocks: int = Field(200_000, ge=1)  # prefix_aware: pages remembered, some 160 bytes each
     length_bounds: tuple[int, ...] = (2048, 16384)  # length_buckets: the longest prompt of each bucket but the last
     length_label: str = ""  # length_buckets: the label with a worker's bucket (0, 1, …); empty: by rank
     topology: tuple[str, ...] = ("zone", "rack", "host")  # labels, widest first, that make a decode worker near
-    local_prefill_tokens: int = Field(0, ge=0)  # shorter uncached prompts are run by the decode worker itself; 0: none
-    # A prompt that would wait longer at every prefill worker is run by a decode worker that is sooner done; 0: none.
-    local_prefill_wait: Seconds = 0.0
     revision: str = ""  # revision of the workers that are asked first; empty: workers without a revision
 
-    @property
-    def local_prefill(self) -> bool:
-        """Whether decode workers run prompts at all."""
-        return self.local_prefill_tokens > 0 or self.local_prefill_wait > 0
+    @model_validator(mode="before")
+    @classmethod
+    def _former(cls, values: Any) -> Any:
+        """Settings of before turn the placement by predicted times on, without a limit that matters."""
+        if not isinstance(values, dict) or not FORMER & values.keys():
+            return values
+        log.warning("routing: %s: set routing.slo.ttft and routing.slo.tpot instead", ", ".join(FORMER & values.keys()))
+        kept = {name: value for name, value in values.items() if name not in FORMER}
+        on = any(values.get(name) for name in FORMER)
+        return {"slo": {"ttft": NO_HURRY_S}, **kept} if on else kept
 
     @field_validator("length_bounds")
     @classmethod
@@ -68,7 +92,6 @@ class Timeouts(Config):
     stall: Seconds = Field(30.0, gt=0)  # between two outputs of the decode worker
     client: Seconds = Field(60.0, gt=0)  # a client that takes nothing of its stream loses it: SLOW_CLIENT
     silence: Seconds = Field(3.0, gt=0)  # a worker whose load stream is silent for longer is lost
-    warmup: Seconds = Field(120.0, gt=0)  # one warm-up or GC freeze
     drain: Seconds = 30.0  # running streams after SIGTERM
 
 
@@ -83,7 +106,6 @@ class BodyLimits(Config):
     """Of HTTP requests, until they are read."""
 
     timeout: Seconds = Field(120.0, gt=0)  # from the headers to the end of the body
-    bytes_per_s: int = Field(4096, ge=1)  # the least, after 10 s
     held: int = Field(256 << 20, ge=1)  # bytes of all bodies that are being received or read
     held_by_tenant: int = Field(64 << 20, ge=1)  # of these, of one key
 

@@ -42,6 +42,8 @@ from millrace_router.admin.traffic import Recent
 from millrace_router.apis import public_http
 from millrace_router.apis.grpc import service as grpc_service
 from millrace_router.config import RouterConfig
+from millrace_router.duties.demand import RecentDemand
+from millrace_router.duties.lead import Lead
 from millrace_router.fleet.registry import Registry
 from millrace_router.flow.generation import Backend
 from millrace_router.flow.inference import Inference
@@ -76,7 +78,10 @@ class Router:
         self.registry = Registry(config, metrics, self._changed, identity=self._inside)
         self.admission = Admission(config.queue_size, config.timeouts.queue, self.registry, metrics.queued.set)
         self._gc = ProcessGc("router", metrics)
-        backend = Backend(config, self.registry, self.admission, metrics, self.tracer)
+        demand = RecentDemand()
+        backend = Backend(config, self.registry, self.admission, metrics, self.tracer, demand)
+        fleet, queued = self.registry.serving, lambda: self.admission.tokens
+        self._lead = Lead(self.registry.router_id, config.routing, demand, fleet, queued, metrics)
         tokenizer = Tokenizer.load(config.model, config.chat_template, config.special_tokens_in)
         self.inference = Inference(backend, tokenizer)
         self.ports: dict[str, int] = {}
@@ -121,7 +126,7 @@ class Router:
         self._admin.set_serving(True)
         self.inference.tokenizer.decode(await self.inference.tokenizer.encode("warm-up", add_bos=True))
         self._gc.freeze()
-        measuring = (loop_lag.measure("router", self.metrics), self._recent.keep())
+        measuring = (loop_lag.measure("router", self.metrics), self._recent.keep(), self._lead.run())
         self._measuring = [asyncio.create_task(one) for one in measuring]
         self.registry.start()
 

@@ -62,6 +62,7 @@ def serve_local(
     prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
     unified: Annotated[bool, typer.Option("--unified", help="One worker for both phases instead.")] = False,
+    flexible: Annotated[int, typer.Option(min=0, help="Workers whose phases follow the load, instead.")] = 0,
     engine: Annotated[Literal["model", "sim"], typer.Option(help="sim: a timing model without weights.")] = "model",
     model: Annotated[Path | None, typer.Option(help="Checkpoint folder. Default: models/tiny.")] = None,
     grpc_port: Port = 50051,
@@ -76,14 +77,14 @@ def serve_local(
     from millrace_cli.cluster import TINY, ClusterSpec
     from millrace_cli.serve_local import serve_local as run
 
-    if unified and (prefill, decode) != (1, 1):
-        raise CommandError(
-            "--unified is one worker in the place of --prefill and --decode; give one or the other", code=2
-        )
+    if ((prefill, decode) != (1, 1)) + unified + bool(flexible) > 1:
+        raise CommandError("--prefill and --decode, --unified and --flexible exclude each other", code=2)
+    apart = not (unified or flexible)
     spec = ClusterSpec(
-        prefill=0 if unified else prefill,
-        decode=0 if unified else decode,
+        prefill=prefill * apart,
+        decode=decode * apart,
         unified=int(unified),
+        flexible=flexible,
         engine=engine,
         model=model or TINY,
         ports={"grpc": grpc_port, "http": http_port, "admin": admin_port, "admin_http": admin_http_port},
@@ -125,6 +126,7 @@ for role, what in {
     "prefill": "a prefill worker",
     "decode": "a decode worker",
     "unified": "a worker for both phases",
+    "flexible": "a worker whose phases follow the load",
 }.items():
     app.command(role, context_settings=PASS_ON, help=f"Run {what}.")(server(role))
 
@@ -248,7 +250,6 @@ BENCHES = {
     "shard": "time one rank of the 671B model on one GPU",
     "ranks": "time ranks of the 671B model that compute together",
     "replicas": "time replicas of the 671B model that step together",
-    "shared_prompts": "time one long prompt on one GPU of a worker, and on all",
     "allreduce": "time sums over tensor-parallel ranks",
     "exchange": "time rows to the experts of other ranks and back",
     "balance": "measure how evenly experts are loaded",
@@ -286,20 +287,27 @@ def check_model(
 @app.command("plan")
 def plan_worker(
     model: Annotated[Path, typer.Option(help="Checkpoint folder; its config.json is enough.")],
-    gpu: Annotated[str, typer.Option(help="GPU model, as for check.")] = "H200",
-    gpus: Annotated[int, typer.Option(min=1, max=512, help="GPUs of the worker.")] = 8,
-    tp: Annotated[int | None, typer.Option(min=1, help="Ranks of a replica. Default: by goal.")] = None,
-    dp: Annotated[int | None, typer.Option(min=1, help="Replicas. Default: by goal.")] = None,
-    role: Annotated[Literal["prefill", "decode", "unified"], typer.Option()] = "unified",
+    gpu: Annotated[str, typer.Option(help="A kind, as for check.")] = "H200",
+    gpus: Annotated[int, typer.Option(min=1, max=512, help="Of the worker.")] = 8,
+    tp: Annotated[int | None, typer.Option(min=1, help="Default: by goal.")] = None,
+    dp: Annotated[int | None, typer.Option(min=1, help="Default: by goal.")] = None,
+    role: Annotated[Literal["prefill", "decode", "unified", "flexible"], typer.Option()] = "unified",
     goal: Annotated[Literal["throughput", "latency", "balanced"], typer.Option()] = "balanced",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Worker setting.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As for a worker.")] = None,
+    asked: Annotated[
+        str, typer.Option("--workload", metavar="INPUT/OUTPUT@RATE", help="Instead: the best split of the GPUs for it.")
+    ] = "",
+    slo: Annotated[str, typer.Option(help="With --workload: limits in seconds.")] = "ttft=1,tpot=0.04",
 ) -> None:
     """Say what a worker would choose on GPUs that need not be here, what fits, and how long its steps would take."""
     from millrace_serve.engine.config import Role
     from millrace_serve.plan.settings import Goal
 
-    from millrace_cli.plan import plan, split
+    from millrace_cli.plan import plan, split, workload
 
+    if asked:
+        workload(model, gpu, gpus, (tp, dp), asked, slo, set_ or ())
+        return
     plan(model, gpu, split(gpus, Goal(goal), tp, dp), Role(role), Goal(goal), set_ or ())
 
 

@@ -46,6 +46,7 @@ SERVERS = {  # role to module and first arguments
     "prefill": ("millrace_serve.prefill",),
     "decode": ("millrace_serve.decode",),
     "unified": ("millrace_serve.decode", "--set", "role=unified"),
+    "flexible": ("millrace_serve.decode", "--set", "role=flexible"),
 }
 
 
@@ -65,13 +66,15 @@ class ClusterSpec:
 
     prefill: int = 1
     decode: int = 1
-    unified: int = 0  # unified workers; set prefill and decode to 0 then
+    unified: int = 0  # instead of prefill and decode, which are 0 then
+    flexible: int = 0  # likewise
     engine: Literal["model", "sim"] = "model"
     model: Path = TINY  # checkpoint folder; with the sim engine only its tokenizer is used
     ports: Mapping[str, int] = field(default_factory=dict)  # of the router, by the names in ROUTER_PORTS
     worker_set: tuple[str, ...] = ()  # further `--set` items of every worker
     role_set: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # before them, of the workers of a role
     router_set: tuple[str, ...] = ()
+    routers: int = 1
     gpus: int = field(default_factory=count_gpus)  # for workers with device=cuda
     tls: Tls | None = None  # of everything, and of our own questions
     secret: Path | None = None  # likewise
@@ -83,8 +86,8 @@ class ClusterSpec:
 
     def workers(self) -> dict[str, str]:
         """Name to role."""
-        counts = {"prefill": self.prefill, "decode": self.decode, "unified": self.unified}
-        return {f"{role}-{i}": role for role, count in counts.items() for i in range(count)}
+        roles = [role for role in SERVERS if role != "router"]
+        return {f"{role}-{i}": role for role in roles for i in range(getattr(self, role))}
 
     @property
     def patience_s(self) -> float:
@@ -133,12 +136,13 @@ class StartError(Exception):
 
 
 class LocalCluster:
-    """Names of processes: "router", "prefill-0", "decode-0", "unified-0", …; an unknown one is a KeyError."""
+    """Names of processes: "router", "router-1", "prefill-0", "decode-0", …; an unknown one is a KeyError."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         self.spec = spec
         self.log_dir = spec.log_dir or new_log_dir()
-        self.roles = {"router": "router", **spec.workers()}
+        self.routers = ("router", *(f"router-{i}" for i in range(1, spec.routers)))
+        self.roles = {**dict.fromkeys(self.routers, "router"), **spec.workers()}
         threads = max(1, (os.cpu_count() or 1) // len(self.roles))
         env = {"OMP_NUM_THREADS": str(threads), **os.environ}
         self.processes = {name: Process(name, self.log_dir, env) for name in self.roles}
@@ -190,21 +194,22 @@ class LocalCluster:
         for name in workers:
             await self._spawn(name)
         await self._until(lambda: self._announced(workers), workers, deadline)
-        await self._spawn("router")
-        await self._until(lambda: self._announced(("router",)), tuple(self.roles), deadline)
+        for name in self.routers:
+            await self._spawn(name)
+        await self._until(lambda: self._announced(self.routers), tuple(self.roles), deadline)
         await self._until(self._ready, tuple(self.roles), deadline)
         self._check_running(tuple(self.roles))  # one may have ended after it gave its answer: nobody watches it yet
         self._started = True
 
     async def stop(self) -> None:
         """Stop the router, then the workers, each within the grace. Cancelled, it kills instead of waiting."""
-        workers = [self.processes[name] for name in self.roles if name != "router"]
+        routers, workers = ([self.processes[name] for name in names] for names in (self.routers, self.spec.workers()))
         for watcher in self._watchers.values():
             watcher.cancel()
         try:
             await asyncio.gather(*self._watchers.values(), return_exceptions=True)
-            await self.processes["router"].stop(self.spec.stop_grace_s)
-            await asyncio.gather(*(worker.stop(self.spec.stop_grace_s) for worker in workers))
+            for together in (routers, workers):
+                await asyncio.gather(*(process.stop(self.spec.stop_grace_s) for process in together))
         finally:
             self.kill_all()
 
@@ -222,8 +227,9 @@ class LocalCluster:
         """Options of a process: its ports (those it had before, if any), then the spec's own settings."""
         role, ports = self.roles[name], self._ports.get(name, {})
         if role == "router":
+            fixed = self.spec.ports if name == "router" else {}
             items = [
-                *(f"{name}={HOST}:{ports.get(name, self.spec.ports.get(name, 0))}" for name in ROUTER_PORTS),
+                *(f"{port}={HOST}:{ports.get(port, fixed.get(port, 0))}" for port in ROUTER_PORTS),
                 f"workers={json.dumps([self.address(worker) for worker in self.spec.workers()])}",
                 f"model={self.spec.model}",
                 *self.spec.router_set,
@@ -291,11 +297,14 @@ class LocalCluster:
         for name, info in zip(workers, infos, strict=True):
             if info is not None:
                 self.processes[name].note(probe.state_name(info.state), info.state_message)
-        serving = await probe.is_serving(self.grpc_address, self._identity)
-        self.processes["router"].note("ready" if serving else "pairing")
-        return serving and await self._routable(workers)
+        ready = True
+        for name in self.routers:
+            serving = await probe.is_serving(self.address(name), self._identity)
+            self.processes[name].note("ready" if serving else "pairing")
+            ready = ready and serving and await self._routable(workers, name)
+        return ready
 
-    async def _routable(self, names: tuple[str, ...]) -> bool:
-        seen = await probe.workers(self.admin_address, self._identity)
+    async def _routable(self, names: tuple[str, ...], router: str = "router") -> bool:
+        seen = await probe.workers(self.address(router, "admin"), self._identity)
         routable = {worker.address for worker in seen or () if worker.routable}
         return all(self.address(name) in routable for name in names)

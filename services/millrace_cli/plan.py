@@ -1,4 +1,6 @@
-"""`millrace plan`: what a worker would choose on a kind of GPU, what fits, and how long its steps would take."""
+"""`millrace plan`: what a worker would choose on a kind of GPU, what fits, and how long its steps would take; and which
+split of workers into prefill and decode serves a workload best.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,75 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from millrace_common import config as configuration
+from millrace_common.split import Capacity
 from millrace_serve.engine.config import Role
-from millrace_serve.engine.start.memory import OverCommitted
+from millrace_serve.engine.start.memory import MemoryPlan, OverCommitted
 from millrace_serve.model.config import ModelConfig, ModelConfigError
-from millrace_serve.plan import fits, report
-from millrace_serve.plan.settings import NODE, Goal, decide
+from millrace_serve.plan import fits, report, splits
+from millrace_serve.plan.facts import EXPERTS
+from millrace_serve.plan.settings import NODE, Goal, Setting, Setup, decide
 from millrace_serve.worker.config import WorkerConfig, setup_of
 
 from millrace_cli.check import GPUS
 from millrace_cli.errors import CommandError
 
+HANDOVER_S = 0.01  # between the first token and the second, when another worker goes on
+
 
 def plan(model: Path, gpu: str, ranks: tuple[int, int], role: Role, goal: Goal, overrides: Sequence[str]) -> None:
     """Print the plan of a worker of tp x dp `ranks`. Raises CommandError when it does not fit or `gpu` is unknown."""
+    setup, config, choices = _chosen(model, gpu, ranks, role, goal, overrides)
+    (tp, dp), kind = ranks, setup.gpu
+    print(f"{model.resolve().name}: a {role} worker on {tp * dp} x {kind}, tp={tp}, dp={dp}, goal {goal}\n")
+    print(f"{report.settings(config, choices)}\n")
+    print(f"each rank, estimated before a start measures it:\n{fits.text(_memory(setup, config))}\n")
+    print(report.steps(setup, config))
+
+
+def workload(
+    model: Path,
+    gpu: str,
+    gpus: int,
+    ranks: tuple[int | None, int | None],
+    asked: str,
+    slo: str,
+    overrides: Sequence[str],
+) -> None:
+    """Print what each split of `gpus` into workers of tp x dp is expected to serve. Raises CommandError."""
+    try:
+        load = splits.workload(asked)
+    except ValueError as error:
+        raise CommandError(f"--workload: {error}", code=2) from error
+    try:
+        limits = splits.limits(slo)
+    except ValueError as error:
+        raise CommandError(f"--slo: {error}", code=2) from error
+    tp, dp = ranks[0] or 1, ranks[1] or _timed_dp(model)
+    workers, rest = divmod(gpus, tp * dp)
+    if rest or workers < 2:
+        raise CommandError(f"--gpus {gpus}: two or more workers of tp {tp} x dp {dp} are needed to split them", code=2)
+    setup, config, _ = _chosen(model, gpu, (tp, dp), Role.FLEXIBLE, Goal.BALANCED, overrides)
+    times = splits.times(report.ranks_of(setup, config))
+    if times is None:
+        raise CommandError(f"--gpu {setup.gpu}: nobody has timed steps of this model's ranks there")
+    memory = _memory(setup, config)
+    tokens = (memory.num_pages - 1) * memory.page_tokens
+    capacity = Capacity(config.limits.max_running, tokens, config.limits.max_prefill_tokens, HANDOVER_S)
+    print(f"{model.resolve().name}: {workers} workers of {tp * dp} x {setup.gpu}, {asked} requests/s, {slo}\n")
+    print(splits.table(workers, dp, load, limits, times, capacity))
+
+
+def _timed_dp(model: Path) -> int:
+    """Ranks of a worker that has the experts of a timed rank on each."""
+    try:
+        return max(ModelConfig.load(model).n_routed_experts // EXPERTS, 1)
+    except ModelConfigError as error:
+        raise CommandError(str(error)) from error
+
+
+def _chosen(
+    model: Path, gpu: str, ranks: tuple[int, int], role: Role, goal: Goal, overrides: Sequence[str]
+) -> tuple[Setup, WorkerConfig, Sequence[Setting]]:
     kind = gpu.upper()
     if kind not in GPUS:
         raise CommandError(f"--gpu: {gpu!r} is none of {', '.join(GPUS)}", code=2)
@@ -37,15 +95,14 @@ def plan(model: Path, gpu: str, ranks: tuple[int, int], role: Role, goal: Goal, 
     except (ModelConfigError, configuration.ConfigError) as error:
         raise CommandError(str(error)) from error
     assert setup is not None, "the configuration was valid"
-    print(f"{model.resolve().name}: a {role} worker on {tp * dp} x {kind}, tp={tp}, dp={dp}, goal {goal}\n")
-    print(f"{report.settings(config, choices)}\n")
+    return setup, config, choices
+
+
+def _memory(setup: Setup, config: WorkerConfig) -> MemoryPlan:
     try:
-        print(
-            f"each rank, estimated before a start measures it:\n{fits.text(fits.memory(setup, config, GPUS[kind]))}\n"
-        )
+        return fits.memory(setup, config, GPUS[setup.gpu])
     except (OverCommitted, ValueError) as error:
         raise CommandError(str(error)) from error
-    print(report.steps(setup, config))
 
 
 def split(gpus: int, goal: Goal, tp: int | None, dp: int | None) -> tuple[int, int]:

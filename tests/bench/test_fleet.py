@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from random import Random
 
 import pytest
-from millrace_bench.fleet import Fleet, Shape
-from millrace_bench.overload import fleet_capacity, fleet_row
+from millrace_bench.fleet import Fleet, Request
+from millrace_bench.overload import Shape, fleet_capacity, fleet_row
 from millrace_router.flow.flow import Stage
 
 # The case that was found: a pool for two to three sequences of 300 + 1,200 tokens, the router's limits as they are.
@@ -17,10 +18,11 @@ BURST = Shape(prefills=1, decodes=1, output=100_000, max_tokens=1200)
 
 
 def burst(shape: Shape, requests: int, seconds: float) -> Fleet:
-    fleet = Fleet(shape)
+    rng = Random(0)
+    fleet = shape.fleet(rng)
     for _ in range(requests):
-        fleet.submit()
-    fleet.run(1e-9, seconds)
+        fleet.submit(shape.request(rng))
+    fleet.run(seconds)
     return fleet
 
 
@@ -72,11 +74,9 @@ def test_goodput_at_twice_the_capacity_is_that_at_the_capacity(workers: int, sec
 
 def test_a_large_request_is_not_overtaken_for_ever() -> None:
     """It needs most of a pool, and small requests, which could always take the room that is free, come all the time."""
-    shape = Shape(prefills=1, decodes=2, taught=True, queue_s=40.0)
-    fleet = Fleet(shape)
-    fleet.run(3.0, 20.0)
-    fleet.shape = replace(shape, prompt=3000, output=100_000, max_tokens=1000)
-    fleet.submit()
-    large, fleet.shape = fleet.jobs[-1], shape
-    fleet.run(3.0, 120.0)
+    shape, rng = Shape(prefills=1, decodes=2, taught=True, queue_s=40.0), Random(0)
+    fleet = shape.fleet(rng)
+    fleet.run(20.0, shape.arrivals(3.0, rng))
+    large = fleet.submit(Request(3000, 1000, 1000))
+    fleet.run(120.0, shape.arrivals(3.0, rng))
     assert large.answered and not fleet.retries

@@ -1,77 +1,131 @@
-"""The comparison of topologies: its loads, its systems, and a small run."""
+"""The comparison of topologies: its loads, its systems, and small runs."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from millrace_bench import pd
-from millrace_bench.pd import LOADS, Load, line, parser, runs, spec
-from millrace_cli.cluster import TINY
+from millrace_bench.pd import LOADS, line, parsed, spec
+from millrace_bench.pd_load import Load, Segment, changing
+from millrace_cli.cluster import TINY, LocalCluster
 from millrace_load import plots
+from millrace_load.clients import Sample, Target
+from millrace_load.report import Slo
 
 
 def test_loads() -> None:
     assert Load.parse("4096/256@0.5,1") == Load(4096, 256, 1, (0.5, 1.0))
     talk = Load.parse("500/100x5@2")
     assert (talk.name, talk.longest) == ("500 in, 100 out, 5 turns", 3000)
-    settings = talk.settings(2.0, 7, "here:1", parser().parse_args(["--seconds", "10"]))
-    assert (settings.num_requests, settings.multi_turn, settings.request_rate) == (4, 5, 0.4), "20 requests, 2 a second"
-    rates = Load.parse("64/16@1,2")
-    args = parser().parse_args(["--warmup", "3"])
-    assert [rates.settings(rate, 0, "here:1", args).warmup for rate in rates.rates] == [3, 0], "once for a load"
     loads = [Load.parse(text) for text in LOADS]
     assert len(loads) == 3 and loads[2].turns > 1 and all(len(load.rates) == 4 for load in loads)
-    assert [rate for _, rate in runs(loads[:1])] == list(loads[0].rates)
 
 
-@pytest.mark.parametrize("text", ["4096@1", "4096/256", "0/4@1", "4/4x0@1", "4/4@0", "4/4@1,,2", "a/b@1", "4/4@1.2.3"])
-def test_bad_loads_are_named(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arrivals_are_within_the_time_of_their_load() -> None:
+    plan = Segment(Load.parse("8/4x2@40"), 40.0, 5.0, 3, begin_s=7.0).plan(Target("tiny", 100, 64), "0")
+    starts = [conversation.start_s or 0.0 for conversation in plan.conversations]
+    assert all(7.0 <= start < 12.0 for start in starts) and starts == sorted(starts)
+    assert 70 < len(starts) < 130 and {len(one.turns) for one in plan.conversations} == {2}, "40 requests a second"
+
+
+def test_loads_change_in_turn() -> None:
+    segments = changing([Load.parse("8/4@1"), Load.parse("9/4@2")], 30.0, 2, 5)
+    assert [(one.load.input_len, one.rate, one.begin_s, one.seconds) for one in segments] == [
+        (8, 1.0, 0.0, 30.0), (9, 2.0, 30.0, 30.0), (8, 1.0, 60.0, 30.0), (9, 2.0, 90.0, 30.0),
+    ]  # fmt: skip
+    assert len({one.seed for one in segments}) == 4
+
+
+def test_goodput_is_of_the_requests_that_are_due_within_the_time() -> None:
+    """A late turn of a conversation, and requests that miss a limit, do not count; the time does not grow by a tail."""
+
+    def sample(due: float, ttft: float) -> Sample:
+        return Sample(due, [due + ttft, due + ttft + 50.0], output_tokens=2000, end=due + ttft + 50.0)
+
+    samples = [sample(101.0, 0.5), sample(104.0, 0.5), sample(104.5, 2.0), sample(106.0, 0.5)]
+    row = Segment(Load.parse("8/4@1"), 1.0, 4.0, 0, begin_s=1.0).row(samples, 100.0, Slo(ttft=1.0))
+    assert (row["goodput"], row["requests"], row["completed"]) == (0.5, 3, 3)
+
+
+BAD = [
+    *(("--loads", text) for text in ("4096@1", "4096/256", "0/4@1", "4/4x0@1", "4/4@0", "4/4@1,,2", "a/b@1")),
+    ("--loads", "4/4@1.2.3"),
+    *(("--topologies", text) for text in ("3p", "1d", "0u", "1p+1p+1d", "3x", "4flex+1p", "", "1p+1d+", "pair")),
+    ("--changing", "4/4@1,2"), ("--changing", "4/4"), ("--every", "0"), ("--rounds", "0"), ("--clients", "0"),
+    ("--routers", "-1"), ("--slo", "tttf=1"), ("--over", "http"), ("--plot", "goodput.pdf"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("option", "text"), BAD)
+def test_bad_options_are_named_before_anything_starts(
+    option: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
-        parser().parse_args(["--loads", text])
-    assert caught.value.code == 2 and "--loads" in capsys.readouterr().err
+        parsed([option, text])
+    assert caught.value.code == 2 and option in capsys.readouterr().err
 
 
-def test_a_bad_picture_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parser().parse_args(["--plot", "goodput.pdf"])
-    assert "must end in .svg or .png" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("topology", "roles"),
+    [
+        ("3p+1d", {"prefill": 3, "decode": 1}),
+        ("4u", {"unified": 4}),
+        ("1p+1d+2u", {"prefill": 1, "decode": 1, "unified": 2}),
+        ("4flex", {"flexible": 4}),
+    ],
+)
+def test_a_topology_is_its_workers(topology: str, roles: dict[str, int]) -> None:
+    args = parsed(["--loads", "64/16@1", "--worker-set", "device=cuda"])
+    found = spec(topology, TINY, args)
+    assert Counter(found.workers().values()) == roles
+    assert found.worker_set == ("limits.max_model_len=80", "random_weights=true", "device=cuda")
+    assert found.router_set == (*pd.POLICIES, "routing.slo.ttft=1.0", "routing.slo.tpot=0.04")
 
 
-def test_topologies_use_two_gpus_each() -> None:
-    options = "--loads 64/16@1 --worker-set device=cuda --local-prefill-tokens 99 --local-prefill-wait 0.7"
-    args = parser().parse_args(options.split())
-    specs = {name: spec(name, TINY, args) for name in pd.TOPOLOGIES}
-    assert all(len(one.workers()) == 2 for one in specs.values())
-    assert list(specs["unified"].workers().values()) == ["unified"] * 2
-    local = {"routing.local_prefill_tokens=99", "routing.local_prefill_wait=0.7"}
-    assert [local & set(one.router_set) for one in specs.values()] == [set(), set(), local]
-    for one in specs.values():
-        assert one.worker_set == ("limits.max_model_len=80", "random_weights=true", "device=cuda")
-        assert set(pd.POLICIES) <= set(one.router_set)
+def test_every_router_of_a_cluster_has_a_name() -> None:
+    made = LocalCluster(spec("1p+1d", TINY, parsed(["--routers", "3"])))
+    assert made.routers == ("router", "router-1", "router-2")
+    assert [name for name, role in made.roles.items() if role == "router"] == [*made.routers]
+
+
+SMALL = "--engine sim --loads 200/8@20 40/4x2@10 --seconds 0.5 --warmup 1 --think-time 0 --slo ttft=60"
 
 
 @pytest.mark.e2e
 @pytest.mark.xdist_group("e2e")
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--engine sim --loads 200/8@20 40/4x2@10 --seconds 0.5 --warmup 1 --think-time 0 --slo ttft=60"
-    args = parser().parse_args([*options.split(), "--topologies", "conditional"])
+    """Two client processes before two routers."""
+    args = parsed([*SMALL.split(), "--topologies", "1p+1d", "--clients", "2", "--routers", "2"])
     record = json.loads(pd.run(args, tmp_path).to_json())
     rows = record["results"]["rows"]
     assert record["results"]["failed"] == {}
     names = ["200 in, 8 out", "40 in, 4 out, 2 turns"]
-    assert [(row["topology"], row["load"]) for row in rows] == [("conditional", name) for name in names]
-    assert [(row["completed"], row["errors"]) for row in rows] == [(10, {}), (4, {})]
-    assert all(row["goodput"] == row["request_throughput"] and row["slo_met"] == 1 for row in rows)
-    ways = [row["ways"] for row in rows]
-    assert [sum(taken.values()) for taken in ways] == [11, 5], "with the warm-up"
-    assert set(ways[0]) <= {"pair", "local"} and ways[1]["local"] > 0
+    assert [(row["topology"], row["load"], row["errors"]) for row in rows] == [("1p+1d", name, {}) for name in names]
+    assert all(row["completed"] == row["requests"] > 0 and row["slo_met"] == 1 for row in rows)
+    assert [row["goodput"] for row in rows] == [row["requests"] / 0.5 for row in rows]
+    assert rows[0]["ways"] == {"pair": rows[0]["requests"] + 1}, "with the warm-up, at either router"
     assert capsys.readouterr().out.splitlines() == [line(row) for row in rows]
     drawn = plots.lines(plots.points(record))
-    assert {load: set(systems) for load, systems in drawn.items()} == {name: {"conditional"} for name in names}
+    assert {load: set(systems) for load, systems in drawn.items()} == {name: {"1p+1d"} for name in names}
+
+
+@pytest.mark.e2e
+@pytest.mark.xdist_group("e2e")
+def test_a_load_that_changes(tmp_path: Path) -> None:
+    options = [*SMALL.split(), "--topologies", "2u", "--changing", "200/8@20", "40/4x2@10", "--every", "1"]
+    record = json.loads(pd.run(parsed(options), tmp_path).to_json())
+    *segments, whole = record["results"]["rows"]
+    assert [row["load"] for row in (*segments, whole)] == ["200 in, 8 out", "40 in, 4 out, 2 turns", "all"]
+    due, met = (sum(second[key] for second in whole["timeline"]) for key in ("due", "met"))
+    assert due == met == whole["requests"] == whole["completed"] and not whole["errors"]
+    assert whole["watched"] and all(second["duties"] == {"unified": 2} for second in whole["watched"])
+    plots.draw_changes([whole], tmp_path / "changes.svg")
+    assert "prompt tokens that wait" in (tmp_path / "changes.svg").read_text()
 
 
 def test_rates_that_were_over_count_when_the_limit_ends_a_system(
@@ -82,14 +136,14 @@ def test_rates_that_were_over_count_when_the_limit_ends_a_system(
         await asyncio.sleep(60)
 
     monkeypatch.setattr(pd, "measure", measure)
-    args = parser().parse_args(["--engine", "sim", "--topologies", "pair", "unified", "--limit", "0.1"])
+    args = parsed(["--engine", "sim", "--topologies", "1p+1d", "2u", "--limit", "0.1"])
     results = pd.run(args, tmp_path).results
-    assert results["rows"] == [{"topology": "pair"}, {"topology": "unified"}]
-    assert list(results["failed"]) == ["pair", "unified"]
+    assert results["rows"] == [{"topology": "1p+1d"}, {"topology": "2u"}]
+    assert list(results["failed"]) == ["1p+1d", "2u"]
 
 
 def test_a_system_that_does_not_start_is_in_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = parser().parse_args(["--engine", "sim", "--topologies", "pair", "--limit", "0.01"])
+    args = parsed(["--engine", "sim", "--topologies", "1p+1d", "--limit", "0.01"])
     results = pd.run(args, tmp_path).results
-    assert results == {"rows": [], "failed": {"pair": "not done after 0 s"}}
+    assert results == {"rows": [], "failed": {"1p+1d": "not done after 0 s"}}
     assert "not done" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -106,8 +105,8 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.xdist_group("e2e")
 def test_a_small_run(tmp_path: Path) -> None:
     options = ["--preset", str(SIM), "--engine", "sim", "--loads", "200/8@20", "--seconds", "0.3", "--warmup", "1"]
-    args: argparse.Namespace = pd.parser().parse_args([*options, "--slo", "ttft=60", "--topologies", "pair"])
-    args.topologies = [pd.PRESET]
+    args = pd.parsed([*options, "--slo", "ttft=60"])
     record = json.loads(pd.run(args, tmp_path).to_json())
     (row,) = record["results"]["rows"]
-    assert record["results"]["failed"] == {} and (row["topology"], row["completed"], row["errors"]) == ("preset", 6, {})
+    assert record["results"]["failed"] == row["errors"] == {} and row["topology"] == "preset"
+    assert row["completed"] == row["requests"] > 0

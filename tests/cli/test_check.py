@@ -15,21 +15,34 @@ import pytest
 import torch
 import yaml
 from millrace_bench import v3
-from millrace_bench.load import Names
 from millrace_bench.v3 import write_folder
 from millrace_chart.render import template
 from millrace_cli.check import GPUS, check
 from millrace_cli.errors import CommandError
 from millrace_serve.engine.start.layouts import Layout, choose, layouts
+from millrace_serve.model.checkpoint.headers import Headers
+from millrace_serve.model.checkpoint.random_weights import META, RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.weights import INDEX_FILE
+from millrace_serve.model.quantised import PLAIN
+from millrace_serve.model.weights import INDEX_FILE, Shape
 from millrace_serve.worker.config import WorkerConfig
 from millrace_testing.checkpoint import write_checkpoint
 from millrace_testing.int4 import write_int4
 from millrace_testing.paths import ROOT, TINY
 from safetensors.torch import load_file, save_file
+
+
+class Names(Headers):
+    """Writes down the tensors that a model asks for, in the place of a checkpoint that has them."""
+
+    def __init__(self) -> None:
+        RandomWeights.__init__(self, META, torch.bfloat16, PLAIN)
+        self.shapes: dict[str, Shape] = {}
+
+    def claim(self, name: str, shape: Shape, *, optional: bool = False) -> None:
+        self.shapes[name] = shape
 
 
 @pytest.mark.helm

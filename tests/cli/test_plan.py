@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from millrace_bench.v3 import write_folder
 from millrace_cli.errors import CommandError
-from millrace_cli.plan import plan, split
+from millrace_cli.plan import plan, split, workload
 from millrace_common.config import load
 from millrace_serve.engine.config import Role
 from millrace_serve.plan.settings import Goal
@@ -64,3 +64,51 @@ def test_the_layout_follows_from_the_goal(goal: Goal, tp: int | None, dp: int | 
 def test_a_layout_has_as_many_ranks_as_gpus() -> None:
     with pytest.raises(CommandError, match="--gpus 16: is not tp 3 x dp 5"):
         split(16, Goal.BALANCED, 3, None)
+
+
+@pytest.fixture(scope="module")
+def e32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("e32"), "e32", 61)
+
+
+LIMITS, CONTEXT = "ttft=1,tpot=0.04", ["limits.max_model_len=8192"]
+
+
+@pytest.mark.parametrize(("gpus", "rate", "best"), [(4, 5, "3 prefill + 1 decode"), (4, 0.1, "3 prefill + 1 decode")])
+def test_the_best_split_stands_first_and_its_neighbours_below(
+    e32: Path, gpus: int, rate: float, best: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload(e32, "h200", gpus, (None, None), f"4096/256@{rate}", LIMITS, CONTEXT)
+    title, _, first, _, heads, *rows = capsys.readouterr().out.splitlines()
+    assert "4 workers of 1 x H200" in title and first.startswith(f"best: {best};")
+    assert heads.split() == ["split", "goodput", "TTFT", "TPOT"]
+    goodput = {row[:24].strip(): float(row[24:].split("/s")[0]) for row in rows}
+    assert len(goodput) == gpus and max(goodput.values()) == goodput[best] <= rate
+
+
+def test_a_split_is_of_whole_workers(v3: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workload(v3, "H200", 16, (None, None), "1024/64@1", LIMITS, CONTEXT)
+    rows = capsys.readouterr().out.splitlines()[5:]
+    assert [row[:20].strip() for row in rows] == ["1 prefill + 1 decode", "2 unified"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gpus", "asked", "slo", "message"),
+    [
+        *(
+            ("H200", 8, text, LIMITS, f"--workload: '{text}' is not of the form")
+            for text in ("4096@1", "0/3@1", "4/4@x")
+        ),
+        *(("H200", 8, "4/4@1", text, f"--slo: '{text}' is none of") for text in ("ttft=0", "tpot", "latency=1")),
+        ("A100", 8, "4/4@1", LIMITS, "--gpu: 'A100' is none of"),
+        ("H200", 1, "4/4@1", LIMITS, "--gpus 1: two or more workers"),
+    ],
+)
+def test_a_bad_workload_is_named(e32: Path, gpu: str, gpus: int, asked: str, slo: str, message: str) -> None:
+    with pytest.raises(CommandError, match=message):
+        workload(e32, gpu, gpus, (None, None), asked, slo, CONTEXT)
+
+
+def test_gpus_that_nobody_has_timed_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="--gpu H200: nobody has timed steps"):
+        workload(write_folder(tmp_path / "tiny", "tiny", 2), "H200", 8, (None, None), "4/4@1", LIMITS, [])

@@ -126,7 +126,7 @@ TIMES = [
     *((WorkerConfig, WORKER, f"timeouts.{name}") for name in worker_config.WorkerTimeouts.model_fields),
     *((WorkerConfig, WORKER, f"sim.{name}") for name in SimSettings.model_fields if name.endswith("_s")),
     (RouterConfig, ROUTER, "connections.max_age"),
-    (RouterConfig, ROUTER, "routing.local_prefill_wait"),
+    *((RouterConfig, ROUTER, f"routing.slo.{name}") for name in router_config.SloConfig.model_fields),
     (RouterConfig, ROUTER, "resilience.outliers.pause"),
 ]
 

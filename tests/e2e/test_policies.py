@@ -18,7 +18,6 @@ from millrace_testing.sim import expected, prompt_of
 pytestmark = pytest.mark.timeout(120)
 
 PREFILL, DECODE = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE
-THRESHOLD = 128
 
 
 def spec(*router_set: str, prefill: int = 2) -> ClusterSpec:
@@ -96,17 +95,27 @@ async def prompts_computed(client: Client, role: int) -> int:
     return sum(worker.load.replicas[0].counters["prompt_tokens"] for worker in workers if worker.info.role == role)
 
 
-async def test_short_prompts_bypass_the_prefill_worker_with_the_same_tokens() -> None:
+async def _until_measured(client: Client) -> None:
+    """Ask until a replica knows how long its steps with prompts take."""
+    async with asyncio.timeout(120):
+        for length in itertools.count(100, 50):
+            if any(worker.load.replicas[0].step_times.token_s for worker in await client.wait_whole()):
+                return
+            await ask_and_settle(client, f"measure {length}", prompt_of(length))
+
+
+async def test_an_idle_decode_worker_runs_prompts_with_the_same_tokens() -> None:
     lengths = (1, 63, 64, 65, 127, 128, 300)
     prompts = [prompt_of(length) for length in lengths]
-    local = spec(f"routing.local_prefill_tokens={THRESHOLD}", prefill=1)
+    local = spec("routing.slo.ttft=5", prefill=1)
     async with LocalCluster(local) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
+        await _until_measured(client)
         before = await prompts_computed(client, PREFILL)
         answers = [await ask_and_settle(client, f"r{len(prompt)}", prompt) for prompt in prompts]
         assert answers == [expected(prompt, 8) for prompt in prompts]
         found = [await decision(client, f"r{length}") for length in lengths]
-        assert [entry.route for entry in found] == ["local"] * 5 + ["pair"] * 2
-        assert await reported(client, before + 128 + 300) == before + 128 + 300
+        assert [entry.route for entry in found] == ["local"] * 7
+        assert await prompts_computed(client, PREFILL) == before
         longer = [*prompts[-1], *answers[-1], 77]  # a second turn: all but its end is cached where it was decoded
         assert await ask_and_settle(client, "turn 2", longer) == expected(longer, 8)
         second = await decision(client, "turn 2")
@@ -115,17 +124,19 @@ async def test_short_prompts_bypass_the_prefill_worker_with_the_same_tokens() ->
 
 
 @pytest.mark.long
-async def test_decode_worker_runs_what_would_wait_for_prefill() -> None:
+async def test_a_prompt_goes_where_its_first_token_is_earliest() -> None:
     # What is not in a step yet is waiting. The long prompt takes 6 s: far more than sending the others.
     settings = ("sim.token_s=0.004", "limits.max_prefill_tokens=100")
-    slow = replace(spec("routing.local_prefill_wait=0.5", prefill=1), worker_set=settings)
+    slow = replace(spec("routing.slo.ttft=60", prefill=1), worker_set=settings)
     async with LocalCluster(slow) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
         prompts = {"idle": prompt_of(400), "long": prompt_of(1500), "spared": prompt_of(601), "short": prompt_of(70)}
         assert await ask_and_report(client, "idle", prompts["idle"]) == expected(prompts["idle"], 8)  # is its measure
+        await _until_measured(client)
         running = []
-        for name in ("long", "spared", "short"):
+        ways = {"long": "local", "spared": "pair", "short": "local"}  # at last the prefill worker's queue is long
+        for name, way in ways.items():
             running.append(asyncio.create_task(ask(client, name, prompts[name])))
-            assert await placed(client, name) == ("pair" if name == "long" else "local"), name
+            assert await placed(client, name) == way, name
         for name, task in zip(("long", "spared", "short"), running, strict=True):
             assert await task == expected(prompts[name], 8)
         await client.wait_whole()

@@ -155,7 +155,6 @@ async def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
             "api_keys_keep=true",
             f"metrics=127.0.0.1:{free_port()}",  # the same after a restart, as in a pod
             "queue_size=20",
-            "routing.local_prefill_tokens=40",
             "timeouts.silence=10",
             "timeouts.no_workers=60",
         ),

@@ -402,3 +402,94 @@ async def test_drain_with_held_prompts_waits_for_their_readers(pair: list[Worker
             assert both.to_decode.tokens(r) == expected(list(r.token_ids), 8)
         assert await asyncio.wait_for(prefill.process.wait(), 120) == 0
         await decode.whole()
+
+
+# ---------------------------------------------------------------------------------------------- flexible workers
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def flexible(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Worker]]:
+    """Two whose pools are so small that prompts wait for the other worker's reads."""
+    sets = (*SIM, "limits={num_pages: 41, max_model_len: 2048, max_running: 8, max_prefill_tokens: 256}")
+    async with workers(tmp_path_factory.mktemp("flexible"), "flexible", "flexible", sets=sets) as both:
+        yield both
+
+
+async def test_flexible_workers_hand_over_in_both_directions_at_once_and_run_prompts_alone(
+    flexible: list[Worker],
+) -> None:
+    one, other = flexible
+    for sink, source in ((one, other), (other, one)):
+        await sink.stub.Warmup(worker_pb2.WarmupRequest(source=await source.source()), timeout=20)
+        assert list((await sink.info()).warmed_sources) == [source.epoch]
+    async with FakePair(one, other) as there, FakePair(other, one) as back:
+        pairs, alone = [], []
+        for index in range(24):
+            for way in (there, back):
+                r = request(prompt_of(50 + 40 * index), max_tokens=8)
+                pairs.append((way.to_decode, way.submit(r)))
+                alone.append((way.to_decode, request(prompt_of(60 + 20 * index), max_tokens=100)))
+                way.to_decode.submit(alone[-1][1])
+        for link, r in pairs + alone:
+            await link.finish(r)
+            assert link.tokens(r) == expected(list(r.token_ids), r.sampling.max_tokens)
+    await whole(one, other)
+    for worker in flexible:
+        assert await worker.metric("millrace_leases_ended_total", outcome="released") >= 24
+        assert await worker.metric("millrace_leases_ended_total", outcome="expired") == 0
+
+
+async def test_flexible_worker_fetches_prefix_a_prefix(flexible: list[Worker]) -> None:
+    prefix_source, fetcher = flexible
+    prompt = prompt_of(700)
+    async with FakePair(fetcher, prefix_source) as pair:
+        first = request(prompt, max_tokens=4)
+        pair.to_decode.submit(first)
+        await pair.to_decode.finish(first)
+        fetched = await fetcher.metric("millrace_prefix_fetch_pages_total", direction="fetched")
+        r = request([*prompt, *prompt_of(20)], max_tokens=4)
+        prefix = prefill_pb2.KvPrefixRef(worker=await prefix_source.source(), num_pages=10)
+        pair.to_decode.submit(r, pair.source)
+        pair.to_prefill.export(r, prefix)
+        await pair.to_decode.finish(r)
+        assert pair.to_decode.tokens(r) == expected(list(r.token_ids), 4)
+        assert await fetcher.metric("millrace_prefix_fetch_pages_total", direction="fetched") == fetched + 10
+    await whole(prefix_source, fetcher)
+
+
+async def test_duty_and_routers_are_told_at_once(flexible: list[Worker]) -> None:
+    worker = flexible[0]
+    watch = worker.stub.WatchLoad(worker_pb2.WatchLoadRequest(min_interval_ms=1, max_interval_ms=600_000))
+
+    async def until(routers: list[str], duty: int) -> None:
+        async with asyncio.timeout(120):
+            while [*(load := await watch.read()).routers, load.duty] != [*routers, duty]:
+                pass
+
+    await until([], worker_pb2.DUTY_UNSPECIFIED)
+    async with FakeLink(worker, router_id="b"), FakeLink(worker, router_id="a"):
+        await until(["a", "b"], worker_pb2.DUTY_UNSPECIFIED)
+        for duty in (worker_pb2.DUTY_PREFILL, worker_pb2.DUTY_DECODE, worker_pb2.DUTY_BOTH):
+            await worker.stub.SetDuty(worker_pb2.SetDutyRequest(duty=duty, router_id="a", why="a test"), timeout=20)
+            await until(["a", "b"], duty)
+    await until([], worker_pb2.DUTY_BOTH)
+    watch.cancel()
+
+
+@pytest.mark.parametrize(("index", "duty"), [(0, worker_pb2.DUTY_UNSPECIFIED), (0, 9), (1, worker_pb2.DUTY_BOTH)])
+async def test_duty_that_cannot_be_is_refused(
+    flexible: list[Worker], pair: list[Worker], index: int, duty: worker_pb2.Duty
+) -> None:
+    worker = (flexible[0], pair[1])[index]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await worker.stub.SetDuty(worker_pb2.SetDutyRequest(duty=duty), timeout=20)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "duty" in str(caught.value.details())
+
+
+async def test_only_flexible_workers_take_prompts_for_others(pair: list[Worker]) -> None:
+    async with FakeLink(pair[1]) as link:
+        r = request(prompt_of(10))
+        link.export(r)
+        assert (await link.finish(r)).failure.reason == Reason.INVALID_ARGUMENT
+    await whole(pair[1])

@@ -197,7 +197,7 @@ async def test_hundred_restarts_of_a_worker_leave_nothing() -> None:
     connected: set[tuple[int, str]] = set()
     peers = Peers(lambda rank, agent: connected.remove((rank, agent)))
     config: Any = WorkerConfig(engine="sim")
-    pairs = Pairs(config, "ours", None, None, peers, None)  # type: ignore[arg-type]
+    pairs = Pairs(config, None, None, peers, None)  # type: ignore[arg-type]
     for start in range(100):
         peer = peers.get("127.0.0.1:1", f"epoch {start}")
         pairs._warmed = pairs.warmed | {peer.epoch}  # as after a warm-up
@@ -217,7 +217,7 @@ async def test_hundred_restarts_of_a_worker_leave_nothing() -> None:
 async def test_warm_up_of_a_pair_runs_every_pair_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[int, int]] = []
 
-    async def run(self: Pairs, source: object, peer: object, theirs: int, ours: int) -> None:
+    async def run(self: Pairs, source: object, peer: object, theirs: int, ours: int, flexible: bool) -> None:
         ran.append((theirs, ours))
 
     async def info(self: Peer) -> worker_pb2.WorkerInfo:
@@ -227,7 +227,7 @@ async def test_warm_up_of_a_pair_runs_every_pair_of_replicas(monkeypatch: pytest
     monkeypatch.setattr(Peer, "info", info)
     peers = Peers(lambda rank, agent: None)
     ranks: Any = SimpleNamespace(ready_info=SimpleNamespace(layout=SimpleNamespace(fingerprint="f")))
-    pairs = Pairs(WorkerConfig(engine="sim", dp=2), "ours", ranks, None, peers, None)  # type: ignore[arg-type]
+    pairs = Pairs(WorkerConfig(engine="sim", dp=2), ranks, None, peers, None)  # type: ignore[arg-type]
     await pairs.warm_up(worker_pb2.KvSourceRef(address="127.0.0.1:1", epoch="e", fingerprint="f"))
     assert sorted(ran) == [(theirs, ours) for theirs in range(3) for ours in range(2)] and pairs.warmed == {"e"}
     peers.drop(peers.get("127.0.0.1:1", "e"))
@@ -239,7 +239,7 @@ async def test_worker_that_cannot_be_asked_is_forgotten() -> None:
     """The router tries a pair again and again, and each process start has another epoch."""
     peers = Peers(lambda rank, agent: None)
     config: Any = WorkerConfig(engine="sim")
-    pairs = Pairs(config, "ours", None, None, peers, None)  # type: ignore[arg-type]
+    pairs = Pairs(config, None, None, peers, None)  # type: ignore[arg-type]
     with pytest.raises(MillraceError):
         await pairs.warm_up(worker_pb2.KvSourceRef(address="127.0.0.1:1", epoch="e"))
     async with asyncio.timeout(120):

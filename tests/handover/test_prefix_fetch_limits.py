@@ -186,7 +186,7 @@ async def test_prefix_fetch_leaves_a_token_to_compute(bench: Bench, length: int,
 async def test_prefix_fetch_has_a_limit_at_each_stage(bench: Bench, stage: str, seconds: float) -> None:
     began = asyncio.get_running_loop().time()
     await bench.to(stage)
-    timer = bench.role.imports._use._timers[ID]  # type: ignore[attr-defined]
+    timer = bench.role._prefix_fetches._timers[ID]
     assert began + seconds <= timer.when() <= asyncio.get_running_loop().time() + seconds and not timer.cancelled()
     if stage == "reading":
         bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "no route", 1))

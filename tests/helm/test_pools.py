@@ -60,3 +60,13 @@ def test_groups_within_a_domain_need_a_kubernetes_that_tells_groups_apart(versio
 def test_finished_download_stays_as_long_as_one_says(value: str, seconds: int | None) -> None:
     (job,) = of_kind(rendered("hf", f"jobs.ttlSecondsAfterFinished={value}"), "Job")
     assert job["spec"].get("ttlSecondsAfterFinished") == seconds
+
+
+def test_a_flexible_pool_needs_no_partner_and_is_known_to_routers_and_policies() -> None:
+    items = rendered("cpu-tiny", "workers.prefill=null", "workers.decode.role=flexible")
+    assert config_of(items, "demo-millrace-decode")["role"] == "flexible"
+    [spec] = [spec for where, spec in pods(of_kind(items, "Deployment")) if where.endswith("-decode")]
+    assert "millrace_serve.decode" in spec["containers"][0]["args"] + spec["containers"][0].get("command", [])
+    assert "podAntiAffinity" not in spec.get("affinity", {})
+    lists = [text for item in items for text in re.findall(r"prefill[', ]+decode[', ]+unified[', a-z]+", str(item))]
+    assert len(lists) > 1 and all("flexible" in text for text in lists)

@@ -73,10 +73,15 @@ class FakeLink:
     def submit(self, request: worker_pb2.EngineRequest, source: Any = None) -> None:
         """`source`: a KvSourceRef for a decode worker, a KvPrefixRef for a prefill worker."""
         if self._message is prefill_pb2.PrefillLinkRequest:
-            submit = prefill_pb2.PrefillRequest(request=request, prefix=source)
+            self.export(request, source)
         else:
             submit = decode_pb2.DecodeRequest(request=request, source=source)
-        self._outgoing.put_nowait(self._message(submit=submit))
+            self._outgoing.put_nowait(self._message(submit=submit))
+
+    def export(self, request: worker_pb2.EngineRequest, prefix: Any = None) -> None:
+        """To a prefill or a flexible worker."""
+        field = "submit" if self._message is prefill_pb2.PrefillLinkRequest else "prefill"
+        self._outgoing.put_nowait(self._message(**{field: prefill_pb2.PrefillRequest(request=request, prefix=prefix)}))
 
     def abort(self, request: worker_pb2.EngineRequest) -> None:
         self._outgoing.put_nowait(self._message(abort=worker_pb2.AbortRequest(id=request.id, reason="test")))
@@ -155,5 +160,5 @@ class FakePair:
         there.CopyFrom(request)
         there.replica = request.replica if decode_replica is None else decode_replica
         self.to_decode.submit(there, self.source)
-        self.to_prefill.submit(request)
+        self.to_prefill.export(request)
         return request

@@ -11,7 +11,7 @@ import pytest
 from millrace_serve.plan import facts
 from millrace_testing.paths import ROOT
 
-ROWS = [(kind, number, row) for kind in ("steps", "gains") for number, row in enumerate(facts.raw()[kind])]
+ROWS = [(kind, number, row) for kind in ("steps", "chunks", "gains") for number, row in enumerate(facts.raw()[kind])]
 
 
 def at(place: str) -> Any:

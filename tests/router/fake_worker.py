@@ -28,6 +28,7 @@ from millrace_rpc.errors import MillraceError
 from millrace_rpc.server import Server
 
 PREFILL, DECODE, UNIFIED = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE, worker_pb2.ROLE_UNIFIED
+FLEXIBLE = worker_pb2.ROLE_FLEXIBLE
 READY = worker_pb2.WORKER_STATE_READY
 VOCAB, CONTEXT, MODEL = 300, 512, "tiny"
 Behaviour = Callable[["FakeWorker", worker_pb2.EngineRequest], AsyncIterator[worker_pb2.SequenceOutput]]
@@ -71,7 +72,7 @@ def failure(request: worker_pb2.EngineRequest, reason: str) -> worker_pb2.Sequen
 
 async def normal(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
     start, end = request.num_prior_outputs, request.sampling.max_tokens
-    if worker.role == PREFILL:
+    if worker.role == PREFILL or (request.id.room, request.id.attempt) in worker.exports:
         yield output(request, start, finish=common_pb2.FINISH_REASON_LENGTH if start + 1 == end else 0)
         return
     for i in range(start, end):
@@ -131,6 +132,9 @@ class FakeWorker(
         self.script: collections.deque[Behaviour] = collections.deque()
         self.submitted: list[worker_pb2.EngineRequest] = []
         self.sources: list[worker_pb2.KvSourceRef | None] = []
+        self.exports: set[tuple[int, int]] = set()  # what a flexible worker was told to prefill
+        self.duty, self.duties = worker_pb2.DUTY_UNSPECIFIED, []  # what it was told
+        self.duty_failures: collections.deque[str] = collections.deque()
         self.aborted: list[tuple[int, int]] = []
         self.active: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.warmups: list[str] = []
@@ -141,6 +145,7 @@ class FakeWorker(
         self.silent = False
         self.links: list[asyncio.Queue] = []
         self.hellos: list[worker_pb2.LinkHello] = []
+        self.linked: dict[int, worker_pb2.LinkHello] = {}  # by the identity of the open link
         self.dying: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # another one for every change
         self._server: Server | None = None
@@ -214,7 +219,13 @@ class FakeWorker(
                 load = {"capacity": self.capacity, "running": len(self.active), "pages_free": 1000} | self.counts
                 replica = worker_pb2.ReplicaLoad(**load)
                 yield worker_pb2.LoadSnapshot(
-                    epoch=self.epoch, state=self.state, replicas=[replica], busy=self.busy, starved=self.starved
+                    epoch=self.epoch,
+                    state=self.state,
+                    replicas=[replica],
+                    busy=self.busy,
+                    starved=self.starved,
+                    duty=self.duty,
+                    routers=sorted(hello.router_id for hello in self.linked.values()),
                 )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.3):
@@ -232,6 +243,13 @@ class FakeWorker(
 
     async def FlushCache(self, request, context):
         return worker_pb2.FlushCacheResponse(pages=7)
+
+    async def SetDuty(self, request, context):
+        if self.duty_failures:
+            raise MillraceError(self.duty_failures.popleft(), "scripted")
+        self.duties.append(request)
+        self.change(duty=request.duty)
+        return worker_pb2.SetDutyResponse()
 
     async def StartProfile(self, request, context):
         self.profiling = request.max_seconds
@@ -261,6 +279,8 @@ class FakeWorker(
                 yield await outgoing.get()
         finally:
             self.links.remove(outgoing)
+            self.linked.pop(id(outgoing), None)
+            self.change()
             reader.cancel()
             for task in tasks:
                 task.cancel()
@@ -271,13 +291,17 @@ class FakeWorker(
             kind = message.WhichOneof("message")
             if kind == "hello":
                 self.hellos.append(message.hello)
+                self.linked[id(outgoing)] = message.hello
+                self.change()
                 outgoing.put_nowait(worker_pb2.LinkResponse(welcome=worker_pb2.LinkWelcome(epoch=self.epoch)))
-            elif kind == "submit":
-                request = message.submit.request
+            elif kind in ("submit", "prefill"):
+                request = getattr(message, kind).request
                 self.submitted.append(request)
-                source = message.submit.source if self.role == DECODE and message.submit.HasField("source") else None
-                self.sources.append(source)
+                imports = self.role in (DECODE, FLEXIBLE) and kind == "submit" and message.submit.HasField("source")
+                self.sources.append(message.submit.source if imports else None)
                 key = request.id.room, request.id.attempt
+                if kind == "prefill":
+                    self.exports.add(key)
                 self.active[key] = asyncio.create_task(self._work(key, request, outgoing))
                 tasks.add(self.active[key])
             else:

@@ -77,7 +77,7 @@ def check(options: argparse.Namespace, ask: Ask) -> str:
     deadline = time.monotonic() + options.timeout
     until(lambda: bool(ask(f"{options.router}/ready", None)), deadline, "the router is not ready")
     before = 0.0 if options.no_transfer else kv_bytes(ask, options.decode)
-    prompt = " ".join(str(uuid.uuid4()) for _ in range(8 + options.longer_than // 8))  # each far more than 8 tokens
+    prompt = " ".join(str(uuid.uuid4()) for _ in range(8))
     body = {"model": options.model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
     answer = json.loads(ask(f"{options.router}/v1/completions", json.dumps(body).encode()))
     tokens = int(answer["usage"]["completion_tokens"])
@@ -95,7 +95,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--decode", action="append", default=[], help="host:port of metrics; repeatable")
     parser.add_argument("--model", required=True)
     parser.add_argument("--timeout", type=float, default=120.0)
-    parser.add_argument("--longer-than", type=int, default=0, help="tokens that a decode worker computes itself")
     parser.add_argument("--no-transfer", action="store_true")
     parser.add_argument("--key-env", default="MILLRACE_API_KEY")
     parser.add_argument("--ca")

@@ -108,8 +108,8 @@
 {{- $timeouts := default dict $pool.config.timeouts -}}
 {{- $needed := add (default 600.0 $timeouts.start | int) (default 120.0 $timeouts.warmup | int) -}}
 {{- $images := $root.Values.images -}}
-{{- if not (has $pool.role (list "prefill" "decode" "unified")) -}}
-{{- fail (printf "%s.role: required, because %q is none of prefill, decode and unified" $at $pool.name) -}}
+{{- if not (has $pool.role (list "prefill" "decode" "unified" "flexible")) -}}
+{{- fail (printf "%s.role: required, because %q is none of prefill, decode, unified and flexible" $at $pool.name) -}}
 {{- end -}}
 {{- if and (gt (int $pool.gpus) 0) (not $images.registry) (not (contains "/" $images.gpuWorker.repository)) (ne
   $pool.image.pullPolicy "Never") -}}
@@ -196,13 +196,13 @@
 {{- include "millrace.checkExtras" (dict "name" $at "values" $pool) -}}
 {{- end -}}
 
-{{/* Prompts of decode workers would be launched op by op. auto is enough for every such prompt. */}}
+{{/* With limits, decode workers run prompts, which would be launched op by op. */}}
 {{- define "millrace.checkPromptGraphs" -}}
-{{- $local := default dict .Values.router.config.routing | dig "local_prefill_tokens" 0 | int -}}
+{{- $limits := default dict .Values.router.config.routing | dig "slo" dict -}}
 {{- range include "millrace.pools" . | fromJson -}}
 {{- $rows := default dict .config | dig "chunk_graph_tokens" "auto" | toString -}}
-{{- if and (eq .role "decode") (gt (int .gpus) 0) (ne $rows "auto") (lt (int $rows) $local) -}}
-{{- fail (printf "workers.%s.config.chunk_graph_tokens: %s is below router.config.routing.local_prefill_tokens %d, whose prompts then have no graphs; use auto" .name $rows $local) -}}
+{{- if and (eq .role "decode") (gt (int .gpus) 0) (eq $rows "0") $limits -}}
+{{- fail (printf "workers.%s.config.chunk_graph_tokens: 0 leaves the prompts that router.config.routing.slo gives to decode workers without graphs; use auto" .name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -211,7 +211,7 @@
 {{- include "millrace.checkPromptGraphs" . -}}
 {{- $pools := include "millrace.pools" . | fromJson -}}
 {{- if not $pools -}}
-{{- fail "workers: every pool is null; at least a unified one, or a prefill and a decode pool, must be left" -}}
+{{- fail "workers: every pool is null; at least a unified or a flexible one, or a prefill and a decode pool, must be left" -}}
 {{- end -}}
 {{- $revisions := dict -}}
 {{- range $pools -}}
@@ -230,7 +230,7 @@
 {{- $roles := dict -}}
 {{- range .pools -}}{{- $_ := set $roles .role true -}}{{- end -}}
 {{- if ne (hasKey $roles "prefill") (hasKey $roles "decode") -}}
-{{- fail (printf "workers: prefill and decode pools%s need each other; a single pool has role=unified" $of) -}}
+{{- fail (printf "workers: prefill and decode pools%s need each other; a single pool has role=unified or flexible" $of) -}}
 {{- end -}}
 {{- range $key := list "kv_dtype" "dtype" "limits.page_size" "limits.checks" "limits.draft_tokens" -}}
 {{- $seen := dict -}}

@@ -16,7 +16,7 @@ peers:
 {{- end -}}
 
 {{- define "millrace.selectorText" -}}
-app.kubernetes.io/name={{ include "millrace.name" . }},app.kubernetes.io/instance={{ .Release.Name }},app.kubernetes.io/component in (prefill,decode,unified)
+app.kubernetes.io/name={{ include "millrace.name" . }},app.kubernetes.io/instance={{ .Release.Name }},app.kubernetes.io/component in (prefill,decode,unified,flexible)
 {{- end -}}
 
 {{- define "millrace.routerConfig" -}}

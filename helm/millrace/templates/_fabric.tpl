@@ -64,7 +64,7 @@ readOnlyRootFilesystem: true
 
 {{/* A prefill pod beside no decode pod, and the other way round */}}
 {{- define "millrace.apart" -}}
-{{- if ne .component "unified" }}
+{{- if has .component (list "prefill" "decode") }}
 podAntiAffinity:
   requiredDuringSchedulingIgnoredDuringExecution:
     - topologyKey: kubernetes.io/hostname

@@ -112,7 +112,7 @@ matchLabels:
   app.kubernetes.io/name: {{ include "millrace.name" . }}
   app.kubernetes.io/instance: {{ .Release.Name }}
 matchExpressions:
-  - {key: app.kubernetes.io/component, operator: In, values: [prefill, decode, unified]}
+  - {key: app.kubernetes.io/component, operator: In, values: [prefill, decode, unified, flexible]}
 {{- end -}}
 
 {{- define "millrace.serviceAccount" -}}

@@ -16,7 +16,7 @@ from millrace_router.discovery.base import Target, join, one_per_address
 log = logging.getLogger(__name__)
 
 Object = dict[str, Any]
-ROLES = ("prefill", "decode", "unified")
+ROLES = ("prefill", "decode", "unified", "flexible")
 ROLE_LABEL = "app.kubernetes.io/component"  # one of ROLES, until the worker reports its own
 REVISION_LABEL = "millrace/revision"  # of a pod, or of an EndpointSlice: the revision of its pool
 OVER = ("Failed", "Succeeded")  # phases of a pod that will never run again

@@ -2,7 +2,8 @@
 
 1. `connect` opens the stream, says hello with the worker's epoch and waits for the welcome.
 2. `submit` registers a sub-request under its room and queues the message; a writer task sends what is queued.
-3. `run` reads outputs and hands each to its sub-request. It counts and drops those of unknown rooms and old attempts.
+3. `run` reads outputs and hands each to its sub-request. Outputs of unknown rooms or stale attempts are counted and
+   dropped.
 4. The stream ends (`run` raises) or `close` is called: every registered sub-request fails with WORKER_LOST at once.
 """
 
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 Source: TypeAlias = prefill_pb2.KvPrefixRef | worker_pb2.KvSourceRef | None
 PREFILL, DECODE, UNIFIED = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE, worker_pb2.ROLE_UNIFIED
+FLEXIBLE = worker_pb2.ROLE_FLEXIBLE
+ROLES = PREFILL, DECODE, UNIFIED, FLEXIBLE
 
 
 class OutputReceiver(Protocol):
@@ -92,17 +95,27 @@ class Link:
                 if sub is not None and sub.attempt == wait.id.attempt:
                     sub.on_wait(wait.over, now)
 
-    def submit(self, request: worker_pb2.EngineRequest, source: Source, sub: OutputReceiver) -> None:
-        """`source` has KV for the request: cached pages for a prefill worker, all of the prompt for a decode worker."""
+    def submit(
+        self, request: worker_pb2.EngineRequest, source: Source, sub: OutputReceiver, *, exports: bool = False
+    ) -> None:
+        """`exports`: another worker reads the KV. `source` has KV for the request: then cached pages, else all of the
+        prompt.
+        """
         if self._closed is not None:
             sub.on_failure(self._closed)
             return
         self._subs[request.id.room] = sub
+        self._outgoing.put_nowait(self._submission(request, source, exports))
+
+    def _submission(
+        self, request: worker_pb2.EngineRequest, source: Source, exports: bool
+    ) -> prefill_pb2.PrefillLinkRequest | decode_pb2.DecodeLinkRequest:
+        if not exports:
+            return decode_pb2.DecodeLinkRequest(submit=decode_pb2.DecodeRequest(request=request, source=source))
+        prompt = prefill_pb2.PrefillRequest(request=request, prefix=source)
         if self._message is prefill_pb2.PrefillLinkRequest:
-            submit = prefill_pb2.PrefillRequest(request=request, prefix=source)
-        else:
-            submit = decode_pb2.DecodeRequest(request=request, source=source)
-        self._outgoing.put_nowait(self._message(submit=submit))
+            return prefill_pb2.PrefillLinkRequest(submit=prompt)
+        return decode_pb2.DecodeLinkRequest(prefill=prompt)
 
     def forget(self, room: int) -> None:
         """Drop a sub-request whose last output has arrived."""

@@ -31,7 +31,7 @@ from millrace_router.discovery.base import TROUBLES, Target, diff
 from millrace_router.discovery.factory import make_source
 from millrace_router.fleet import states
 from millrace_router.fleet.cache_feed import CacheFeeds
-from millrace_router.fleet.link import DECODE, PREFILL, UNIFIED
+from millrace_router.fleet.link import DECODE, PREFILL, ROLES, UNIFIED
 from millrace_router.fleet.warmups import Warmups
 from millrace_router.fleet.worker import Worker
 from millrace_router.health.workers import WorkerHealth
@@ -51,7 +51,7 @@ class Registry:
     ) -> None:
         """`identity`: ours towards the workers; None: plain. Raises OSError when the secret's file is unusable."""
         self._identity = identity
-        self.warmups = Warmups(config.timeouts, metrics, self._changed)
+        self.warmups = Warmups(metrics, self._changed)
         self.workers: dict[str, Worker] = {}  # by address
         self._leaving: set[Worker] = set()
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
@@ -122,13 +122,21 @@ class Registry:
             return f"{name!r} is served, not its model" if other else f"{name!r} is served, of other weights than its"
         return self.warmups.why_not(worker.epoch)
 
+    @property
+    def router_id(self) -> str:
+        return self._hello.router_id
+
+    def serving(self) -> list[Worker]:
+        """The workers of the served model that requests may be placed on."""
+        return [worker for worker, _ in self._able if self._serves(worker)]
+
     def view(self, weights: str) -> View:
         """The view of the model with these weights."""
         roles: dict[int, list[Replica]] = {PREFILL: [], DECODE: [], UNIFIED: []}
         ejected = self.health.ejected()
         for worker, sources in self._able:
             if worker.weights == weights:
-                roles[worker.role] += worker.replicas(sources, ejected.get(worker.epoch, ""))
+                roles[worker.serves_as] += worker.replicas(sources, ejected.get(worker.epoch, ""))
         return View(tuple(roles[PREFILL]), tuple(roles[DECODE]), tuple(roles[UNIFIED]), self._first)
 
     def choose(self, want: PlacementRequest) -> Decision | None:
@@ -239,8 +247,7 @@ class Registry:
         first = self._config.routing.revision
         self._first = first if any(worker.target.revision != first for worker in serving) else None
         routable = (
-            frozenset(w.epoch for w in serving if w.role == role and w.epoch in self._routable)
-            for role in (PREFILL, DECODE, UNIFIED)
+            frozenset(w.epoch for w in serving if w.role == role and w.epoch in self._routable) for role in ROLES
         )
         self.health.keep({w.epoch: w.role_name for w in workers if w.epoch}, routable)
         self._feeds.reconcile(workers)

@@ -3,7 +3,7 @@
     discovered   a source of discovery lists it
     healthy      its process answers, reports READY and has our Link
     routable     healthy, not withheld (by discovery or an operator), and the hooks are done for a pair with such a
-                 partner; a unified worker is its own partner
+                 partner; a unified worker is its own partner, and so is a flexible one, which has others besides
 
 Everything is derived from current facts, so a loss is noticed like a gain.
 """
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from millrace_router.fleet.worker import Worker
 
-ROLES = ("prefill", "decode", "unified", "unspecified")
+ROLES = ("prefill", "decode", "unified", "flexible", "unspecified")
 DISCOVERED, HEALTHY, ROUTABLE = STATES = ("discovered", "healthy", "routable")
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Epochs. A unified worker is a pair of itself with an empty source."""
+    """Epochs. A unified or flexible worker is a pair of itself with an empty source."""
 
     source: str
     worker: str

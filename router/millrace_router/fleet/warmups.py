@@ -1,6 +1,7 @@
 """The warm-up and GC-freeze hooks, which run before a worker gets its first request.
 
-For every prefill worker P and decode worker D of one revision with equal KV layouts, and for every unified worker U:
+For every prefill worker P and decode worker D of one revision with equal KV layouts, and for every unified worker U. A
+flexible worker is all three, P and D for every other worker:
 
 1. WARMING   D.Warmup(source=P): a real tiny request through the whole path, which opens the transfer connection.
              U.Warmup. A decode worker warms a few pairs at a time.
@@ -29,8 +30,7 @@ from millrace_common.reasons import Reason
 from millrace_rpc.client import reply
 from millrace_rpc.errors import MillraceError
 
-from millrace_router.config import Timeouts
-from millrace_router.fleet.link import DECODE, PREFILL, UNIFIED
+from millrace_router.fleet.link import DECODE, FLEXIBLE, PREFILL, UNIFIED
 from millrace_router.fleet.states import Pair
 from millrace_router.fleet.worker import Worker
 
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 WARMUPS_AT_ONCE = 4  # of one decode worker
+WARMUP_S = 120.0  # one warm-up or GC freeze
 
 
 class PairStage(enum.StrEnum):
@@ -69,14 +70,14 @@ class PairProgress:
 def wanted(workers: Iterable[Worker]) -> dict[Pair, tuple[Worker | None, Worker]]:
     """Return every pair that could serve. Readiness in discovery does not matter: it changes without a new process."""
     usable = [worker for worker in workers if not worker.unhealthy and worker.drained_epoch != worker.epoch]
-    sources = [worker for worker in usable if worker.role == PREFILL]
+    sources = [worker for worker in usable if worker.role in (PREFILL, FLEXIBLE)]
     pairs: dict[Pair, tuple[Worker | None, Worker]] = {}
     for worker in usable:
-        if worker.role == UNIFIED:
+        if worker.role in (UNIFIED, FLEXIBLE):
             pairs[Pair("", worker.epoch)] = (None, worker)
-        elif worker.role == DECODE:
+        if worker.role in (DECODE, FLEXIBLE):
             for source in sources:
-                if _fit(source, worker):
+                if source is not worker and _fit(source, worker):
                     pairs[Pair(source.epoch, worker.epoch)] = (source, worker)
     return pairs
 
@@ -87,13 +88,12 @@ def _fit(source: Worker, worker: Worker) -> bool:
 
 
 class Warmups:
-    def __init__(self, timeouts: Timeouts, metrics: Metrics, on_change: Callable[[], None]) -> None:
+    def __init__(self, metrics: Metrics, on_change: Callable[[], None]) -> None:
         self.ready: set[Pair] = set()
         self.progress: dict[Pair, PairProgress] = {}
         self._tasks: dict[Pair, asyncio.Task[None]] = {}
         self._warming: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(WARMUPS_AT_ONCE))
         self._freezers: defaultdict[str, Shared] = defaultdict(Shared)  # both by epoch
-        self._timeouts = timeouts
         self._metrics = metrics
         self._on_change = on_change
 
@@ -165,7 +165,7 @@ class Warmups:
         progress.stage = PairStage.WARMING
         request = worker_pb2.WarmupRequest(source=source.source() if source else None)
         async with self._warming[worker.epoch]:
-            await self._call("warmup", lambda: worker.control.Warmup(request, timeout=self._timeouts.warmup))
+            await self._call("warmup", lambda: worker.control.Warmup(request, timeout=WARMUP_S))
         progress.stage = PairStage.FREEZING
         for side in sides:
             await self._freezers[side.epoch].run(functools.partial(self._freeze, side))
@@ -173,8 +173,8 @@ class Warmups:
             await self._call("info", side.refresh)  # with the freezes and the warmed sources
 
     async def _freeze(self, worker: Worker) -> None:
-        request, timeout = worker_pb2.FreezeGcRequest(), self._timeouts.warmup
-        await self._call("freeze_gc", lambda: worker.control.FreezeGc(request, timeout=timeout))
+        request = worker_pb2.FreezeGcRequest()
+        await self._call("freeze_gc", lambda: worker.control.FreezeGc(request, timeout=WARMUP_S))
 
     async def _call(self, hook: str, call: Callable[[], Awaitable[object]]) -> None:
         outcome = "failed"

@@ -19,12 +19,14 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import fields
 
 import grpc
 from millrace.v1 import worker_pb2, worker_pb2_grpc
 from millrace_common.metrics import Metrics
 from millrace_common.pace import TICK_S, PatientClock
 from millrace_common.reasons import Reason
+from millrace_common.step_times import StepTimes
 from millrace_common.versions import WORKER_API
 from millrace_rpc.client import channel, heard_within
 from millrace_rpc.enums import name_of
@@ -33,13 +35,14 @@ from millrace_rpc.tls import Identity
 
 from millrace_router.config import Timeouts
 from millrace_router.discovery.base import Target
-from millrace_router.fleet.link import DECODE, PREFILL, UNIFIED, Link
+from millrace_router.fleet.link import DECODE, FLEXIBLE, PREFILL, ROLES, UNIFIED, Link
 from millrace_router.fleet.progress import WorkerProgress
 from millrace_router.policy.snapshot import UNLIMITED, Replica
 
 log = logging.getLogger(__name__)
 
 READY, PAUSED = worker_pb2.WORKER_STATE_READY, worker_pb2.WORKER_STATE_PAUSED
+ROLE_OF_DUTY = {worker_pb2.DUTY_PREFILL: PREFILL, worker_pb2.DUTY_DECODE: DECODE}  # any other: UNIFIED
 # A report may have been made before a request of so long ago came. Of the room, what is counted twice costs little.
 CLAIM_S = 0.1
 UNFIT = {Reason.LAYOUT_MISMATCH, Reason.INVALID_ARGUMENT}  # as long as the same process is there
@@ -85,8 +88,22 @@ class Worker:
         self._sent: dict[int, tuple[int, int, int]] = {}  # replica: what was sent since the latest load, see note_sent
 
     @property
-    def role(self) -> int:
+    def role(self) -> worker_pb2.Role:
         return self.info.role
+
+    @property
+    def duty(self) -> worker_pb2.Duty:
+        """Of a flexible worker, as it reports it."""
+        return self.load.duty if self.load is not None else worker_pb2.DUTY_UNSPECIFIED
+
+    @property
+    def flexible(self) -> bool:
+        return self.role == FLEXIBLE
+
+    @property
+    def serves_as(self) -> worker_pb2.Role:
+        """The role that requests see: a flexible worker's duty."""
+        return ROLE_OF_DUTY.get(self.duty, UNIFIED) if self.flexible else self.role
 
     @property
     def epoch(self) -> str:
@@ -172,6 +189,10 @@ class Worker:
         requests, tokens, held = self._sent.get(index, (0, 0, 0))
         filled = load.pages_running * self.info.layout.page_size - load.begun_tokens
         room = load.room if load.HasField("room") else UNLIMITED
+        sequences = load.running + load.waiting + load.importing + requests
+        streams = sequences
+        if self.serves_as == PREFILL:  # it has at most streams from before
+            streams = load.running if self.flexible else 0
         return Replica(
             address=self.address,
             index=index,
@@ -179,7 +200,7 @@ class Worker:
             fingerprint=self.info.layout.fingerprint,
             capacity=load.capacity - requests,
             tokens=load.waiting_tokens + tokens,
-            sequences=load.running + load.waiting + load.importing + requests,
+            sequences=sequences,
             sources=sources,
             held=max(filled, 0) + held,
             room=room - sum(tokens for _, replica, tokens in self._claims if replica == index),
@@ -193,6 +214,9 @@ class Worker:
             output_tokens_per_s=load.output_tokens_per_s,
             read_bytes_per_s=self.load.read_bytes_per_s if self.load else 0.0,
             prefix_fetch_s=self.load.prefix_fetch_seconds if self.load else 0.0,
+            times=_times(load.step_times),
+            streams=streams,
+            flexible=self.flexible,
         )
 
     async def run(self) -> None:
@@ -245,7 +269,7 @@ class Worker:
         if info.protocol != WORKER_API:
             text = f"the worker serves version {info.protocol} of the worker API, this router needs {WORKER_API}"
             raise MillraceError(Reason.LAYOUT_MISMATCH, text)
-        if info.role not in (PREFILL, DECODE, UNIFIED):
+        if info.role not in ROLES:
             raise MillraceError(Reason.INVALID_ARGUMENT, f"the worker has an unknown role ({info.role})")
         return info
 
@@ -307,6 +331,10 @@ class Worker:
             return False
         self._stuck = None
         return True
+
+
+def _times(times: worker_pb2.StepTimes) -> StepTimes:
+    return StepTimes(*(getattr(times, part.name) for part in fields(StepTimes)))
 
 
 async def _first_end(*calls: Coroutine[None, None, None]) -> None:

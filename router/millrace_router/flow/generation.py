@@ -1,13 +1,15 @@
 """Execution of the decisions of a pure flow (flow.py): one `Generation` per continuation.
 
 Events come from the queue (`_serve`), the Links (`_LinkedSubRequest`), the clock (`_tick`) and the client (`stop`,
-`cancel`). The flow's actions go out in `perform`. `_settle` always moves the timer and wakes the client's stream.
+`cancel`); the flow's actions go out in `perform`. Whatever happened, `_settle` moves the timer and wakes the client's
+stream.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from array import array
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ from millrace_common.spans import Tracer
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.config import RouterConfig
+from millrace_router.duties.demand import RecentDemand
 from millrace_router.fleet.link import Link, Source
 from millrace_router.fleet.registry import Registry
 from millrace_router.fleet.worker import Worker
@@ -47,6 +50,7 @@ class Backend:
     admission: Admission
     metrics: Metrics
     tracer: Tracer
+    demand: RecentDemand
 
 
 @dataclass(slots=True)
@@ -96,6 +100,7 @@ class Generation:
             wants_logprobs=job.sampling.HasField("logprobs"),
         )
         self._backend = backend
+        self.slo = job.tenant.limits(config.routing.slo.slo)
         self._health = backend.registry.health
         self._cache_salt = backend.registry.cache_key.salt(job.tenant.cache_group)
         self._spans = spans
@@ -113,6 +118,7 @@ class Generation:
     def start(self) -> None:
         self._health.budget.begin()
         self.job.tenant.running.add(1, self._tokens)
+        self._backend.demand.arrived(len(self.job.token_ids), self.job.sampling.max_tokens, self.slo)
         self._arm()
         self._enter()
 
@@ -161,6 +167,7 @@ class Generation:
         return PlacementRequest(
             tokens=len(token_ids),
             outputs=flow.remaining,
+            slo=self.slo,
             least=max(job.least_outputs - len(flow.outputs), 0),
             avoid=self._avoid,
             weights=job.begun.weights,
@@ -176,6 +183,7 @@ class Generation:
     def _serve(self, decision: Decision) -> None:
         self._ticket = None
         self._spans.placed(self._loop.time(), self.flow.attempt + 1, decision)
+        self._backend.demand.placed(decision.cached_tokens)
         subs = {SubRequest.PREFILL: decision.placement.prefill, SubRequest.DECODE: decision.placement.decode}
         self._placed = {sub: replica for sub, replica in subs.items() if replica is not None}
         self.flow.assign(frozenset(self._placed), self._loop.time())
@@ -209,6 +217,8 @@ class Generation:
             self._workers[sub] = worker = self._backend.registry.workers[replica.address]
             self._weights, self.version = worker.weights, worker.info.weights_version
             request = self._request(replica.index)
+            if sub is SubRequest.DECODE and self.slo.tpot_s < math.inf:
+                request.tpot_limit_ms = max(round(self.slo.tpot_s * 1000), 1)
             if worker.info.packed_prompts:
                 request.prompt = prompt.tobytes()
             else:  # a worker of an earlier version
@@ -221,7 +231,7 @@ class Generation:
             )
             assert worker.link is not None, "the policy chose a worker that is not linked"
             self._links[sub] = link = worker.link
-            link.submit(request, source, _LinkedSubRequest(self, sub, link))
+            link.submit(request, source, _LinkedSubRequest(self, sub, link), exports=sub is SubRequest.PREFILL)
             source = worker.source()
 
     def _prefix(self, prefix_fetch: PrefixFetch | None) -> prefill_pb2.KvPrefixRef | None:
@@ -306,8 +316,8 @@ class Generation:
             self._arm()
 
     def _due_since(self, now: float) -> float:
-        """Since when progress is due. None is while a worker is in a long operation or the request waits for others;
-        afterwards the time begins again.
+        """Since when progress is due: during a long operation of a worker, or the request waits for others, none is,
+        and afterwards the time begins again.
         """
         if self.flow.waits:
             return now
@@ -327,6 +337,9 @@ class Generation:
         flow = self.flow
         if self.tokens_at is not None:
             self._spans.first_token(self.tokens_at)
+            if flow.stage is Stage.DONE:
+                tpot_s = (self._loop.time() - self.tokens_at) / max(len(flow.outputs) - 1, 1)
+                self._backend.demand.ended(self.tokens_at - self.job.received, tpot_s, self.slo)
         error = "" if flow.stage is Stage.DONE else str(flow.error)
         tokens = {"millrace.output_tokens": len(flow.outputs), "millrace.cached_tokens": self.cached_tokens}
         self._spans.over(self._loop.time(), tokens, error)

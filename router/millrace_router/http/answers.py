@@ -33,6 +33,7 @@ from millrace_router.queue.tenant import caller
 MESSAGES = "/v1/messages"  # the paths of the Anthropic API begin so
 COMMENT = b": keep-alive\n\n"  # of server-sent events, which clients skip
 GRACE_S = 10.0  # before a body has to come at its least rate
+BYTES_PER_S = 4096  # that rate
 PACE = BodyLimits()
 LINE_BREAKS = re.compile("\x85|\u2028|\u2029".encode())  # of Unicode: JSON may have them as they are
 SIZE = "millrace.body_size"  # a scope's, once the body was read
@@ -161,7 +162,7 @@ async def read_body(
             async with asyncio.timeout_at(body_deadline(begun, 0, pace)) as limit:
                 await receive(lambda: limit.reschedule(body_deadline(begun, len(body), pace)))
         except TimeoutError:
-            slow = f"came with fewer than {pace.bytes_per_s} bytes/s"
+            slow = f"came with fewer than {BYTES_PER_S} bytes/s"
             text = f"the body was not complete after {pace.timeout:g} s, or {slow}"
             raise MillraceError(Reason.DEADLINE_EXCEEDED, text) from None
     data = bytes(body)
@@ -180,4 +181,4 @@ def received(request: Request) -> bool:
 
 def body_deadline(begun: float, size: int, pace: BodyLimits) -> float:
     """Until when more has to come of a body of which `size` bytes are there."""
-    return begun + min(pace.timeout, GRACE_S + size / pace.bytes_per_s)
+    return begun + min(pace.timeout, GRACE_S + size / BYTES_PER_S)

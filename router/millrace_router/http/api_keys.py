@@ -24,6 +24,7 @@ from millrace_common.reloaded import Reloaded
 from millrace_rpc.errors import MillraceError
 from pydantic import Field, ValidationError, model_validator
 
+from millrace_router.config import SloConfig
 from millrace_router.queue.tenant import Bucket, Running, Tenant
 
 LEAST_KEY_CHARS = 32
@@ -42,6 +43,7 @@ class ApiKey(Config):
     tokens_burst: float | None = Field(None, ge=1)
     max_concurrent: int | None = Field(None, ge=1)  # requests that run at once, waiting ones and every choice included
     max_tokens_in_flight: int | None = Field(None, ge=1)  # prompts of these, and the most that the outputs may have
+    slo: SloConfig = SloConfig()  # in the place of the router's routing.slo
     cache_group: str | None = Field(None, pattern=NAME)  # tenants of one group share cached pages; none: alone
 
     @model_validator(mode="before")
@@ -144,7 +146,7 @@ def _tenant(key: ApiKey, before: Tenant | None, now: float) -> Tenant:
     running = before.running if before else Running()
     running.max_concurrent, running.max_tokens = key.max_concurrent, key.max_tokens_in_flight
     group = f"tenant {key.name}" if key.cache_group is None else f"group {key.cache_group}"
-    return Tenant(key.name, key.weight, key.priority, requests, tokens, group, running)
+    return Tenant(key.name, key.weight, key.priority, requests, tokens, group, running, key.slo.slo)
 
 
 def _bucket(rate: float | None, burst: float | None, before: Bucket | None, now: float) -> Bucket | None:

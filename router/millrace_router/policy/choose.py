@@ -1,11 +1,12 @@
 """The choice of the workers for a request: a pure function of a `Situation`.
 
-1. local prefill   a decode worker runs the prompt itself: its uncached part is short (`local_prefill_tokens`), or it
-                   would wait for too long at every prefill worker (`local_prefill_wait`)
+1. predicted       for requests with limits, where step times are known: pairs, and every replica that may run both
+                   phases, by predicted times (predict.py)
 2. pair            a prefill replica with an open decode partner; then, near it, a decode replica that has been warmed
                    with it and has an equal KV layout. One token to go: the prefill replica alone. Where another
                    replica has more of the prompt cached, the prefill replica may fetch it (prefix_fetches.py)
 3. unified         one replica for both phases
+4. flexible        any flexible worker runs both phases, whatever its duty
 
 The first of these with a replica that has capacity is taken; within it the role's policy scores the candidates
 (scoring.py). Workers in `PlacementRequest.avoid` are candidates only when no other is left, ejected ones (resilience/)
@@ -17,20 +18,24 @@ choosing once more with notes explains it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from millrace.v1.admin_pb2 import Candidate, Selection
 
 from millrace_router.config import Policy, Routing
 from millrace_router.policy.holders import Process
-from millrace_router.policy.prefix_fetches import START_TOKENS_PER_S, PrefixSources, best_prefix_fetch, prefix_sources
-from millrace_router.policy.scoring import SCORERS, Inputs, best, far
+from millrace_router.policy.predict import HANDOVER_S, Predictor, measured
+from millrace_router.policy.prefix_fetches import PrefixSources, best_prefix_fetch, prefix_sources
+from millrace_router.policy.scoring import KEY, SCORERS, Inputs, Score, Scorer, best, far
 from millrace_router.policy.snapshot import Key, Placement, PlacementRequest, PrefixFetch, Replica, View
 
 CLOSED = "no capacity"
 TOO_SMALL = "its context is too small"
+QUEUE_S = 4.0  # of prompts at a flexible worker, as prefill workers allow: the rest waits in the fair queue
+PREDICTED = "predicted"  # in the place of a policy's name
+NO_SCORE: Score = (0.0, 0.0)
 NO_PAGES: Mapping[Process, int] = {}
 Note = Callable[[Selection], None]  # each question to a policy; a request asks one or several
 
@@ -67,7 +72,7 @@ class Chooser:
         for avoid in (want.avoid, frozenset[str]()) if want.avoid else (want.avoid,):
             for revision in revisions:
                 attempt = _Attempt(self, situation, avoid, revision, note)
-                placement = attempt.local() or attempt.pair() or attempt.unified()
+                placement = attempt.predicted() or attempt.pair() or attempt.unified() or attempt.flexible()
                 if placement is not None:
                     return placement
         return None
@@ -135,41 +140,57 @@ class _Attempt:
     avoid: frozenset[str]
     revision: str | None  # the only one that is asked; None: all are
     note: Note | None
+    predictor: Predictor | None = None  # its scorers count instead of the policies'
 
-    def local(self) -> Placement | None:
-        want, routing = self.situation.want, self.chooser.routing
-        if want.prefill_only or not routing.local_prefill:
+    def predicted(self) -> Placement | None:
+        """The placement that exceeds the request's limits least; of equal ones, that with the earliest first token."""
+        view = self.situation.view
+        limited = self.situation.want.slo.limited
+        unmeasured = measured((*view.prefill, *view.decode, *view.unified)) if limited else None
+        if unmeasured is None:
             return None
-        pages, replicas = self.situation.decode_pages, self.situation.view.decode
-        limit = max(routing.local_prefill_tokens, self._tokens_ahead() if routing.local_prefill_wait else 0)
-
-        def too_long(replica: Replica) -> str:
-            """The replica's waiting tokens count: a decode worker that is busy with prompts gets no more of them."""
-            uncached = want.uncached(pages.get(replica.process, 0))
-            return "prompt too long" if uncached + replica.tokens >= limit else ""
-
-        excluded = [self._unable(replica) or too_long(replica) for replica in replicas]
-        worker = self._select("local", replicas, excluded)
-        return None if worker is None else Placement(None, worker)
-
-    def _tokens_ahead(self) -> float:
-        """Tokens until the prompt is done at the prefill replica where that is soonest, its own included: a decode
-        replica with fewer is sooner done. 0: it need not wait long there, or there is no prefill replica.
-        """
-        want, pages = self.situation.want, self.situation.prefill_pages
-        replicas = [r for r in self.situation.view.prefill if self.revision in (None, r.revision)]
-        limit_s, least = self.chooser.routing.local_prefill_wait, math.inf if replicas else 0.0
-        for replica in replicas:
-            if not self._closed(replica):
-                if replica.tokens <= limit_s * (replica.prompt_tokens_per_s or START_TOKENS_PER_S):
-                    return 0.0
-                least = min(least, replica.tokens + want.uncached(pages.get(replica.process, 0)))
-        return least
+        attempt = replace(self, predictor=Predictor(unmeasured))
+        closed = [self._unable(replica) for replica in view.decode]
+        rows = [row for row in (attempt._whole(closed), attempt._paired(closed)) if row is not None]
+        return min(rows, key=itemgetter(0))[1] if rows else None
 
     def pair(self) -> Placement | None:
+        closed = [self._unable(replica) for replica in self.situation.view.decode]
+        pair = self._pair(closed)
+        return None if pair is None else pair[0]
+
+    def unified(self) -> Placement | None:
+        return self._alone("unified", self.situation.view.unified)
+
+    def flexible(self) -> Placement | None:
+        view = self.situation.view
+        replicas = (replica for replica in (*view.prefill, *view.decode) if replica.flexible)
+        return self._alone("flexible", tuple(sorted(replicas, key=KEY)))
+
+    def _whole(self, closed: list[str]) -> tuple[Score, Placement] | None:
+        """The best replica for both phases, with the pair's score: (violation, seconds until the first token)."""
+        view = self.situation.view
+        excluded = [*closed, *(self._unable(replica) for replica in view.unified)]
+        found = self._select("whole", (*view.decode, *view.unified), excluded)
+        return None if found is None else (found[1][:2], Placement(None, found[0]))
+
+    def _paired(self, closed: list[str]) -> tuple[Score, Placement] | None:
+        """The best pair, with its score: a handover counts as a later first token."""
+        pair = self._pair(closed)
+        if pair is None:
+            return None
+        placement, prefill, decode = pair
+        late = 0.0 if placement.decode is None else HANDOVER_S
+        return (prefill[0] + decode[0], prefill[1] + late), placement
+
+    def _alone(self, role: str, replicas: tuple[Replica, ...]) -> Placement | None:
+        found = self._select(role, replicas, [self._unable(replica) for replica in replicas])
+        return None if found is None else Placement(None, found[0])
+
+    def _pair(self, closed: list[str]) -> tuple[Placement, Score, Score] | None:
+        """With the scores of both. `closed`: why a decode replica gets nothing, of each."""
         view, want = self.situation.view, self.situation.want
-        closed = [] if want.prefill_only else [self._unable(replica) for replica in view.decode]
-        decodes = [replica for replica, why in zip(view.decode, closed, strict=False) if not why]
+        decodes = [replica for replica, why in zip(view.decode, closed, strict=True) if not why]
 
         def alone(replica: Replica) -> bool:
             return not (want.prefill_only or _has_partner(replica, decodes))
@@ -177,23 +198,19 @@ class _Attempt:
         no_partner = "no open decode worker is paired with it"
         excluded = [self._unable_to_prefill(r) or (no_partner if alone(r) else "") for r in view.prefill]
         offers = prefix_sources((*view.decode, *view.unified, *view.prefill), self.situation.fetchable, want)
-        source = self._select("prefill", view.prefill, excluded, offers=offers)
-        if source is None:
+        found = self._select("prefill", view.prefill, excluded, offers=offers)
+        if found is None:
             return None
+        source, score = found
         own = max(pages.get(source.process, 0) for pages in (self.situation.prefill_pages, self.situation.fetchable))
         prefix_fetch = best_prefix_fetch(source, want.cached(own), want, offers)
         if want.prefill_only:
-            return Placement(source, None, prefix_fetch)
+            return Placement(source, None, prefix_fetch), score, NO_SCORE
         rows = zip(view.decode, closed, strict=True)
         excluded = [why or ("" if _paired(source, r) else "not paired with the prefill worker") for r, why in rows]
         target = self._select("decode", view.decode, excluded, near=source)
         assert target is not None
-        return Placement(source, target, prefix_fetch)
-
-    def unified(self) -> Placement | None:
-        replicas = self.situation.view.unified
-        worker = self._select("unified", replicas, [self._unable(replica) for replica in replicas])
-        return None if worker is None else Placement(None, worker)
+        return Placement(source, target[0], prefix_fetch), score, target[1]
 
     def _closed(self, replica: Replica) -> str:
         if replica.capacity <= 0:
@@ -209,7 +226,10 @@ class _Attempt:
     def _unable_to_prefill(self, replica: Replica) -> str:
         if self.situation.want.tokens >= replica.context:
             return TOO_SMALL
-        return self._closed(replica) or ("" if replica.room > 0 else "long queue")
+        if closed := self._closed(replica):
+            return closed
+        long = replica.flexible and replica.tokens * replica.times.token_s > QUEUE_S  # its room is that of its pages
+        return "long queue" if long or replica.room <= 0 else ""
 
     def _unable(self, replica: Replica) -> str:
         """Why a worker that would generate the output gets no request, or not this one."""
@@ -230,34 +250,48 @@ class _Attempt:
         excluded: list[str],
         near: Replica | None = None,
         offers: PrefixSources = (),
-    ) -> Replica | None:
-        """Return the policy's choice among the candidates that are not excluded, for a reason."""
+    ) -> tuple[Replica, Score] | None:
+        """Return the choice among the candidates that are not excluded for a reason, and its score."""
         routing, situation = self.chooser.routing, self.situation
-        policy = self.chooser.prefill if role == "prefill" else self.chooser.decode
+        policy, scorer = self._scorer(role)
         pages = situation.prefill_pages if role == "prefill" else situation.decode_pages
         if near is not None and near.labels:
             within = [i for i, why in enumerate(excluded) if not why]
             for i in far(near, [everyone[i] for i in within], routing):
                 excluded[within[i]] = "a nearer worker has room"
         candidates = [replica for replica, why in zip(everyone, excluded, strict=True) if not why]
-        inputs = Inputs(situation.want, routing, everyone, pages, situation.last.get(role), offers)
-        scores = SCORERS[policy](candidates, inputs) if candidates else []
-        chosen = candidates[best(candidates, scores, inputs.last)] if candidates else None
+        turn = role if role in ("prefill", "decode") else "whole"
+        last = situation.last.get(turn) if self.predictor is None else None  # predicted times are hardly ever equal
+        inputs = Inputs(situation.want, routing, everyone, pages, last, offers)
+        scores = scorer(candidates, inputs) if candidates else []
+        at = best(candidates, scores, last) if candidates else None
         if self.note is not None and everyone:
+            rows = zip(everyone, excluded, strict=True)
             scored = iter(scores)
-            rows = [
-                Candidate(
-                    address=r.address,
-                    replica=r.index,
-                    chosen=r is chosen,
-                    excluded=why,
-                    score=() if why else next(scored),
-                    cached_tokens=inputs.cached(r),
-                )
-                for r, why in zip(everyone, excluded, strict=True)
-            ]
-            self.note(Selection(role=role, policy=policy, candidates=rows))
-        return chosen
+            found = [self._candidate(role, r, why, () if why else next(scored), inputs) for r, why in rows]
+            if at is not None:
+                found[everyone.index(candidates[at])].chosen = True
+            self.note(Selection(role=role, policy=policy, candidates=found))
+        return None if at is None else (candidates[at], scores[at])
+
+    def _candidate(self, role: str, replica: Replica, why: str, score: Score, inputs: Inputs) -> Candidate:
+        first_s, each_s = self.predictor.times(role, score) if self.predictor is not None and score else (0.0, 0.0)
+        return Candidate(
+            address=replica.address,
+            replica=replica.index,
+            excluded=why,
+            score=score,
+            cached_tokens=inputs.cached(replica),
+            first_token_s=first_s,
+            tpot_s=each_s,
+        )
+
+    def _scorer(self, role: str) -> tuple[str, Scorer]:
+        """The policy's name, and what it scores with."""
+        if self.predictor is not None:
+            return PREDICTED, getattr(self.predictor, role)
+        policy = self.chooser.prefill if role == "prefill" else self.chooser.decode
+        return policy, SCORERS[policy]
 
 
 def _has_partner(source: Replica, decodes: Sequence[Replica]) -> bool:

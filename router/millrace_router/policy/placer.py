@@ -22,12 +22,12 @@ Pages = Mapping[Process, float]
 
 
 class Indexes:
-    """The indexes that the configured policies need. Local prefill wants an estimate: the decode policy's index, else
-    whichever there is.
+    """The indexes that the configured policies need. With limits, decode workers may run prompts: that wants an
+    estimate, from the decode policy's index, else from whichever there is.
     """
 
     def __init__(self, prefill: Policy, decode: Policy, routing: Routing) -> None:
-        policies, local = {prefill, decode}, routing.local_prefill
+        policies, local = {prefill, decode}, routing.slo.slo.limited
         self.kv = KvIndex() if Policy.KV_AWARE in policies else None
         guess = Policy.PREFIX_AWARE in policies or (local and self.kv is None)
         self.prefix = PrefixIndex(routing.prefix_blocks) if guess else None
@@ -51,7 +51,9 @@ class Indexes:
         return blocks
 
     def lookup(self, want: PlacementRequest) -> tuple[Pages, Pages, Mapping[Process, int]]:
-        """Leading pages that are cached: for the prefill policy, for the decode policy, and on devices, to fetch."""
+        """Leading pages that are cached: for the prefill policy, for the decode policy, and on devices, to be
+        served.
+        """
         blocks = want.pages
         if not blocks:
             return NO_PAGES, NO_PAGES, NO_PAGES
@@ -93,7 +95,7 @@ class Placer:
         if prefill is not None:
             self._last["prefill"] = prefill.key
         if decode is not None:
-            self._last[decision.route if prefill is None else "decode"] = decode.key
+            self._last["whole" if prefill is None else "decode"] = decode.key
         self.indexes.note(want, decision.placement)
         self.decisions.append(decision)
         self._metrics.placements.labels(

@@ -26,6 +26,7 @@ Score = tuple[float, ...]
 NOT_DRAWN: Score = (float("inf"), 0.0)
 KEY = attrgetter("key")
 _U64 = 2**64 - 1
+LOAD_SLACK = 4  # so many sequences are never too many
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,10 @@ def best(candidates: Sequence[Replica], scores: Sequence[Score], last: Key | Non
 
 def bound(candidates: Sequence[Replica], routing: Routing) -> float:
     """Sequences that no candidate should exceed: `load_factor` x the mean, with one more sequence counted in, but never
-    less than `load_slack`. At least one candidate is always below it.
+    less than LOAD_SLACK. At least one candidate is always below it.
     """
     total = sum(replica.sequences for replica in candidates) + 1
-    return max(-(-routing.load_factor * total // len(candidates)), routing.load_slack)
+    return max(-(-routing.load_factor * total // len(candidates)), LOAD_SLACK)
 
 
 def distances(source: Replica, candidates: Sequence[Replica], levels: Sequence[str]) -> list[int]:
@@ -123,10 +124,16 @@ def cached(candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
     prefix is left for an idle one exactly when its queue costs more than the prefix saves. A replica that could fetch
     the prefix is scored with what it will have, at the price of the fetch.
     """
-    want, weight, pages = inputs.want, inputs.routing.cache_weight, inputs.pages
-    own = [want.cached(pages[process]) if (process := r.process) in pages else 0 for r in candidates]
-    rows = zip(candidates, saved(candidates, own, want, inputs.prefix_sources), strict=True)
+    want, weight = inputs.want, inputs.routing.cache_weight
+    rows = zip(candidates, spared(candidates, inputs), strict=True)
     return [(r.tokens + r.held + weight * (want.tokens - s), float(r.sequences)) for r, s in rows]
+
+
+def spared(candidates: Sequence[Replica], inputs: Inputs) -> Sequence[float]:
+    """Prompt tokens that each candidate need not compute, a prefix that it could fetch at the price of the fetch."""
+    want, pages = inputs.want, inputs.pages
+    own = [want.cached(pages[process]) if (process := r.process) in pages else 0 for r in candidates]
+    return saved(candidates, own, want, inputs.prefix_sources)
 
 
 def session(candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:

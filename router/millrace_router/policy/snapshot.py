@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
+from millrace_common.split import Slo
+from millrace_common.step_times import StepTimes
+
 Key = tuple[str, int]  # a replica: its worker's address, and its index there
 UNLIMITED = 1 << 62  # tokens
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
+NO_LIMITS, NOT_MEASURED = Slo(), StepTimes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,9 @@ class Replica:
     output_tokens_per_s: float = 0.0  # of one sequence
     read_bytes_per_s: float = 0.0  # of KV from other workers
     prefix_fetch_s: float = 0.0  # of fetching a prefix, beside the reads
+    times: StepTimes = NOT_MEASURED
+    streams: int = 0  # sequences that have or will get decode steps here
+    flexible: bool = False  # its worker runs whatever it gets; the view has it where its duty puts it
 
     @property
     def key(self) -> Key:
@@ -55,7 +62,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All routable replicas of one model by role, each role in order of key."""
+    """All routable replicas of one model by role, each role in order of key. A flexible worker's duty is its role."""
 
     prefill: tuple[Replica, ...] = ()
     decode: tuple[Replica, ...] = ()
@@ -75,6 +82,7 @@ class PlacementRequest:
     tokens: int  # length of the prompt, replayed outputs included
     outputs: int = 2  # tokens, at most
     least: int = 0  # of these that it gets in any case
+    slo: Slo = NO_LIMITS
     avoid: frozenset[str] = frozenset()  # addresses of workers that failed this request before
     kept: str = ""  # address of a worker whose room an earlier request waits for
     weights: str = ""  # of the model that has begun the answer: no other may continue it; empty: no output yet

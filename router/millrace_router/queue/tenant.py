@@ -9,10 +9,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from millrace_common.reasons import Reason
+from millrace_common.split import Slo
 from millrace_rpc.errors import FieldError, MillraceError
 
 ROUNDING = 1e-6
 BYTES_PER_TOKEN = 4  # of a text
+NO_LIMITS = Slo()
 
 
 @dataclass(slots=True)
@@ -86,6 +88,7 @@ class Tenant:
     tokens: Bucket | None = None
     cache_group: str = ""  # its requests share cached pages with those of equal groups
     running: Running = field(default_factory=Running)
+    slo: Slo = NO_LIMITS  # its own limits, which take the place of the router's
 
     def check(self, now: float, requests: int = 1, tokens: int = 0) -> None:
         """Raise RATE_LIMITED unless another request of so many choices may begin. `tokens`: of all of them, prompts
@@ -123,6 +126,13 @@ class Tenant:
     def spend(self, tokens: int, now: float) -> None:
         if self.tokens is not None:
             self.tokens.take(tokens, now)
+
+    def limits(self, usual: Slo) -> Slo:
+        """Its requests' limits; `usual`: the router's."""
+        own = self.slo
+        return Slo(
+            own.ttft_s if own.ttft_s < math.inf else usual.ttft_s, own.tpot_s if own.tpot_s < math.inf else usual.tpot_s
+        )
 
     def allowed(self, priority: int) -> int:
         """The priority that a request of this caller gets."""

@@ -1,5 +1,5 @@
-"""`python -m millrace_serve.decode --config FILE --set a.b=c --announce FILE`; `--set role=unified` makes a unified
-worker.
+"""`python -m millrace_serve.decode --config FILE --set a.b=c --announce FILE`; `--set role=unified` or
+`role=flexible` makes such a worker.
 """
 
 from __future__ import annotations
@@ -16,4 +16,4 @@ if __name__ == "__main__":  # rank processes import this file and must not run i
     from millrace_serve.engine.config import Role
     from millrace_serve.worker.main import main
 
-    sys.exit(main(DecodeRole, (Role.DECODE, Role.UNIFIED), os.environ))
+    sys.exit(main(DecodeRole, (Role.DECODE, Role.UNIFIED, Role.FLEXIBLE), os.environ))

@@ -13,17 +13,31 @@ from millrace_common.config import Config
 from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
+from millrace_serve.engine.core import Route
+
 
 class Role(enum.StrEnum):
-    PREFILL = "prefill"  # EXPORT requests only
-    DECODE = "decode"  # IMPORT requests, and LOCAL ones
-    UNIFIED = "unified"  # LOCAL requests
+    PREFILL = "prefill"
+    DECODE = "decode"
+    UNIFIED = "unified"
+    FLEXIBLE = "flexible"
+
+    @property
+    def routes(self) -> list[Route]:
+        """Of the requests that it serves."""
+        by_role = {Role.PREFILL: [Route.EXPORT], Role.DECODE: [Route.IMPORT, Route.LOCAL], Role.UNIFIED: [Route.LOCAL]}
+        return by_role.get(self, [*Route])
 
 
 GIB = 1 << 30
 MOST_DRAFTS = 3  # less than model/yarn.py has rows behind the last position
 # The most sequences of a step with one draft of each, two, three: V3 on an H200 (docs/explanation/speculative.md).
 DRAFT_BATCHES = (256, 32, 16)
+
+
+def shared_tokens(prompt_tokens: int) -> int:
+    """Rows for the part of a shared chunk, in a step with so many. Even, so that no division of a chunk exceeds it."""
+    return max(prompt_tokens // 4 * 2, 1)
 
 
 class OrAuto:
@@ -44,7 +58,8 @@ class Limits(Config):
     max_prefill_tokens: Annotated[int, OrAuto()] = Field(2048, ge=1)
     # Uncached tokens of a prompt from which on all replicas compute it together, with half of their steps; 0: never.
     context_parallel_tokens: int = Field(0, ge=0)
-    max_held_pages: int | None = Field(None, ge=1)  # pages that prompts may hold until their lease ends; None = pool
+    # Pages that prompts may hold until their lease ends; None: the pool, on a flexible worker half of it.
+    max_held_pages: int | None = Field(None, ge=1)
     # Most per sequence and step; 0: the KV page has no MTP layer.
     draft_tokens: Annotated[int, OrAuto()] = Field(0, ge=0, le=MOST_DRAFTS)
     draft_batches: Annotated[tuple[Annotated[int, Field(ge=0)], ...], OrAuto()] = DRAFT_BATCHES
@@ -82,8 +97,8 @@ class Limits(Config):
 
     @property
     def shared_tokens(self) -> int:
-        """Rows that a replica has for its part of a shared chunk. Even, so that no division of a chunk exceeds it."""
-        return max(self.max_prefill_tokens // 4 * 2, 1)
+        """The most rows that a replica has for its part of a shared chunk."""
+        return shared_tokens(self.max_prefill_tokens)
 
     def host_pages(self, page_bytes: int) -> int:
         """Copies of pages that the host tier has room for."""

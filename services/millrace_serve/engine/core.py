@@ -113,6 +113,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None  # from arrival at this worker; None = no deadline
     cache_salt: bytes = b""  # cached pages are shared with requests of equal salts only
     warms: bool = False  # of the worker itself: it tells nothing of the outputs that clients want
+    tpot_limit_s: float = 0.0  # chunks of prompts beside its output tokens are so short that steps keep it; 0: none
     # EXPORT: its leading pages may come from another worker; it waits for KvOffered or KvFailed
     fetches_prefix: bool = False
 
@@ -221,7 +222,9 @@ class ServePrefix(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, tag=True):
-    """The pages of an exported request or of a prefix fetch were released or expired: they may be reused."""
+    """The pages of an exported request or of a prefix fetch were released or their lease expired: they may be
+    reused.
+    """
 
     id: RequestId
 
@@ -247,7 +250,9 @@ class Wait(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvReserved(msgspec.Struct, frozen=True, tag=True):
-    """Pages for an IMPORT request or a prefix fetch. The first `num_cached_pages` come from our own prefix cache."""
+    """Pages for an IMPORT request or a prefix fetch. The first `num_cached_pages` are filled from our own prefix
+    cache.
+    """
 
     id: RequestId
     page_ids: list[int]
@@ -296,6 +301,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     # What only grows. "name" is millrace_engine_total{what="name"}; "metric/name" is another counter of
     # millrace_common/metrics.py with that label.
     counters: dict[str, float] = {}
+    step_times: tuple[float, ...] = ()  # those of StepTimes; none: not measured
 
 
 class Events(msgspec.Struct, tag=True):

@@ -181,12 +181,15 @@ class Engine:
 
     def check_idle(self) -> None:
         """Raise InvariantError with the numbers if pages are lost, or are not all back when no request is live."""
-        scheduler = self._scheduler
-        cache, live = scheduler.pages.cache, scheduler.requests.live
+        cache, live, served_pages = (
+            self._scheduler.pages.cache,
+            self._scheduler.requests.live,
+            self._scheduler.served_pages,
+        )
         cache.check()
         self._scheduler.host.check()
         pool = cache.pool
-        if not live and not scheduler.served_pages and pool.num_free + pool.num_cached != pool.total:
+        if not live and not served_pages and pool.num_free + pool.num_cached != pool.total:
             raise InvariantError(
                 f"no request is live, but of {pool.total} pages {pool.num_running} are running and "
                 f"{pool.num_published} published (free {pool.num_free}, cached {pool.num_cached})"
@@ -205,12 +208,13 @@ class Engine:
         """False: no replica has anything to do."""
         agreement = self._lockstep.agree(plan, self._stopping)
         self.stopped = agreement.last
-        self._scheduler.turn = agreement.turn
+        self._scheduler.turn, self._scheduler.limit_s = agreement.turn, agreement.limit_s
         if not agreement.anybody_works:
             return False
         began = time.monotonic()
         num_queries = 1 + self.config.num_drafts(agreement.most_sampled)
         plan = plan or IDLE_PLAN
+        plan.work = agreement.widest(plan.work)
         batch = self._builder.build(plan, num_queries, agreement.split)
         agreement.tell(batch)
         self._lockstep.share(batch)

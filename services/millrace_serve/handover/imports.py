@@ -1,5 +1,5 @@
-"""The importing side of a worker: carries out the actions of each request's KvImport (transfer/importer.py). What a
-decode worker does besides is here (`WholePrompts`); for a prefill worker it is in prefix_fetches.py.
+"""The importing side of a worker: carries out the actions of each request's KvImport (transfer/importer.py). What
+imports of whole prompts are for is here (`WholePrompts`); for prefix fetches it is in prefix_fetches.py.
 
 Life of an import:
 
@@ -75,6 +75,7 @@ class Import:
     """One request's import: its state machine, and the data needed to carry out its actions."""
 
     machine: KvImport
+    use: ImportUse
     replica: int
     peer: Peer
     sources: list[MemoryHandle] = field(default_factory=list)  # by tensor-parallel rank of the exporter
@@ -115,8 +116,8 @@ class ImportUse(Protocol):
 
 
 class Imports:
-    def __init__(self, frontend: Frontend, peers: Peers, failed_reads: FailedReads, use: ImportUse) -> None:
-        self._use = use
+    def __init__(self, frontend: Frontend, peers: Peers, failed_reads: FailedReads) -> None:
+        self._whole = WholePrompts(frontend)
         self._page_size = frontend.config.limits.page_size
         # a Fetch stream that is silent for so long, or a read that takes longer, ends an import
         self._stall_s = frontend.config.timeouts.stall
@@ -140,7 +141,7 @@ class Imports:
     def start(self, request: Request, replica: int, source: worker_pb2.KvSourceRef) -> None:
         hashes = page_hashes(request.token_ids, self._page_size, salt=request.cache_salt)
         peer = self._peers.get(source.address, source.epoch)
-        self.begin(Import(KvImport(request.id, hashes), replica, peer))
+        self.begin(Import(KvImport(request.id, hashes), self._whole, replica, peer))
 
     def abort(self, id: RequestId, failure: Failure) -> bool:
         """False: there is no such import."""
@@ -162,7 +163,7 @@ class Imports:
     def on_reserved(self, reserved: KvReserved) -> None:
         self._spans.has_pages(reserved.id)
         if job := self._live.get(reserved.id):
-            self._use.reserved(job)
+            job.use.reserved(job)
             self._do(job, job.machine.on_reserved(reserved.page_ids, reserved.num_cached_pages))
         else:
             self._requests.count_stale("reserved")
@@ -207,7 +208,7 @@ class Imports:
         for action in actions:
             match action:
                 case AskReserve():
-                    self._use.offered(job)
+                    job.use.offered(job)
                 case ReadPages():
                     self._read(job, action)
                 case AskRelease():
@@ -215,13 +216,13 @@ class Imports:
                     job.released = True
                     self._run(self._to_the_end(job, job.fetch.release))
                 case Done(first):
-                    self._use.done(job, first)
+                    job.use.done(job, first)
                     self._forget(job)
                 case Over(failure):
                     engine.send(job.replica, KvFailed(id, failure))
                     self._forget(job)
         if job.machine.state is ImportState.DRAINING and job.machine.failure and not job.told:
-            self._use.given_up(job, job.machine.failure)
+            job.use.given_up(job, job.machine.failure)
         self._count_quarantine()
 
     def _report(self, job: Import, error: str) -> None:
@@ -257,7 +258,7 @@ class Imports:
 
     def _forget(self, job: Import) -> None:
         del self._live[job.machine.id]
-        self._use.over(job)
+        job.use.over(job)
         if failure := job.machine.failure:
             message = "kv import %s failed: %s: %s"
             log.info(message, job.machine.id, failure.reason, failure.message, extra=PER_REQUEST)
@@ -318,7 +319,7 @@ class Imports:
 
 
 class WholePrompts(ImportUse):
-    """Of a decode worker: the KV of whole prompts, to go on with."""
+    """The KV of whole prompts, to go on with."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._ranks, self._requests = frontend.ranks, frontend.requests

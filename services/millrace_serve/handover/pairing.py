@@ -1,4 +1,4 @@
-"""Warming up a pair: requests through a prefill worker and this one open the connections of all their ranks."""
+"""Warming up a pair: requests through another worker and this one open the connections of all their ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 from collections.abc import AsyncIterator
 
 import grpc
-from millrace.v1 import prefill_pb2, worker_pb2
+from millrace.v1 import decode_pb2, prefill_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_common.versions import WORKER_API
 from millrace_rpc.errors import MillraceError, from_rpc_error
@@ -23,14 +23,11 @@ from millrace_serve.worker.frontend.wakeup import within
 
 
 class Pairs:
-    """The prefill workers that this decode worker has been warmed up with."""
+    """The workers whose pages this one reads, and with which it has been warmed up."""
 
-    def __init__(
-        self, config: WorkerConfig, epoch: str, ranks: Ranks, requests: Requests, peers: Peers, imports: Imports
-    ) -> None:
+    def __init__(self, config: WorkerConfig, ranks: Ranks, requests: Requests, peers: Peers, imports: Imports) -> None:
         self._warmed: frozenset[str] = frozenset()  # epochs
         self._config = config
-        self._epoch = epoch
         self._ranks = ranks
         self._requests = requests
         self._peers = peers
@@ -51,13 +48,14 @@ class Pairs:
             if error.reason is Reason.EPOCH_CHANGED:  # the watch may never have met the epoch, nor miss it
                 self._peers.drop(peer)
             raise
+        flexible = info.role == worker_pb2.ROLE_FLEXIBLE
         pairs = [(theirs, ours) for theirs in range(info.replicas) for ours in range(self._config.dp)]
         async with within(self._config.timeouts.warmup, "warming up the pair"):
-            await asyncio.gather(*(self._run(source, peer, theirs, ours) for theirs, ours in pairs))
+            await asyncio.gather(*(self._run(source, peer, theirs, ours, flexible) for theirs, ours in pairs))
         self._warmed = self.warmed | {source.epoch}
 
-    async def _run(self, source: worker_pb2.KvSourceRef, peer: Peer, theirs: int, ours: int) -> None:
-        """One prompt, computed by replica `theirs` of the prefill worker and continued by our replica `ours`."""
+    async def _run(self, source: worker_pb2.KvSourceRef, peer: Peer, theirs: int, ours: int, flexible: bool) -> None:
+        """One prompt, computed by replica `theirs` of the other worker and continued by our replica `ours`."""
         limits = self._config.limits
         length = min(limits.page_size + 1, limits.max_model_len - warmup.MAX_TOKENS)
         request = warmup.tiny_request(length, self._ranks.ready_info.vocab_size, Route.IMPORT)
@@ -73,7 +71,7 @@ class Pairs:
         wire.sampling.ignore_eos = request.sampling.ignore_eos
         done = asyncio.Event()
         begin = functools.partial(self._imports.start, request, ours, source)
-        prefill = asyncio.create_task(_prefill(peer, wire, self._epoch, done))
+        prefill = asyncio.create_task(_prefill(peer, wire, flexible, done))
         decode = asyncio.create_task(self._requests.run_own(request, ours, begin))
         try:
             await asyncio.gather(prefill, decode)
@@ -102,16 +100,16 @@ def check_layout(theirs: str, whose: str, ranks: Ranks) -> None:
         )
 
 
-async def _prefill(peer: Peer, wire: worker_pb2.EngineRequest, epoch: str, done: asyncio.Event) -> None:
-    """Act as the prefill worker's router for one request: returns with its first token. Raises the request's error."""
+async def _prefill(peer: Peer, wire: worker_pb2.EngineRequest, flexible: bool, done: asyncio.Event) -> None:
+    """Act as the other worker's router for one request: returns with its first token. Raises the request's error."""
+    link, field = (decode_pb2.DecodeLinkRequest, "prefill") if flexible else (prefill_pb2.PrefillLinkRequest, "submit")
 
-    async def messages() -> AsyncIterator[prefill_pb2.PrefillLinkRequest]:
-        hello = worker_pb2.LinkHello(router_id=f"warm-up of {epoch}", epoch=peer.epoch)
-        yield prefill_pb2.PrefillLinkRequest(hello=hello)
-        yield prefill_pb2.PrefillLinkRequest(submit=prefill_pb2.PrefillRequest(request=wire))
+    async def messages() -> AsyncIterator[decode_pb2.DecodeLinkRequest | prefill_pb2.PrefillLinkRequest]:
+        yield link(hello=worker_pb2.LinkHello(epoch=peer.epoch))
+        yield link(**{field: prefill_pb2.PrefillRequest(request=wire)})
         await done.wait()
 
-    call = peer.prefill.Link(messages())
+    call = (peer.decode if flexible else peer.prefill).Link(messages())
     try:
         async for response in call:
             for output in response.outputs.outputs:

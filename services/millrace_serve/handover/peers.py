@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import TypeAlias, TypeVar
 
 import grpc
-from millrace.v1 import kv_pb2, kv_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from millrace.v1 import decode_pb2_grpc, kv_pb2, kv_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from millrace_common.reasons import Reason
 from millrace_rpc.client import channel, heard_within, reply
 from millrace_rpc.errors import MillraceError
@@ -54,6 +54,7 @@ class Peer:
         self._kv = kv_pb2_grpc.KvServiceStub(self._channel)
         self.worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
+        self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
 
     def fetch(self, id: RequestId, fingerprint: str, stall_s: float, prefix: kv_pb2.FetchPrefix | None) -> Fetch:
         """Raises MillraceError."""

@@ -1,4 +1,4 @@
-"""The fetching side of a prefill worker: leading pages of a prompt come from the prefix cache of another worker.
+"""The fetching side of a worker: leading pages of a prompt come from the prefix cache of another worker.
 
 Life of a prefix fetch, which is an import (imports.py) of one chunk:
 
@@ -25,7 +25,6 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.core import Failure, KvArrived, KvLate, KvOffered, RequestId, SequenceOutput
-from millrace_serve.handover.failed_reads import FailedReads
 from millrace_serve.handover.imports import Import, Imports, ImportUse
 from millrace_serve.handover.pairing import check_layout
 from millrace_serve.handover.peers import Peers
@@ -46,11 +45,10 @@ class PrefixFetchTimes:
 
 
 class PrefixFetches(ImportUse):
-    """Of a prefill worker."""
+    """Prompts that are computed here."""
 
-    def __init__(self, frontend: Frontend, peers: Peers, failed_reads: FailedReads) -> None:
-        self.imports = Imports(frontend, peers, failed_reads, self)
-        self._peers, self._ranks = peers, frontend.ranks
+    def __init__(self, frontend: Frontend, peers: Peers, imports: Imports) -> None:
+        self._imports, self._peers, self._ranks = imports, peers, frontend.ranks
         self._metrics, self._spans, self._board = frontend.metrics, frontend.spans, frontend.board
         self._page_size, self._stall_s = frontend.config.limits.page_size, frontend.config.timeouts.stall
         self._times: dict[RequestId, PrefixFetchTimes] = {}
@@ -73,12 +71,12 @@ class PrefixFetches(ImportUse):
         machine = KvImport(convert.request_id(message.request.id), blocks, prefix_fetch=True)
         peer = self._peers.get(prefix.worker.address, prefix.worker.epoch)
         wanted = kv_pb2.FetchPrefix(replica=prefix.replica, blocks=blocks)
-        return Import(machine, message.request.replica, peer, prefix=wanted)
+        return Import(machine, self, message.request.replica, peer, prefix=wanted)
 
     def begin_fetch(self, prefix_fetch: Import) -> None:
         """The engine has the request and waits."""
         self._times[prefix_fetch.machine.id] = PrefixFetchTimes(time.monotonic())
-        self.imports.begin(prefix_fetch)
+        self._imports.begin(prefix_fetch)
         self._limit(prefix_fetch, OFFER_S, f"nothing was offered within {OFFER_S:g} s")
 
     def offered(self, job: Import) -> None:
@@ -116,7 +114,7 @@ class PrefixFetches(ImportUse):
         if timer := self._timers.get(job.machine.id):
             timer.cancel()
         failure = Failure(Reason.STALLED, f"worker {job.peer.address}: {why}")
-        end = functools.partial(self.imports.fail, job, failure)
+        end = functools.partial(self._imports.fail, job, failure)
         self._timers[job.machine.id] = asyncio.get_running_loop().call_later(seconds, end)
 
     def _count_failure(self, reason: str) -> None:

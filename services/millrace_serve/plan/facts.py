@@ -44,6 +44,20 @@ class TimedStep:
 
 
 @dataclass(frozen=True, slots=True)
+class TimedChunk:
+    """A chunk of 64 prompt tokens beside decode sequences. ms: the step with it, less the step without."""
+
+    gpu: str
+    shape: str
+    layers: int
+    ms: float
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> TimedChunk:
+        return cls(row["gpu"], row["shape"], row["layers"], row["mixed"] - row["decode"])
+
+
+@dataclass(frozen=True, slots=True)
 class Gain:
     """A setting that was timed on and off. gain: how many times faster with it."""
 
@@ -71,13 +85,18 @@ class Gain:
 
 @functools.cache
 def raw() -> dict[str, list[dict[str, Any]]]:
-    """facts.toml as it is: `steps` and `gains`."""
+    """facts.toml as it is: `steps`, `chunks` and `gains`."""
     return tomllib.loads(FILE.read_text())
 
 
 @functools.cache
 def steps() -> tuple[TimedStep, ...]:
     return tuple(TimedStep(**row) for row in raw()["steps"])
+
+
+@functools.cache
+def chunks() -> tuple[TimedChunk, ...]:
+    return tuple(map(TimedChunk.of, raw()["chunks"]))
 
 
 @functools.cache

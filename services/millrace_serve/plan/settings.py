@@ -32,7 +32,7 @@ class Goal(enum.StrEnum):
 
 MAX_RUNNING = {Goal.LATENCY: 64, Goal.BALANCED: 128, Goal.THROUGHPUT: 256}
 PREFILL_TOKENS = {Goal.LATENCY: 8192, Goal.BALANCED: 8192, Goal.THROUGHPUT: 16384}  # of a worker without decode steps
-MIXED_TOKENS = {Goal.LATENCY: 2048, Goal.BALANCED: 2048, Goal.THROUGHPUT: 16384}  # of a unified one
+MIXED_TOKENS = {Goal.LATENCY: 2048, Goal.BALANCED: 2048, Goal.THROUGHPUT: 16384}  # of a unified or flexible one
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def _prompt_graphs(setup: Setup) -> Setting:
 
 def _prefill_tokens(setup: Setup) -> Setting:
     """A chunk stands between two tokens of a stream where decode steps are."""
-    by_role = {Role.PREFILL: PREFILL_TOKENS, Role.UNIFIED: MIXED_TOKENS}
+    by_role = {Role.PREFILL: PREFILL_TOKENS, Role.UNIFIED: MIXED_TOKENS, Role.FLEXIBLE: MIXED_TOKENS}
     tokens = by_role[setup.role][setup.goal] if setup.role in by_role else MIXED_TOKENS[Goal.BALANCED]
     return Setting("limits.max_prefill_tokens", tokens, f"by role and goal; {NOT_MEASURED} against others")
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Abort, Request, RequestId, SamplingParams
 from millrace_serve.engine.drafts.counts import DraftCounts
-from millrace_serve.engine.schedule.decode import DecodeScheduler
 from millrace_serve.engine.schedule.expected import LEAST, UNKNOWN, WINDOW, Outputs, need
+from millrace_serve.engine.schedule.scheduler import Scheduler
 from millrace_serve.engine.sim.runner import SimSettings
 
 lengths = st.integers(1, 5000)
@@ -85,15 +85,14 @@ def request(room: int, length: int, **sampling: object) -> Request:
 SETTINGS = SimSettings(vocab_size=200, page_kv_bytes=8)  # outputs end at max_tokens
 
 
-def driver(num_pages: int = 20) -> tuple[Driver, DecodeScheduler]:
+def driver(num_pages: int = 20) -> tuple[Driver, Scheduler]:
     made = Driver(
         Role.UNIFIED, SETTINGS, num_pages=num_pages + 1, max_running=8, max_prefill_tokens=64, prefix_cache=False
     )
-    assert isinstance(made.scheduler, DecodeScheduler)
     return made, made.scheduler
 
 
-def learn(scheduler: DecodeScheduler, length: int) -> None:
+def learn(scheduler: Scheduler, length: int) -> None:
     for _ in range(LEAST):
         scheduler.outputs.ended(length)
 

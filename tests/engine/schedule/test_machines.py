@@ -81,6 +81,31 @@ class Machine(RuleBasedStateMachine):
         self.corrupted: set[RequestId] = set()
         self.num_prefix_fetches = 0
         self.repaid: set[RequestId] = set()
+        self.over: set[RequestId] = set()  # prefix fetches to the engine
+        self.offered: set[RequestId] = set()
+
+    @rule(
+        data=st.data(),
+        tokens=prompts,
+        prior=st.sampled_from([0, 0, 0, 2]),
+        sampling=params,
+        priority=st.integers(0, 2),
+        timeout=timeouts,
+        fetches_prefix=st.booleans(),
+    )
+    def submit(
+        self,
+        data: st.DataObject,
+        tokens: list[int],
+        prior: int,
+        sampling: dict,
+        priority: int,
+        timeout,
+        fetches_prefix: bool,
+    ) -> None:
+        route = data.draw(st.sampled_from(self.role.routes))
+        made = self.make(route, tokens, prior, sampling, priority, timeout)
+        self.driver.submit(msgspec.structs.replace(made, fetches_prefix=fetches_prefix and route is Route.EXPORT))
 
     def make(self, route: Route, tokens: list[int], prior: int, sampling: dict, priority: int, timeout) -> Request:
         self.rooms += 1
@@ -150,37 +175,9 @@ class Machine(RuleBasedStateMachine):
             if id in self.corrupted and output.error is None:
                 assert output.finish is FinishReason.ABORT
 
-    def settle_everything(self) -> None:
-        raise NotImplementedError
-
-    def teardown(self) -> None:
-        if not hasattr(self, "driver"):
-            return
-        self.settle_everything()
-        for id in self.served_pages():
-            self.end_prefix_fetch(id)
-        self.settle_everything()  # what waited for pages that were served
-        self.failures_have_a_cause()
-        self.driver.check_whole()
-
-
-class DecodeMachine(Machine):
-    role = Role.DECODE
-
-    @rule(
-        route=st.sampled_from([Route.LOCAL, Route.IMPORT, Route.IMPORT]),
-        tokens=prompts,
-        prior=st.sampled_from([0, 0, 0, 2]),
-        sampling=params,
-        priority=st.integers(0, 2),
-        timeout=timeouts,
-    )
-    def submit(self, route: Route, tokens: list[int], prior: int, sampling: dict, priority: int, timeout) -> None:
-        self.driver.submit(self.make(route, tokens, prior, sampling, priority, timeout))
-
     @rule(data=st.data())
     def offer(self, data: st.DataObject) -> None:
-        imports = [r.id for r in self.driver.requests.values() if r.route is Route.IMPORT]
+        imports = [id for id in self.driver.requests if self.imports(id)]
         if imports:
             self.driver.tell(KvOffered(data.draw(st.sampled_from(imports))))
 
@@ -217,7 +214,10 @@ class DecodeMachine(Machine):
 
     def in_transfer(self) -> list[RequestId]:
         """The importer goes on with a transfer, or says that it is over, even after the request has ended."""
-        return sorted(self.driver.reserved) if hasattr(self, "driver") else []
+        return [id for id in sorted(self.driver.reserved) if self.imports(id)] if hasattr(self, "driver") else []
+
+    def imports(self, id: RequestId) -> bool:
+        return self.driver.requests[id].route is Route.IMPORT
 
     def deliver(self, id: RequestId, corrupt: bool = False) -> None:
         reserved = self.driver.reserved.pop(id)
@@ -232,47 +232,15 @@ class DecodeMachine(Machine):
         # A second, late message of the same transfer changes nothing.
         self.driver.tell(KvFailed(id, Failure("TRANSFER_FAILED", "late")) if corrupt else KvOffered(id))
 
-    def settle_everything(self) -> None:
-        for _ in range(len(self.driver.requests) + 1):
-            self.driver.run()
-            for id in self.in_transfer():
-                self.deliver(id)
-            for id in self.open_ids():
-                self.driver.tell(KvOffered(id))
-        self.driver.run()
-
-
-class PrefillMachine(Machine):
-    role = Role.PREFILL
-
-    @rule(
-        tokens=prompts,
-        prior=st.sampled_from([0, 0, 0, 2]),
-        sampling=params,
-        priority=st.integers(0, 2),
-        timeout=timeouts,
-        fetches_prefix=st.booleans(),
-    )
-    def submit(
-        self, tokens: list[int], prior: int, sampling: dict, priority: int, timeout, fetches_prefix: bool
-    ) -> None:
-        made = self.make(Route.EXPORT, tokens, prior, sampling, priority, timeout)
-        self.driver.submit(msgspec.structs.replace(made, fetches_prefix=fetches_prefix))
-
     def fetchers(self) -> list[RequestId]:
         """Requests whose prefix fetch is not over; the engine may have given up on some."""
         if not hasattr(self, "driver"):
             return []
         return sorted(id for id, r in self.driver.requests.items() if r.fetches_prefix and id not in self.over)
 
-    @initialize()
-    def begin(self) -> None:
-        self.over: set[RequestId] = set()  # prefix fetches
-        self.offered: set[RequestId] = set()
-
     @precondition(lambda self: set(self.fetchers()) - self.offered)
     @rule(data=st.data(), num_pages=st.integers(1, 5))
-    def offer(self, data: st.DataObject, num_pages: int) -> None:
+    def offer_prefix_fetch(self, data: st.DataObject, num_pages: int) -> None:
         id = data.draw(st.sampled_from(sorted(set(self.fetchers()) - self.offered)))
         self.offered.add(id)
         if most := (len(self.driver.requests[id].token_ids) - 1) // 4:
@@ -280,7 +248,7 @@ class PrefillMachine(Machine):
 
     @precondition(lambda self: set(self.fetchers()) & set(self.driver.reserved))
     @rule(data=st.data(), corrupt=st.sampled_from([False] * 7 + [True]))
-    def arrive(self, data: st.DataObject, corrupt: bool) -> None:
+    def prefix_fetch_arrives(self, data: st.DataObject, corrupt: bool) -> None:
         id = data.draw(st.sampled_from(sorted(set(self.fetchers()) & set(self.driver.reserved))))
         self.over.add(id)
         reserved = self.driver.reserved[id]
@@ -339,17 +307,36 @@ class PrefillMachine(Machine):
             self.driver.tell(KvFailed(id, Failure("WORKER_LOST", "the end")))
         for _ in range(len(self.driver.requests) + 1):
             self.driver.run()
+            for id in self.in_transfer():
+                self.deliver(id)
+            for id in self.open_ids():
+                self.driver.tell(KvOffered(id))
             for id in self.leases():
                 self.end_lease(id)
         self.driver.run()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        self.settle_everything()
+        for id in self.served_pages():
+            self.end_prefix_fetch(id)
+        self.settle_everything()  # what waited for pages that were served
+        self.failures_have_a_cause()
+        self.driver.check_whole()
 
 
 PROFILE = examples(
     25, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
-TestDecode = DecodeMachine.TestCase
-TestDecode.settings = PROFILE
-TestPrefill = PrefillMachine.TestCase
-TestPrefill.settings = PROFILE
+
+
+def machine(of: Role) -> type:
+    case: type = type(f"{of.name.title()}Machine", (Machine,), {"role": of}).TestCase  # type: ignore[attr-defined]
+    case.settings = PROFILE  # type: ignore[attr-defined]
+    return case
+
+
+TestPrefill, TestDecode, TestFlexible = machine(Role.PREFILL), machine(Role.DECODE), machine(Role.FLEXIBLE)
 
 assert TINY["page_size"] == 4  # the prefixes above are multiples of it

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Abort, KvArrived, KvOffered, RequestId, Route, SequenceOutput, TokenOutput, Wait
+from millrace_serve.engine.schedule.capacity import QUEUE_S
 from millrace_serve.engine.schedule.expected import LEAST, MARGIN, UNKNOWN, Outputs, room
-from millrace_serve.engine.schedule.prefill import QUEUE_S
 from millrace_serve.engine.schedule.waiting import LOOK_S
 from millrace_serve.engine.sim.runner import SimSettings
 from millrace_testing.examples import examples

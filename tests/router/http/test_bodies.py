@@ -26,7 +26,7 @@ from millrace_router.config import BodyLimits as Pace
 from millrace_router.config import RouterConfig
 from millrace_router.flow.bodies import Bodies
 from millrace_router.http import json_shape
-from millrace_router.http.answers import body_deadline, read_body
+from millrace_router.http.answers import BYTES_PER_S, body_deadline, read_body
 from millrace_router.http.encodings import decoded
 from millrace_router.http.json_shape import JsonShape, shape
 from millrace_rpc.errors import MillraceError
@@ -140,9 +140,9 @@ async def test_clients_read_why_their_large_body_was_refused(pair: Cluster) -> N
 
 
 def test_the_time_for_a_body_grows_with_what_has_come() -> None:
-    pace = Pace(timeout=60.0, bytes_per_s=1000)
+    pace = Pace(timeout=60.0)
     assert body_deadline(5.0, 0, pace) == 15.0
-    assert body_deadline(5.0, 20_000, pace) == 35.0
+    assert body_deadline(5.0, 20 * BYTES_PER_S, pace) == 35.0
     assert body_deadline(5.0, 10**9, pace) == 65.0
 
 

@@ -9,10 +9,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from millrace_common.split import Slo
+from millrace_common.step_times import StepTimes
 from millrace_router.config import Policy, RouterConfig, Routing
 from millrace_router.policy.choose import Chooser, Situation
-from millrace_router.policy.scoring import SCORERS, Inputs, best, session
-from millrace_router.policy.snapshot import Key, Placement, PlacementRequest, Replica, View
+from millrace_router.policy.scoring import LOAD_SLACK, SCORERS, Inputs, best, session
+from millrace_router.policy.snapshot import NOT_MEASURED, Key, Placement, PlacementRequest, Replica, View
 from pydantic import ValidationError
 
 WANT = PlacementRequest(tokens=10)
@@ -74,6 +76,9 @@ def views(draw: st.DrawFn) -> View:
                 fingerprint=draw(st.sampled_from("fg")),
                 sources=draw(st.frozensets(st.sampled_from(["e-p0", "e-p1", "e-p2"]))) if sources else frozenset(),
                 labels=draw(st.dictionaries(st.sampled_from(["zone", "host"]), st.sampled_from("ab"))),
+                times=draw(st.sampled_from([NOT_MEASURED, StepTimes(0.01, 1e-4, 1e-8, 0.01, 1e-5, 1e-9)])),
+                streams=draw(st.integers(0, 9)),
+                flexible=draw(st.booleans()),
             )
             for i in range(draw(st.integers(0, 3)))
         )
@@ -88,13 +93,13 @@ def views(draw: st.DrawFn) -> View:
     st.booleans(),
     st.frozensets(st.sampled_from(["p0", "p1", "d0", "u0"])),
     st.integers(0, 2**64 - 1),
-    st.sampled_from([{}, {"local_prefill_tokens": 500}, {"local_prefill_wait": 1e-9}]),
+    st.sampled_from([Slo(), Slo(1.0, 0.04), Slo(ttft_s=0.02), Slo(tpot_s=0.001)]),
 )
 def test_whatever_the_policy_nobody_without_capacity_and_no_unequal_layouts(
-    view: View, prefill: Policy, decode: Policy, one: bool, avoid: frozenset[str], draw: int, local: dict[str, float]
+    view: View, prefill: Policy, decode: Policy, one: bool, avoid: frozenset[str], draw: int, slo: Slo
 ) -> None:
-    want = PlacementRequest(100, outputs=1 if one else 2, avoid=avoid, draw=draw, session=f"s{draw % 3}")
-    chooser = Chooser(prefill, decode, Routing(**local))
+    want = PlacementRequest(100, outputs=1 if one else 2, slo=slo, avoid=avoid, draw=draw, session=f"s{draw % 3}")
+    chooser = Chooser(prefill, decode, Routing())
     situation = Situation(view, want)
     decision = chooser.choose(situation)
     placement = None if decision is None else decision.placement
@@ -109,21 +114,19 @@ def test_whatever_the_policy_nobody_without_capacity_and_no_unequal_layouts(
             assert one and p is not None and p.capacity > 0
         case Placement(None, worker):
             assert worker.capacity > 0
-            short = 100 + worker.tokens < local.get("local_prefill_tokens", 0)
-            spared = "local_prefill_wait" in local and view.prefill
-            assert worker in view.unified or (not one and (short or spared))
+            assert worker in view.unified or worker.flexible or (slo.limited and worker in view.decode)
         case Placement(p, d):
             assert (p.key, d.key) in possible and not one
         case None:
             assert not possible or one
             assert not any(u.capacity > 0 for u in view.unified)
+            assert not any(r.capacity > 0 and r.flexible for r in (*view.prefill, *view.decode))
     assert chooser.choose(situation) == decision, "the same situation, the same choice"
     if decision is not None:
-        last = decision.explain()[-1]
         chosen = decision.placement.decode or decision.placement.prefill
-        rows = [(row.address, row.replica) for row in last.candidates if row.chosen]
-        assert chosen is not None and rows == [chosen.key]
-        assert all(bool(row.excluded) != bool(row.score) for row in last.candidates)
+        rows = [row for selection in decision.explain() for row in selection.candidates]
+        assert chosen is not None and chosen.key in {(row.address, row.replica) for row in rows if row.chosen}
+        assert all(bool(row.excluded) != bool(row.score) for row in rows)
 
 
 # ------------------------------------------------------------------------------------- the policies
@@ -252,79 +255,11 @@ def test_nearness_costs_no_more_than_the_load_bound() -> None:
     assert decode_for(full, near("d3", "z2", "h3", sequences=18), zone="z1", host="h1") == "d1"
 
 
-# ------------------------------------------------------------------------------------- local prefill
+# ------------------------------------------------------------------------------------- room and contexts
 
 
 def decode(**fields: object) -> Replica:
     return replica("d1", sources=D1.sources, **fields)
-
-
-@pytest.mark.parametrize(
-    ("worker", "tokens", "pages", "way"),
-    [
-        (decode(), 255, 0, "local"),
-        (decode(), 256, 0, "pair"),
-        (decode(), 1000, 12, "local"),  # 768 tokens are there
-        (decode(), 1000, 11, "pair"),
-        (decode(tokens=190), 60, 0, "local"),
-        (decode(tokens=200), 60, 0, "pair"),  # it is busy with prompts
-        (decode(room=200), 200, 0, "local"),
-        (decode(room=199), 200, 0, None),  # it waits elsewhere than on the decode worker
-        (decode(room=1000 - 12 * 64), 1000, 12, "local"),
-    ],
-)
-def test_a_short_uncached_prompt_is_run_by_the_decode_worker(
-    worker: Replica, tokens: int, pages: int, way: str | None
-) -> None:
-    chooser = Chooser(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_tokens=256))
-    decision = chooser.choose(
-        Situation(View((P1,), (worker,)), PlacementRequest(tokens), decode_pages={worker.process: pages})
-    )
-    assert way == (None if decision is None else decision.route)
-
-
-BUSY = replica("p1", tokens=10_001, prompt_tokens_per_s=20_000)  # half a second, and a token
-THERE = 13 * 64  # tokens in so many pages
-
-
-@pytest.mark.parametrize(
-    ("prefill", "worker", "wait", "pages", "local"),
-    [
-        ((BUSY,), D1, 0.5, 0, True),
-        ((BUSY,), D1, 0.0, 0, False),
-        ((BUSY,), D1, 0.51, 0, False),
-        ((BUSY, P2), D1, 0.5, 0, False),  # the other one has nothing to do
-        ((replica("p1", tokens=10_000, prompt_tokens_per_s=20_000),), D1, 0.5, 0, False),
-        ((replica("p1", tokens=25_000),), D1, 0.5, 0, False),  # not measured yet
-        ((replica("p1", tokens=25_001),), D1, 0.5, 0, True),
-        ((BUSY,), decode(tokens=10_000), 0.5, 0, True),  # only who is sooner done runs it
-        ((BUSY,), decode(tokens=10_001), 0.5, 0, False),
-        ((BUSY,), decode(tokens=10_000 - THERE), 0.5, 13, True),
-        ((BUSY,), decode(tokens=10_001 - THERE), 0.5, 13, False),
-        ((BUSY,), decode(capacity=0), 0.5, 0, False),
-        ((replica("p1", capacity=0),), D1, 0.5, 0, True),  # who has no capacity is waited for
-        ((replica("p1", capacity=0),), D1, 0.0, 0, False),
-        ((), D1, 0.5, 0, False),  # without any there is no pair, and nothing was warmed
-    ],
-)
-def test_a_prompt_that_would_wait_for_long_is_run_by_a_decode_worker(
-    prefill: tuple[Replica, ...], worker: Replica, wait: float, pages: int, local: bool
-) -> None:
-    """A prompt of 1,000 tokens, of which so many pages are at the first prefill worker."""
-    chooser = Chooser(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_wait=wait))
-    cached = {prefill[0].process: pages} if prefill else {}
-    decision = chooser.choose(Situation(View(prefill, (worker,)), PlacementRequest(1000), prefill_pages=cached))
-    assert local is (decision is not None and decision.route == "local")
-
-
-def test_a_decode_worker_runs_no_prompt_of_one_token_or_another_revision() -> None:
-    for option in ({"local_prefill_tokens": 256}, {"local_prefill_wait": 1e-9}):
-        assert choose(View((BUSY,), (D1,)), PlacementRequest(10, outputs=1), **option) == Placement(BUSY, None)
-    newer = decode(revision="b")
-    assert choose(View((BUSY,), (newer,), first="b"), local_prefill_wait=0.6) == Placement(BUSY, newer)
-
-
-# ------------------------------------------------------------------------------------- room and contexts
 
 
 @pytest.mark.parametrize("role", ["decode", "unified"])
@@ -377,16 +312,8 @@ def replicas(names: set[int]) -> list[Replica]:
     return [Replica(f"w{name:02}", 0, "e", "f", capacity=9, tokens=0, sequences=0) for name in sorted(names)]
 
 
-def home_of(
-    candidates: list[Replica], name: str, load_factor: float = 1.25, last: Key | None = None, load_slack: int = 1
-) -> Replica:
-    inputs = Inputs(
-        PlacementRequest(10, session=name),
-        Routing(load_factor=load_factor, load_slack=load_slack),
-        tuple(candidates),
-        {},
-        last,
-    )
+def home_of(candidates: list[Replica], name: str, load_factor: float = 1.25, last: Key | None = None) -> Replica:
+    inputs = Inputs(PlacementRequest(10, session=name), Routing(load_factor=load_factor), tuple(candidates), {}, last)
     return candidates[best(candidates, session(candidates, inputs), last)]
 
 
@@ -398,7 +325,7 @@ def test_nobody_exceeds_the_bound(names: set[int], factor: float, requests: list
         chosen = home_of(candidates, name, factor)
         index = candidates.index(chosen)
         candidates[index] = replace(chosen, sequences=chosen.sequences + 1)
-        assert candidates[index].sequences <= math.ceil(factor * count / len(candidates))
+        assert candidates[index].sequences <= max(math.ceil(factor * count / len(candidates)), LOAD_SLACK)
 
 
 @given(NAMES, st.integers(31, 40))
@@ -435,8 +362,8 @@ def test_a_session_ignores_turns_and_returns_after_a_rush() -> None:
 def test_few_sequences_are_no_load() -> None:
     candidates = replicas({1, 2, 3})
     home = home_of(candidates, "s")
-    some = [replace(r, sequences=3) if r == home else r for r in candidates]
-    assert home_of(some, "s", load_slack=4).key == home.key != home_of(some, "s", load_slack=3).key
+    some, more = ([replace(r, sequences=n) if r == home else r for r in candidates] for n in (3, 4))
+    assert home_of(some, "s").key == home.key != home_of(more, "s").key
 
 
 def test_without_a_session_the_least_loaded() -> None:

@@ -69,7 +69,7 @@ function workerRow(worker) {
   const kind = worker.routable ? "good" : worker.reachable ? "wait" : "bad";
   return [
     { text: worker.name || worker.address, why: worker.name ? worker.address : "" },
-    lower(worker.info?.role, "ROLE_"),
+    [lower(worker.info?.role, "ROLE_"), lower(worker.load?.duty, "DUTY_")].filter((it) => it && it !== "unspecified").join(": "),
     { text: worker.leaving ? `${state}, leaving` : state, kind, why: worker.detail },
     ...["running", "waiting"].map((field) => (replicas.length ? number.format(sum(replicas, field)) : "")),
     number.format(worker.in_flight),

@@ -9,6 +9,7 @@ that it sends.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import add
@@ -17,7 +18,7 @@ from millrace_serve.engine.health.progress import Progress
 from millrace_serve.engine.lockstep import packing
 from millrace_serve.engine.lockstep.followers import Inlet, LinkInlet, Outlet
 from millrace_serve.engine.lockstep.replicas import Replicas, ReplicaState, Said
-from millrace_serve.engine.schedule.plan import ContextParallelTurn, Plan
+from millrace_serve.engine.schedule.plan import NOTHING, ContextParallelTurn, Plan, Work
 from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.engine.step.runner import Runner, StepHandle
 from millrace_serve.model.context_parallel.split import Split
@@ -33,6 +34,7 @@ class Agreement:
     last: bool  # of all steps
     split: Split | None = None  # of the step's shared chunk
     turn: ContextParallelTurn | None = None  # in the next step
+    limit_s: float = math.inf  # for the next step, of all replicas' decode sequences
 
     @property
     def anybody_works(self) -> bool:
@@ -41,6 +43,14 @@ class Agreement:
     @property
     def most_sampled(self) -> int:
         return max(self.num_sampled)
+
+    def widest(self, work: Work) -> Work:
+        """`work` of this replica, with the numbers of those that have more: all wait for them. What a shared chunk
+        takes tells nothing of others.
+        """
+        if self.split is not None or not any(work):
+            return NOTHING
+        return work._replace(sequences=max(self.num_decode), tokens=max(self.chunk_tokens))
 
     def tell(self, batch: HostBatch) -> None:
         """Write into a replica's batch what it needs to know of the others."""
@@ -130,18 +140,20 @@ def _state(plan: Plan, last: bool) -> ReplicaState:
     sampling = sum(chunk.samples for chunk in plan.chunks)
     tokens = sum(chunk.end - chunk.start for chunk in plan.chunks if not chunk.shared)
     shared = (plan.shared.start, plan.shared.end) if plan.shared else (0, 0)
-    return ReplicaState(len(plan.decode), sampling, tokens, int(last), int(plan.wants_turn), *shared)
+    limit_us = 0 if plan.limit_s == math.inf else math.ceil(plan.limit_s * 1e6)
+    return ReplicaState(len(plan.decode), sampling, tokens, int(last), int(plan.wants_turn), *shared, limit_us)
 
 
 def _agreement(states: Sequence[Said], me: int) -> Agreement:
     """Of the replica with index `me`."""
-    decode, chunks, tokens, ends, wants, starts, stops = zip(*states, strict=True)
+    decode, chunks, tokens, ends, wants, starts, stops, limits = zip(*states, strict=True)
     split = None
     if any(stops):
         owner = next(index for index, stop in enumerate(stops) if stop)
         split = Split(owner, me, len(states), starts[owner], stops[owner])
     turn = _turn(wants, split, me) if any(wants) else None
-    return Agreement(decode, tuple(map(add, decode, chunks)), tokens, any(ends), split, turn)
+    limit_s = min((limit / 1e6 for limit in limits if limit), default=math.inf)
+    return Agreement(decode, tuple(map(add, decode, chunks)), tokens, any(ends), split, turn, limit_s)
 
 
 def _turn(wants: Sequence[int], split: Split | None, me: int) -> ContextParallelTurn:

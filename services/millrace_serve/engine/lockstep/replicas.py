@@ -30,6 +30,7 @@ class ReplicaState(NamedTuple):
     wants_turn: int = 0  # Plan.wants_turn
     shared_start: int = 0  # its shared chunk; both 0: it has none
     shared_end: int = 0
+    limit_us: int = 0  # that its decode sequences set for a step; 0: none
 
 
 Said = tuple[int, ...]  # a State as the plain tuple of its fields: 72 of them are made in every step

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 WINDOW = 256  # outputs that are remembered: lengths have heavy tails, and a change of load is to be seen soon
 LEAST = 32  # fewer teach nothing
-# Standard deviations of the need that are kept as well. Measured with `python -m millrace_bench.overload`: without any,
+# Standard deviations of the need that are kept as well. Measured (docs/explanation/engine.md): without any,
 # three quarters of the preemptions stay; with 1 a tight pool loses an eighth of its throughput.
 MARGIN = 0.5
 UNKNOWN = 2048  # tokens that an output is expected to have, while too little is known of outputs
@@ -19,14 +19,14 @@ class Outputs:
     """The lengths of the latest outputs, in tokens. `window` 0: nothing is learned."""
 
     def __init__(self, window: int = WINDOW) -> None:
-        self._window = window
+        self.window = window
         self._latest: deque[int] = deque()
         self._sorted: list[int] = []
 
     def ended(self, length: int) -> None:
         self._latest.append(length)
         bisect.insort(self._sorted, length)
-        if len(self._latest) > self._window:
+        if len(self._latest) > self.window:
             del self._sorted[bisect.bisect_left(self._sorted, self._latest.popleft())]
 
     def rest(self, length: int, number: int) -> int:

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from millrace_common.step_times import StepTimes
+
 from millrace_serve.engine.cache.kv_cache import KvCache
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.grammar.grammars import Grammars
-from millrace_serve.engine.schedule.decode import DecodeScheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.schedule.pages import Pages
-from millrace_serve.engine.schedule.prefill import PrefillScheduler
 from millrace_serve.engine.schedule.requests import EngineRequests
 from millrace_serve.engine.schedule.scheduler import Scheduler
 
 Clock = Callable[[], float]
+UNKNOWN = StepTimes()
 
 
 def make_scheduler(
-    config: EngineConfig, role: Role, facts: ModelFacts, clock: Clock, grammars: Grammars, host_pages: int = 0
+    config: EngineConfig,
+    role: Role,
+    facts: ModelFacts,
+    clock: Clock,
+    grammars: Grammars,
+    host_pages: int = 0,
+    times: StepTimes = UNKNOWN,
 ) -> Scheduler:
-    """`host_pages`: copies of pages that the host tier has room for."""
+    """`host_pages`: copies of pages that the host tier has room for; `times` of steps, until they are measured."""
     requests = EngineRequests(config, role, facts, clock, grammars)
     pages = Pages(config, KvCache(config.num_pages, config.page_size, config.prefix_cache, host_pages))
-    if role is Role.PREFILL:
-        return PrefillScheduler(config, requests, pages)
-    return DecodeScheduler(config, requests, pages)
+    return Scheduler(config, role, requests, pages, times)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +31,18 @@ class ContextParallelTurn:
     replicas: int
 
 
+class Work(NamedTuple):
+    """What a step's time depends on (millrace_common/step_times.py). Nothing at all: the time tells nothing."""
+
+    sequences: int = 0  # that decode
+    keys: int = 0  # cached tokens of these
+    tokens: int = 0  # of prompts
+    pairs: float = 0.0  # of a prompt's token and one before it
+
+
+NOTHING = Work()
+
+
 @dataclass(slots=True)
 class Plan:
     """Rows of the step in order: those of each decode sequence (its last token and drafts), then the chunks. At most
@@ -41,6 +55,8 @@ class Plan:
     grown: list[Sequence] = field(default_factory=list)  # got more pages since the last plan
     wants_turn: bool = False  # a prompt here waits for its next shared chunk
     began: float = 0.0  # when it was made, on the scheduler's clock
+    limit_s: float = math.inf  # that its decode sequences set for the step
+    work: Work = NOTHING  # of the replica with most of it
 
     @property
     def shared(self) -> Chunk | None:

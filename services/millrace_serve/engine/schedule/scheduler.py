@@ -1,94 +1,334 @@
-"""The interface of a scheduler, and the common part of both: how a sequence leaves.
+"""The scheduler of a replica. What happens to a request follows from its route; exports.py has the life of an EXPORT.
 
-A sequence that leaves (finished, preempted, held) gives its slot and pages back at once when no launched step names
-it, otherwise with the commit of the last such step. Only then may another sequence have them.
-
-Leading pages of a running prompt may be filled by somebody else: a copy from the host's memory, a read from another
-worker. `_fill` begins that; the sequence has its slot and pages and plans no chunk; `_filled` ends it, and the rest of
-the prompt is computed. A sequence that leaves meanwhile keeps its pages until then.
-
-The rest of a long prompt (`context_parallel_tokens`) is computed in shared chunks only, one in each turn that the
-replicas give this one. In such a step every replica has half of its tokens for the shared chunk and half for prompts of
-its own.
+Life of an IMPORT request:                               Life of a LOCAL request:
+    1. Submit       EXPECTED                                 1. Submit      WAITING, in the queue
+    2. KvOffered    WAITING, in the queue                    2. schedule    RUNNING: a slot, pages for the whole prompt;
+    3. schedule     IMPORTING: pages reserved                               chunks of it share each step with decoding
+    4. KvArrived    READY (or DONE: its first token was      3. commit      first token; it decodes from now on
+                    the last one)
+    5. schedule     RUNNING, decoding
+Then each step gives both up to 1 + draft_tokens rows: the last token and drafts of what follows it. The device accepts
+one of them or more. The rows need pages; with pages for one row a sequence goes on, and the device accepts no
+token beyond the sequence's capacity. Without a free page even for one row, the sequence that goes last (lowest
+priority, latest arrival) is preempted: it returns to the queue without pages and is recomputed here from prompt and
+outputs, whatever its route was, as far as no tier of the prefix cache has its pages. No EXPORT is preempted. Abort or
+deadline: DONE; pages of an IMPORTING request stay until KvArrived or KvFailed ends the transfer.
 """
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Iterator
 
-from millrace_serve.engine.config import EngineConfig
+from millrace_common.reasons import Reason
+from millrace_common.step_times import StepTimes
+
+from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import (
+    Abort,
     Events,
     Failure,
     FinishReason,
     FlushCache,
+    KvArrived,
+    KvFailed,
+    KvLate,
+    KvOffered,
+    KvReserved,
     LeaseEnded,
     Load,
+    Request,
     SchedulerInput,
+    SequenceOutput,
     ServePrefix,
     Submit,
 )
-from millrace_serve.engine.offload.host_copies import HostCopies
-from millrace_serve.engine.schedule.outbox import Outbox
+from millrace_serve.engine.schedule.capacity import Capacity
+from millrace_serve.engine.schedule.exports import Publisher
 from millrace_serve.engine.schedule.pages import Pages
-from millrace_serve.engine.schedule.plan import Chunk, ContextParallelTurn, Plan, StepOutput
+from millrace_serve.engine.schedule.plan import Chunk, Plan, StepOutput, Work
 from millrace_serve.engine.schedule.requests import EngineRequests
 from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer, Trust
 from millrace_serve.engine.schedule.served_pages import ServedPages
+from millrace_serve.engine.schedule.speeds import Speeds
+from millrace_serve.engine.schedule.streams import Streams
 from millrace_serve.engine.schedule.waiting import Waits
 
+# Python 3.11 takes as long for a member of an enum as for a call
+RUNNING, PROVEN = Phase.RUNNING, Trust.PROVEN
+ENDED = (Phase.HELD, Phase.DONE)
 
-class Scheduler(abc.ABC):
-    def __init__(self, config: EngineConfig, requests: EngineRequests, pages: Pages) -> None:
-        self.config, self.requests, self.pages = config, requests, pages
-        self.outbox = Outbox()
-        self.host = HostCopies(pages.cache)
+
+class Scheduler(Streams):
+    def __init__(
+        self, config: EngineConfig, role: Role, requests: EngineRequests, pages: Pages, times: StepTimes
+    ) -> None:
+        """`times` of steps, until they have been measured."""
+        super().__init__(config, requests, pages, Speeds(times))
         self.served_pages = ServedPages(pages.cache)
-        self.leaving: set[Sequence] = set()  # have left, but a launched step still names them
-        self.turn: ContextParallelTurn | None = None  # whether the next step has a shared chunk; the engine sets it
-        self._prefilling: dict[Sequence, None] = {}  # in order of admission
-        self._joined: list[Sequence] = []  # got a slot that no plan has named yet
-        self._blocked = False  # the head of the queue lacked pages when it was last tried
+        self._publisher = Publisher(config, role, pages, self.outbox)
+        self._capacity = Capacity(config, role, requests, pages, self.outputs)
         self._waits = Waits()
 
-    @abc.abstractmethod
+    # ------------------------------------------------------------------------------------------ messages
+
     def handle(self, msg: SchedulerInput) -> None:
         """Never raises for a bad request: the request ends in an output with finish ERROR."""
-
-    def _handle_alike(self, msg: SchedulerInput) -> None:
-        """New requests, and messages about the prefix cache: alike in both schedulers."""
         match msg:
             case Submit(request):
-                enrolled = self.requests.enrol(request)
-                if isinstance(enrolled, Failure):
-                    self.outbox.refuse(request, enrolled)
-                elif enrolled is not None and enrolled.phase is Phase.WAITING:
-                    self.requests.waiting.push(enrolled)
+                self._enrol(request)
             case ServePrefix(id, blocks):
                 self.outbox.events.chunks.append(self.served_pages.serve_prefix(id, blocks))
-            case LeaseEnded(id):
-                self.served_pages.end(id)
             case FlushCache():
                 self.pages.cache.flush()
             case _:
-                raise TypeError(f"a {type(self).__name__} does not take {type(msg).__name__}")
+                if isinstance(msg, KvFailed):
+                    self.served_pages.settle(msg.id)
+                elif isinstance(msg, LeaseEnded):
+                    self.served_pages.end(msg.id)
+                if seq := self.requests.live.get(msg.id):
+                    self._handle_of(seq, msg)
 
-    @abc.abstractmethod
+    def _enrol(self, request: Request) -> None:
+        enrolled = self.requests.enrol(request)
+        if isinstance(enrolled, Failure):
+            self.outbox.refuse(request, enrolled)
+        elif enrolled is not None and enrolled.phase is Phase.WAITING:
+            self.requests.waiting.push(enrolled)
+
+    def _handle_of(self, seq: Sequence, msg: Abort | KvOffered | KvArrived | KvFailed | KvLate | LeaseEnded) -> None:
+        """A message about a live sequence; one that its phase does not expect changes nothing."""
+        match msg:
+            case Abort() if seq.phase not in ENDED:
+                self._stop(seq, FinishReason.ABORT)
+            case KvOffered(_, num_pages) if seq.phase is Phase.EXPECTED:
+                self._queue(seq, num_pages)
+            case KvArrived(_, first, drafts) if seq.transfer is not Transfer.NONE:
+                assert first is not None, f"request {seq.id} arrived without a first token"
+                seq.drafts = drafts
+                self._arrived(seq, first)
+            case KvFailed(_, failure) if seq.transfer is not Transfer.NONE:
+                self._failed(seq, failure)
+            case KvArrived() if seq.num_offered:
+                self._end_fill(seq, seq.num_offered)
+            case KvFailed() if seq.exports:
+                self._lose_prefix(seq)
+            case KvLate() if seq.num_offered and seq.phase is Phase.RUNNING:
+                self._do_without(seq)
+            case LeaseEnded() if seq.exports:
+                self._end_lease(seq)
+
+    def _queue(self, seq: Sequence, num_offered: int) -> None:
+        seq.enter(Phase.WAITING)
+        seq.num_offered = num_offered
+        self.requests.waiting.push(seq)
+
+    # ------------------------------------------------------------------------------------------ imports
+
+    def _reserve(self, seq: Sequence) -> None:
+        seq.enter(Phase.IMPORTING)
+        seq.transfer = Transfer.READING
+        self._importing.add(seq)
+        num_cached_pages = seq.num_computed // self.pages.size
+        self.outbox.events.reserved.append(KvReserved(seq.id, list(seq.pages), num_cached_pages))
+
+    def _arrived(self, seq: Sequence, first: SequenceOutput) -> None:
+        self._end_transfer(seq)
+        if seq.phase is Phase.DONE:
+            self._settle(seq)
+            return
+        held = seq.phase is Phase.IMPORTING
+        tokens = [token.token_id for token in first.tokens]
+        seq.tokens += tokens
+        finish = first.finish or (FinishReason.LENGTH if len(seq.tokens) >= seq.limit else None)
+        if finish is not None:
+            self._stop(seq, finish)
+        elif not held:
+            message = "KV arrived before pages were reserved for it"
+            self._stop(seq, FinishReason.ERROR, Failure(Reason.INTERNAL, message))
+        elif seq.grammar is not None and (refused := seq.grammar.accept(tokens)):
+            self._stop(seq, FinishReason.ERROR, refused)
+        else:
+            seq.trust = Trust.UNPROVEN
+            seq.set_computed(len(seq.request.token_ids))
+            seq.enter(Phase.READY)
+            self._ready[seq] = None
+
+    def _failed(self, seq: Sequence, failure: Failure) -> None:
+        self._end_transfer(seq)
+        if seq.phase is Phase.DONE:
+            self._settle(seq)
+        else:
+            self._stop(seq, FinishReason.ERROR, failure)
+
+    def _end_transfer(self, seq: Sequence) -> None:
+        seq.transfer = Transfer.NONE
+        self._importing.discard(seq)
+
+    # ------------------------------------------------------------------------------------------ exports
+
+    def _end_fill(self, seq: Sequence, num_pages: int) -> None:
+        """Of the sequence's pages `num_pages` have their KV, and no read is in flight."""
+        seq.num_offered = 0
+        self._filled(seq, num_pages)
+        if seq.phase is Phase.RUNNING:
+            self._publisher.publish(seq, num_pages)
+
+    def _lose_prefix(self, seq: Sequence) -> None:
+        if seq.phase is Phase.EXPECTED:
+            self._queue(seq, 0)
+        elif seq.num_offered and seq.filling:
+            self._end_fill(seq, seq.num_computed // self.pages.size)
+        seq.num_offered = 0
+
+    def _do_without(self, seq: Sequence) -> None:
+        """The pages that are being read are kept aside until KvFailed."""
+        own, seq.num_offered = slice(seq.num_computed // self.pages.size, seq.num_offered), 0
+        self.served_pages.set_aside(seq.id, seq.pages[own])
+        self._preempt(seq)
+        self._filled(seq, 0)
+
+    def _end_lease(self, seq: Sequence) -> None:
+        if seq.phase in (Phase.WAITING, Phase.RUNNING):
+            message = "the lease ended before the prompt was computed"
+            self._stop(seq, FinishReason.ERROR, Failure(Reason.KV_EXPIRED, message))
+        if seq.phase is Phase.HELD:
+            self._end_parking(seq)
+
+    # ------------------------------------------------------------------------------------------ scheduling
+
     def schedule(self) -> Plan | None:
-        """The next step; None: nothing can run."""
+        """The next step; None: nothing can run. Rows for every decoding sequence that has a page for one, and prompt
+        chunks up to the step's budget. An undecided sequence sits this step out.
+        """
+        for seq in self.requests.expired():
+            message = f"timeout_s={seq.request.timeout_s} passed"
+            self._stop(seq, FinishReason.ERROR, Failure(Reason.DEADLINE_EXCEEDED, message))
+        plan = Plan([], [], began=self.requests.clock())
+        self._join_ready()
+        self._grow(plan)
+        self._take_decodes(plan)
+        self._take_chunks(plan)
+        return self._complete(plan)
 
-    def reserve(self) -> None:
-        """Between two steps: pages for the first prompts of the queue, if their KV comes from elsewhere."""
-        while (seq := self.requests.waiting.head()) and self._admit_head(seq, budget=0):
-            pass
+    def _complete(self, plan: Plan) -> Plan | None:
+        """None: nothing runs, and no prompt waits for its turn."""
+        if plan.decode or plan.chunks:
+            plan.work = self._work(plan)
+            plan.joined = [seq for seq in self._joined if seq.phase is Phase.RUNNING and not seq.filling]
+            self._joined = []
+            self.outbox.counters["steps"] += 1
+        elif not plan.wants_turn:
+            return None
+        return plan
 
-    @abc.abstractmethod
+    def _work(self, plan: Plan) -> Work:
+        tokens, pairs = 0, 0.0
+        for chunk in plan.chunks:
+            tokens += chunk.end - chunk.start
+            pairs += (chunk.end**2 - chunk.start**2) / 2
+        return plan.work._replace(tokens=tokens, pairs=pairs)
+
+    # ------------------------------------------------------------------------------------------ admission
+
+    def _head(self) -> Sequence | None:
+        """An export that waits for the end of leases lets others pass, whose reads may end them."""
+        head = self.requests.waiting.head()
+        if head is None or not head.exports or self._publisher.has_room(head, self._prefilling):
+            return head
+        self._blocked = True
+        return self.requests.waiting.head(exports=False)
+
+    def _admit_head(self, seq: Sequence, budget: int) -> bool:
+        imports = seq.transfer is Transfer.AWAITED
+        if not imports and not self._may_admit(budget):
+            return False
+        at_least_one_token = 0 if imports else 1
+        if not self._admit(seq, (len(seq.tokens) - at_least_one_token) // self.pages.size, self._headroom(seq)):
+            return False
+        if imports:
+            self._reserve(seq)
+        else:
+            self._run(seq)
+        if seq.exports and self._publisher.begin(seq):
+            self._fill(seq)
+        return True
+
+    # ------------------------------------------------------------------------------------------ results
+
     def commit(self, plan: Plan, output: StepOutput) -> None:
-        """Take the results of the oldest launched step."""
+        """Take the results of the oldest launched step. Row s of `output` belongs to the s-th sampling sequence."""
+        tokens = output.accepted()
+        row = len(plan.decode)
+        for index, seq in enumerate(plan.decode):
+            if self._take_result(seq, index, output):
+                self._append(seq, index, tokens[index], output)
+            if seq.phase is not RUNNING:
+                self._take_leave(seq)
+        for index, chunk in enumerate(plan.chunks, start=row):
+            if self._take_result(chunk.seq, index, output):
+                self._computed(chunk, row, tokens[row] if chunk.samples else None, output)
+            row += chunk.samples
+            if chunk.seq.phase is not RUNNING:
+                self._take_leave(chunk.seq)
+        self.speeds.committed(plan, output, self.requests.clock())
 
-    @abc.abstractmethod
-    def load(self) -> Load: ...
+    def _take_result(self, seq: Sequence, index: int, output: StepOutput) -> bool:
+        """Whether what a step has computed for `seq` counts. A preempted sequence (WAITING) still takes its tokens."""
+        seq.inflight -= 1
+        if seq.phase in ENDED:
+            return False
+        if output.corrupt and index in output.corrupt:
+            self._condemn(seq, output.corrupt[index])
+            return False
+        seq.trust = PROVEN
+        return True
+
+    def _take_leave(self, seq: Sequence) -> None:
+        """`seq` has left before its step was committed."""
+        if not seq.inflight and seq in self.leaving:
+            self._settle(seq)
+
+    def _computed(self, chunk: Chunk, row: int, tokens: list[int] | None, output: StepOutput) -> None:
+        """`tokens` that the chunk has sampled; None: others follow it."""
+        seq, full = chunk.seq, 0
+        if seq.phase is RUNNING:
+            full = self.pages.share(seq, min(chunk.end, len(seq.request.token_ids)))
+        if not seq.exports:
+            if tokens is not None:
+                self._append(seq, row, tokens, output)
+        elif tokens is not None:
+            self._export(seq, row, tokens, output)
+        elif full > seq.num_published:
+            self._publisher.publish(seq, full)
+
+    def _export(self, seq: Sequence, row: int, tokens: list[int], output: StepOutput) -> None:
+        """The prompt is complete: its first token goes out with the last chunk."""
+        _, finish = seq.extend(tokens)
+        first = self.outbox.output(seq, output.outputs(row, tokens, seq), finish)
+        self._publisher.publish(seq, len(seq.pages), first, output.drafts_of(row))
+        self._take_off(seq)
+        self._leave(seq, Phase.HELD)
+
+    def _append(self, seq: Sequence, row: int, tokens: list[int], output: StepOutput) -> None:
+        if seq.silent and seq.phase is RUNNING:
+            self.pages.share(seq, len(seq.request.token_ids))
+        if seq.grammar is not None and len(tokens) > 1:  # behind a token that nothing may follow, none is an output
+            tokens = tokens[: len(seq.grammar.masks(tokens[:-1]))]
+        tokens, finish = seq.extend(tokens)
+        if self._num_queries > 1:
+            self.outbox.drafts.add(seq, int(output.drafted[row]), len(tokens) - 1)
+        self.outbox.output(seq, output.outputs(row, tokens, seq), finish)
+        if finish is not None:
+            self._take_off(seq)
+            self._leave(seq, Phase.DONE)
+        elif seq.grammar is not None and (refused := seq.grammar.accept(tokens)):
+            self._stop(seq, FinishReason.ERROR, refused)
+        elif self._num_queries > 1 and seq.phase is RUNNING:
+            if seq.grammar is not None:
+                seq.drafts = output.drafts_of(row)
+            self._narrow(seq)
+
+    # ------------------------------------------------------------------------------------------ reports
 
     def take_events(self) -> Events:
         events, self.outbox.events = self.outbox.events, Events()
@@ -104,219 +344,34 @@ class Scheduler(abc.ABC):
         """What waits for pages, a slot or the budget of a step. Of prompts that have begun some may be computed now."""
         yield from self.requests.waiting
         yield from (seq for seq in self._prefilling if not seq.filling)
+        yield from self._ready
 
-    def _admit(self, seq: Sequence, max_cached_pages: int, headroom: int) -> bool:
-        """Pages for the head of the queue, which leaves it."""
-        if not self.pages.take(seq, max_cached_pages, headroom):
-            self._blocked = True
-            return False
-        self.outbox.admitted(seq, self.requests.clock())
-        self.requests.waiting.discard(seq)
-        return True
-
-    @property
-    def _chunk_tokens(self) -> int:
-        """Prompt tokens of this replica's own in the next step."""
-        most = self.config.max_prefill_tokens
-        return max(most - self.config.shared_tokens, 1) if self.turn else most
-
-    def _is_long(self, seq: Sequence) -> bool:
-        return not seq.filling and 0 < self.config.context_parallel_tokens <= len(seq.tokens) - seq.num_computed
-
-    def _take_own(self, plan: Plan, seq: Sequence, budget: int) -> int:
-        """Plan a chunk that this replica computes alone, unless the prompt is long. Returns its tokens."""
-        return 0 if seq.filling or self._is_long(seq) else self._take_chunk(plan, seq, budget)
-
-    def _take_chunks(self, plan: Plan) -> None:
-        """Chunks for the admitted prompts and then for new ones, in order, until the step's token budget is used up.
-
-        Prompts that end within half of the budget come first, and long ones keep the other half: a prompt of 500 tokens
-        does not wait for the end of one of 100,000, and does not stop it.
-        """
-        budget, kept = self._chunk_tokens, 0
-        lasting = [seq for seq in self._prefilling if self._lasts(seq)]
-        if lasting:
-            kept = budget // 2
-        budget -= kept
-        for seq in list(self._prefilling):
-            if not self._lasts(seq):
-                budget -= self._take_own(plan, seq, budget)
-        self._blocked = False
-        while (head := self.requests.waiting.head()) and self._admit_head(head, budget):
-            if head.phase is not Phase.RUNNING or head.filling:
-                continue
-            self._joined.append(head)
-            if self._lasts(head):
-                lasting.append(head)
-                kept += budget
-                budget = 0
-            else:
-                budget -= self._take_own(plan, head, budget)
-        budget += kept
-        for seq in lasting:
-            budget -= self._take_own(plan, seq, budget)
-        self._take_shared(plan)
-
-    def _lasts(self, seq: Sequence) -> bool:
-        """Whether more than half of a step's tokens are left of its prompt, which this replica computes alone."""
-        left = len(seq.tokens) - seq.num_computed
-        return not seq.filling and not self._is_long(seq) and left > self._chunk_tokens // 2
-
-    @abc.abstractmethod
-    def _admit_head(self, seq: Sequence, budget: int) -> bool:
-        """Take `seq` off the queue, if there is room for it. `budget`: tokens that this step can compute."""
-
-    def _run(self, seq: Sequence, num_offered: int = 0) -> None:
-        """Start to compute the prompt of a sequence that has pages. What the host tier has of the rest comes first, if
-        with it there are as many pages as somebody else offers.
-        """
-        self.pages.run(seq)
-        self._prefilling[seq] = None
-        size, own = self.pages.size, seq.num_computed // self.pages.size
-        if self.host.total:
-            blocks = seq.page_hashes((len(seq.tokens) - 1) // size, size)[own:]
-            pages, least = seq.pages[own:], max(num_offered - own, 1)
-            if self.host.fill(pages, blocks, least, lambda count: self._filled(seq, own + count, from_host=True)):
-                self._fill(seq)
-
-    def _fill(self, seq: Sequence) -> None:
-        """Somebody else will write leading pages of `seq`, which has just begun to run."""
-        seq.filling = True
-        seq.inflight += 1
-
-    def _filled(self, seq: Sequence, num_pages: int, from_host: bool = False) -> None:
-        """The fill is over, and nobody writes to the pages any more. The first `num_pages`, all full, have their KV: at
-        least those of the prefix cache, and at least one token is left to compute.
-        """
-        assert seq.filling and num_pages * self.pages.size < len(seq.tokens), f"request {seq.id}, {num_pages} pages"
-        seq.filling = False
-        seq.inflight -= 1
-        if seq.phase is not Phase.RUNNING:
-            self._settle(seq)
-            return
-        if num_pages * self.pages.size > seq.num_computed:
-            seq.set_computed(num_pages * self.pages.size)
-            seq.trust = Trust.UNPROVEN
-            self.outbox.filled(seq, from_host)
-        self._joined.append(seq)
-
-    def _take_shared(self, plan: Plan) -> None:
-        """Use the turn, and ask for the next one; after all other chunks."""
-        long = [seq for seq in self._prefilling if self._is_long(seq)]
-        if long and self.turn is not None and self.turn.mine:
-            self._take_chunk(plan, long[0], self.turn.replicas * self.config.shared_tokens)
-            plan.chunks[-1].shared = True
-        plan.wants_turn = any(map(self._is_long, long))
-
-    def _may_admit(self, budget: int) -> bool:
-        """Whether the step has room for another prompt. One long prompt waits behind another one, not more."""
-        long = sum(self._lasts(seq) or self._is_long(seq) for seq in self._prefilling)
-        return budget > 0 and long < 2 and self.pages.has_slot()
-
-    def _complete(self, plan: Plan) -> Plan | None:
-        """None: nothing runs, and no prompt waits for its turn."""
-        if plan.decode or plan.chunks:
-            plan.joined = [seq for seq in self._joined if seq.phase is Phase.RUNNING and not seq.filling]
-            self._joined = []
-            self.outbox.counters["steps"] += 1
-        elif not plan.wants_turn:
-            return None
-        return plan
-
-    def _take_chunk(self, plan: Plan, seq: Sequence, budget: int) -> int:
-        """Plan the next tokens of a prompt, at most `budget`. Returns their number."""
-        start = seq.num_computed
-        end = min(start + budget, len(seq.tokens))
-        if end <= start:
-            return 0
-        seq.set_computed(end)
-        seq.inflight += 1
-        plan.chunks.append(Chunk(seq, start, end, samples=end == len(seq.tokens)))
-        return end - start
-
-    def _condemn(self, seq: Sequence, why: Failure) -> None:
-        """A step found that a page of `seq` is wrong. It may have come from any tier."""
-        seq.trust = Trust.CORRUPT
-        self.host.disk.remove(seq.page_hashes(len(seq.tokens) // self.pages.size, self.pages.size))
-        self._stop(seq, FinishReason.ERROR, why)
-
-    def _stop(self, seq: Sequence, finish: FinishReason, error: Failure | None = None) -> None:
-        """End a request in any phase but DONE."""
-        self.outbox.output(seq, [], finish, error)
-        self._take_off(seq)
-        self._leave(seq, Phase.DONE)
-
-    def _take_off(self, seq: Sequence) -> None:
-        """Remove `seq` from every list of those that will be scheduled."""
-        self.requests.waiting.discard(seq)
-        self._prefilling.pop(seq, None)
-
-    def _leave(self, seq: Sequence, phase: Phase) -> None:
-        """`seq`, already taken off, goes to WAITING, HELD or DONE."""
-        if phase is not Phase.WAITING and seq.phase is not Phase.HELD:
-            self.requests.num_active -= 1
-        seq.enter(phase)
-        self._settle(seq)
-
-    def _settle(self, seq: Sequence) -> None:
-        """Free what a sequence that has left still holds, unless a launched step or a transfer uses it."""
-        if seq.transfer is Transfer.READING:
-            return
-        if seq.inflight:
-            self.leaving.add(seq)
-        elif seq.phase is not Phase.WAITING or not self._save(seq):
-            self._free(seq)
-
-    def _save(self, seq: Sequence) -> bool:
-        """Copy full pages of a preempted sequence to the host tier before they are given back. False: nothing to do."""
-        full, size = seq.num_computed // self.pages.size, self.pages.size
-        if not self.host.total or seq.trust is not Trust.PROVEN:
-            return False
-
-        def saved() -> None:
-            seq.inflight -= 1
-            if seq.phase is Phase.WAITING:
-                self._free(seq)
-            else:
-                self._settle(seq)
-
-        if not self.host.save(seq.pages[:full], seq.page_hashes(full, size), saved):
-            return False
-        seq.inflight += 1
-        self.leaving.add(seq)
-        return True
-
-    def _free(self, seq: Sequence) -> None:
-        self.leaving.discard(seq)
-        self.pages.free_slot(seq)
-        if seq.phase is Phase.HELD:
-            self.pages.hold(seq)
-            return
-        self.pages.release(seq)
-        if seq.phase is Phase.WAITING:
-            self.requests.waiting.push(seq)
-        else:
-            del self.requests.live[seq.id]
-
-    def _load(self, running: int, importing: int, exporting: int) -> Load:
-        pool, requests = self.pages.cache.pool, self.requests
+    def load(self) -> Load:
+        requests, pool, drafts = self.requests, self.pages.cache.pool, self.outbox.drafts
+        filling = sum(seq.filling for seq in self._prefilling)
         begun = sum(len(seq.tokens) - seq.num_computed for seq in self._prefilling)
+        waiting_tokens = requests.waiting.num_tokens + begun
         return Load(
-            running=running,
+            running=len(self._prefilling) - filling + len(self._decoding),
             waiting=requests.num_waiting,
-            importing=importing,
-            exporting=exporting,
-            waiting_tokens=requests.waiting.num_tokens + begun,
+            importing=filling + len(self._importing) + len(self._ready),
+            exporting=self.num_held,
+            waiting_tokens=waiting_tokens,
             begun_tokens=begun,
             pages_total=pool.total,
             pages_free=pool.num_free,
             pages_cached=pool.num_cached,
             pages_published=pool.num_published,
             pages_running=pool.num_running,
-            drafted=tuple(self.outbox.drafts.drafted[: self.config.draft_tokens]),
-            accepted=tuple(self.outbox.drafts.accepted[: self.config.draft_tokens]),
-            capacity=0 if self._blocked else max(requests.room(), 0),
+            drafted=tuple(drafts.drafted[: self.config.draft_tokens]),
+            accepted=tuple(drafts.accepted[: self.config.draft_tokens]),
+            capacity=0 if self._blocked else self._capacity.capacity,
             host_pages_total=self.host.total,
             host_pages_used=self.host.used,
+            prompt_tokens_per_s=self.speeds.prompt_tokens_per_s,
+            output_tokens_per_s=self.speeds.output_tokens_per_s,
+            room=self._capacity.room(waiting_tokens, self.speeds),
+            step_times=self.speeds.measured,
+            expected_output=self._capacity.expected_output,
             counters=self.outbox.counters.copy(),
         )

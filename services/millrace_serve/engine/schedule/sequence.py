@@ -87,6 +87,8 @@ class Sequence:
     id: RequestId = field(init=False)
     tokens: list[int] = field(init=False)
     num_prompt: int = field(init=False)
+    exports: bool = field(init=False)  # other workers read its pages
+    tpot_limit_s: float = field(init=False)  # of a step with a token of it
     phase: Phase = Phase.WAITING
     transfer: Transfer = Transfer.NONE
     trust: Trust = Trust.PROVEN
@@ -112,6 +114,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.id, self.tokens = self.request.id, list(self.request.token_ids)
         self.num_prompt = len(self.tokens) - self.request.num_prior_outputs
+        self.exports = self.request.route is Route.EXPORT
+        self.tpot_limit_s = self.request.tpot_limit_s or math.inf
         if self.request.route is Route.IMPORT:
             self.phase, self.transfer = Phase.EXPECTED, Transfer.AWAITED
         elif self.request.fetches_prefix:

@@ -1,5 +1,5 @@
-"""The queue in front of a scheduler: by priority, then by arrival. No request is skipped, so none starves. And what is
-told of those that wait.
+"""The queue in front of a scheduler: by priority, then by arrival. No request is skipped, so none starves, but for
+prompts that may not be exported yet. And what is told of those that wait.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ LOOK_S = 0.5  # between two looks at what waits: shorter waits are told to nobod
 
 class WaitingQueue:
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Sequence]] = []
-        # tokens of each, as they were when it came; the heap keeps entries of discarded sequences until they surface
+        self._exports: list[tuple[tuple[int, int], Sequence]] = []  # heaps
+        self._others: list[tuple[tuple[int, int], Sequence]] = []
+        # tokens of each, as they were when it came; heaps keep entries of discarded sequences until they surface
         self._members: dict[Sequence, int] = {}
         self.num_tokens = 0
 
@@ -27,14 +28,18 @@ class WaitingQueue:
         return iter(self._members)
 
     def push(self, seq: Sequence) -> None:
-        heapq.heappush(self._heap, (seq.order, seq))
+        heapq.heappush(self._exports if seq.exports else self._others, (seq.order, seq))
         self._members[seq] = len(seq.tokens)
         self.num_tokens += len(seq.tokens)
 
-    def head(self) -> Sequence | None:
-        while self._heap and self._heap[0][1] not in self._members:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+    def head(self, exports: bool = True) -> Sequence | None:
+        """The first one. `exports` false: of those that export nothing."""
+        heaps = (self._exports, self._others) if exports else (self._others,)
+        for heap in heaps:
+            while heap and heap[0][1] not in self._members:
+                heapq.heappop(heap)
+        firsts = [heap[0] for heap in heaps if heap]
+        return min(firsts)[1] if firsts else None
 
     def discard(self, seq: Sequence) -> None:
         self.num_tokens -= self._members.pop(seq, 0)

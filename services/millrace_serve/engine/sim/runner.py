@@ -1,6 +1,7 @@
 """A runner without a model: a timing model for the end of a step, and an oracle for its tokens. No torch.
 
-    step seconds = fixed + per token + per sequence + per key, on one device that runs one step after the other
+    step seconds = fixed + per token + per sequence + per key, on one device that runs one step after the other;
+                   the fixed part once, also where prompts and decoding sequences share the step
     token        = hash(prompt of the room, seed if sampling, output position)
     accepted     = 1 + the drafts before the first that hash(prompt, output position) rejects
 

@@ -121,8 +121,8 @@ def together(setup: RankSetup) -> None:
 
 
 def mark(setup: RankSetup) -> None:
-    """Mark the folder as complete, for all roles after a unified worker. A read-only folder stays as it is."""
-    for role in Role if setup.role is Role.UNIFIED else (setup.role,):
+    """Mark the folder as complete, for all roles after a worker that does all. A read-only folder stays as it is."""
+    for role in Role if setup.role in (Role.UNIFIED, Role.FLEXIBLE) else (setup.role,):
         if (file := mark_file(dataclasses.replace(setup, role=role))) is not None:
             with contextlib.suppress(OSError):
                 file.parent.mkdir(parents=True, exist_ok=True)

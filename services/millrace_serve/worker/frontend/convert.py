@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from typing import Any
 
@@ -11,6 +12,7 @@ import msgspec
 from millrace.v1 import common_pb2, kv_pb2, worker_pb2
 from millrace_common import sampling_limits as limits
 from millrace_common.reasons import Reason
+from millrace_common.step_times import StepTimes
 from millrace_rpc.errors import TABLE, MillraceError
 
 from millrace_serve.engine.cache.kv_pool import KvLayout
@@ -69,6 +71,7 @@ def request(wire: worker_pb2.EngineRequest, route: Route, fetches_prefix: bool =
         priority=wire.priority,
         timeout_s=wire.timeout_ms / 1000 if wire.timeout_ms else None,
         cache_salt=wire.cache_salt,
+        tpot_limit_s=wire.tpot_limit_ms / 1000,
         fetches_prefix=fetches_prefix,
     )
 
@@ -216,4 +219,5 @@ def wire_layout(layout: KvLayout) -> common_pb2.KvLayout:
 
 
 def wire_load(load: Load) -> worker_pb2.ReplicaLoad:
-    return worker_pb2.ReplicaLoad(**msgspec.structs.asdict(load))
+    times = worker_pb2.StepTimes(**dataclasses.asdict(StepTimes(*load.step_times))) if load.step_times else None
+    return worker_pb2.ReplicaLoad(**{**msgspec.structs.asdict(load), "step_times": times})

@@ -79,7 +79,7 @@ class Frontend:
         self.requests = Requests(config.dp, self.lifecycle, self.ranks, self.spans, self.metrics)
         self.role = make_role(self)
         self.ranks.handlers.update(self.role.handlers)
-        self.links = Links(epoch, self.requests, self.role.submit)
+        self.links = Links(epoch, self.requests, self.role.submit, self.board.linked)
         self.version = ""  # of the weights; empty: the checkpoint's hash stands for it
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.leaving: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -143,7 +143,8 @@ class Frontend:
         async with within(self.config.timeouts.warmup, "the warm-up"):
             for length, concurrent in shapes:
                 requests = [
-                    (replica, warmup.tiny_request(length, info.vocab_size, self.role.warmup_route))
+                    (replica, warmup.tiny_request(length, info.vocab_size, route))
+                    for route in self.role.warmup_routes
                     for replica in range(self.config.dp)
                     for _ in range(min(concurrent, self.config.limits.max_running))
                 ]

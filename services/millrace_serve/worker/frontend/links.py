@@ -76,13 +76,20 @@ class RouterLink:
 
 class Links:
     """All Links of a worker: the servicer of PrefillService or DecodeService. `submit(link, message)` starts work, or
-    raises MillraceError.
+    raises MillraceError. `on_change` gets the routers whose Links are open, in order.
     """
 
-    def __init__(self, epoch: str, requests: Requests, submit: Callable[[RouterLink, Any], None]) -> None:
+    def __init__(
+        self,
+        epoch: str,
+        requests: Requests,
+        submit: Callable[[RouterLink, Any], None],
+        on_change: Callable[[list[str]], None] = lambda routers: None,
+    ) -> None:
         self.epoch = epoch
         self._requests = requests
         self._submit = submit
+        self._on_change = on_change
         self._open: set[RouterLink] = set()
 
     async def Link(
@@ -94,7 +101,7 @@ class Links:
         link = RouterLink(hello.router_id, hello.cache_key_id)
         self._compare_keys(link)
         self._open.add(link)
-        log.info("link of router %s opened", link.router_id)
+        self._changed(link, "opened")
         reader = asyncio.create_task(self._read(link, requests))
         # a generator that is suspended in a yield does not notice that its call is over
         context.add_done_callback(lambda _: self._close(link, reader))
@@ -123,11 +130,12 @@ class Links:
 
     def _take(self, link: RouterLink, message: Any) -> None:
         match message.WhichOneof("message"):
-            case "submit":
+            case "submit" | "prefill" as kind:
+                submitted = getattr(message, kind)
                 try:
-                    self._submit(link, message.submit)
+                    self._submit(link, submitted)
                 except MillraceError as error:
-                    link.put(refusal(message.submit.request, error))
+                    link.put(refusal(submitted.request, error))
             case "abort":
                 id = RequestId(message.abort.id.room, message.abort.id.attempt)
                 self._requests.abort(id, message.abort.reason)
@@ -140,12 +148,17 @@ class Links:
             message = "routers %s and %s have different secrets (secret): their prompts share no cached pages"
             log.warning(message, link.router_id, other.router_id, extra=PER_REQUEST)
 
+    def _changed(self, link: RouterLink, how: str) -> None:
+        """A warm-up of another worker has a Link, too, but is no router."""
+        log.info("link of %s %s", f"router {link.router_id}" if link.router_id else "a warm-up", how)
+        self._on_change(sorted({other.router_id for other in self._open} - {""}))
+
     def _close(self, link: RouterLink, reader: asyncio.Task[None]) -> None:
         reader.cancel()
         link.end()
         if link in self._open:
             self._open.remove(link)
-            log.info("link of router %s closed", link.router_id)
+            self._changed(link, "closed")
             self._requests.drop(link)
 
 

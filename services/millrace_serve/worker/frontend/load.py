@@ -6,11 +6,13 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from typing import Any
 
 from millrace.v1 import worker_pb2
 from millrace_common.metrics import Metrics
 from millrace_common.rate import Rate
+from millrace_common.step_times import StepTimes
 
 from millrace_serve.engine.core import Load
 from millrace_serve.worker.frontend import convert
@@ -38,6 +40,8 @@ class LoadBoard:
         self._prefix_fetch_at = -math.inf
         self._state, self._busy, self._starved = state, busy, starved
         self.epoch = epoch
+        self.duty = worker_pb2.DUTY_UNSPECIFIED
+        self._routers: list[str] = []  # that have Links
         self._reported: dict[Any, float] = {}  # by counter
 
     def restart(self) -> None:
@@ -50,6 +54,14 @@ class LoadBoard:
         if load != self.loads[replica]:
             self.loads[replica] = load
             self.changed.fire()
+
+    def linked(self, routers: list[str]) -> None:
+        self._routers = routers
+        self.changed.fire()
+
+    def give(self, duty: worker_pb2.Duty) -> None:
+        self.duty = duty
+        self.changed.fire()
 
     def fetched(self, seconds: float) -> None:
         """A prefix fetch took so long beside its reads."""
@@ -80,6 +92,8 @@ class LoadBoard:
             prefix_fetch_seconds=self.prefix_fetch_s,
             busy=self._busy(),
             starved=self._starved(),
+            duty=self.duty,
+            routers=self._routers,
         )
 
     async def watch(self, min_interval_s: float, max_interval_s: float) -> AsyncIterator[worker_pb2.LoadSnapshot]:
@@ -106,6 +120,8 @@ class LoadBoard:
                 metrics.pages.labels(replica=replica, use=use).set(getattr(load, f"pages_{use}"))
             metrics.waiting_tokens.labels(replica=replica).set(load.waiting_tokens)
             metrics.capacity.labels(replica=replica).set(load.capacity)
+            for part, seconds in asdict(StepTimes(*load.step_times)).items():
+                metrics.step_times.labels(replica=replica, of=part.removesuffix("_s")).set(seconds)
             for name, count in load.counters.items():
                 metric, _, label = name.rpartition("/")
                 self._advance(families[metric].labels(replica, label), count)

@@ -60,7 +60,7 @@ class Requests:
         self.changed = Wakeup()  # fires when an attempt ends
         # what a role does for an attempt besides the engine's work; `on_abort` gets why the attempt ends, for whoever
         # reads or serves its pages, and returns whether there was anything
-        self.on_start: Callable[[RequestId, int], None] = lambda id, replica: None
+        self.on_start: Callable[[Request, int], None] = lambda request, replica: None
         self.on_abort: Callable[[RequestId, Failure], bool] = lambda id, why: False
         self._replicas = replicas
         self._lifecycle = lifecycle
@@ -177,7 +177,7 @@ class Requests:
     def _start(self, request: Request, replica: int, owner: Owner) -> None:
         assert request.id not in self._live, f"{request.id} is live"
         self._live[request.id] = Attempt(owner, replica, request.route)
-        self.on_start(request.id, replica)
+        self.on_start(request, replica)
         self._ranks.send(replica, Submit(request))
 
     def _tell(self, id: RequestId, failure: Failure) -> None:

@@ -1,4 +1,4 @@
-"""The differences between the roles: prefill/ and decode/ implement `RoleLogic` for the frontend."""
+"""What depends on the role of a worker: handover/, prefill/ and decode/ implement `RoleLogic` for the frontend."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import grpc
 from millrace.v1 import worker_pb2
-from millrace_common.reasons import Reason
-from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.core import Events, Failure, Route
 from millrace_serve.worker.frontend.links import Links, RouterLink
@@ -20,13 +18,17 @@ class RoleLogic(abc.ABC):
     """Made by the frontend from itself, once its ranks and requests are there."""
 
     service_names: Sequence[str]
-    warmup_route: Route
     handlers: Mapping[type, Handler]  # of reports of ranks that are not for all roles
 
     @property
+    @abc.abstractmethod
+    def warmup_routes(self) -> Iterable[Route]:
+        """Of the requests that warm this worker up without another one."""
+
+    @property
+    @abc.abstractmethod
     def warmed_sources(self) -> Iterable[str]:
-        """Epochs of the prefill workers whose pair with this one is warm."""
-        return ()
+        """Epochs of the workers whose pages this one reads, and whose pair with it is warm."""
 
     @abc.abstractmethod
     def register(self, server: grpc.aio.Server, links: Links) -> None:
@@ -51,9 +53,9 @@ class RoleLogic(abc.ABC):
     async def disconnect(self) -> None:  # noqa: B027
         """The ranks are about to end: what they are connected with."""
 
+    @abc.abstractmethod
     async def warm_pair(self, source: worker_pb2.KvSourceRef) -> None:
-        """Run a request through a prefill worker and this one. Raises MillraceError."""
-        raise MillraceError(Reason.INVALID_ARGUMENT, "only a decode worker has a source", param="source")
+        """Run a request through the worker at `source` and this one. Raises MillraceError."""
 
     async def close(self) -> None:  # noqa: B027
         """The worker stops; the role gets no further calls."""

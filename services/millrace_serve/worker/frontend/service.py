@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import TypeAlias
@@ -11,6 +12,7 @@ from millrace.v1 import worker_pb2 as pb
 from millrace.v1 import worker_pb2_grpc
 from millrace_common.versions import WORKER_API
 
+from millrace_serve.engine.config import Role
 from millrace_serve.worker.frontend import convert
 from millrace_serve.worker.frontend.frontend import STATES, Frontend
 from millrace_serve.worker.frontend.lifecycle import State
@@ -18,7 +20,10 @@ from millrace_serve.worker.frontend.weights import HotWeights
 
 MIN_INTERVAL_S = 0.05
 MAX_INTERVAL_S = 1.0
+DUTIES = {value: name for name, value in pb.Duty.items() if value != pb.DUTY_UNSPECIFIED}
 SERVICE_NAME = "millrace.v1.WorkerService"
+
+log = logging.getLogger(__name__)
 
 Context: TypeAlias = grpc.aio.ServicerContext
 
@@ -109,6 +114,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 raise convert.invalid("action", "must be one of WeightsAction")
         await weights.to_the_end(action)
         return pb.SetWeightsResponse(version=self._frontend.weights_version, seconds=time.monotonic() - started)
+
+    async def SetDuty(self, request: pb.SetDutyRequest, context: Context) -> pb.SetDutyResponse:
+        if (role := self._frontend.config.role) is not Role.FLEXIBLE:
+            raise convert.invalid("duty", f"is for flexible workers; this is a {role} worker")
+        if request.duty not in DUTIES:
+            raise convert.invalid("duty", f"must be one of {', '.join(DUTIES.values())}")
+        log.info("%s by router %s: %s", DUTIES[request.duty], request.router_id, request.why)
+        self._frontend.board.give(request.duty)
+        return pb.SetDutyResponse()
 
     async def StartProfile(self, request: pb.StartProfileRequest, context: Context) -> pb.StartProfileResponse:
         self._frontend.ranks.ready_info  # noqa: B018

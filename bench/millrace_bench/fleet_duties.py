@@ -1,0 +1,69 @@
+"""The router's controller of duties before simulated flexible workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace_common.split import Capacity
+from millrace_router.duties.controller import BOTH, DECODE, PREFILL, FleetState, Member, decide
+from millrace_router.duties.demand import RecentDemand, Report
+from millrace_router.duties.lead import PERIOD_S
+
+from millrace_bench.fleet import Fleet, Job
+from millrace_bench.fleet_worker import Worker
+
+DUTIES = {PREFILL: "prefill", DECODE: "decode", BOTH: "both"}
+CODES = {name: duty for duty, name in DUTIES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    at: float
+    workers: int
+    why: str
+
+
+class Duties:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._demand = RecentDemand(lambda: fleet.now)
+        self._workers = [worker for worker in fleet.workers.values() if worker.role == "flexible"]
+        self.changes: list[Change] = []
+        fleet.on_arrival.append(self._arrived)
+        fleet.on_place.append(self._demand.placed)
+        fleet.after(PERIOD_S, self._tick)
+
+    def _arrived(self, job: Job) -> None:
+        self._demand.arrived(job.request.prompt, job.request.max_tokens, self._fleet.made_of.slo)
+
+    def _tick(self) -> None:
+        self._fleet.after(PERIOD_S, self._tick)
+        outputs = sorted(worker.outputs.mean for worker in self._workers)
+        self._demand.look({worker.name: self._report(worker) for worker in self._workers}, outputs[len(outputs) // 2])
+        workload = self._demand.workload()
+        if workload is None:
+            return
+        fleet, machine = self._fleet, self._workers[0].machine
+        waiting = fleet.admission.tokens + sum(fleet.replicas[worker.name].tokens for worker in self._workers)
+        state = FleetState(
+            tuple(self._member(worker) for worker in self._workers),
+            workload,
+            fleet.made_of.slo,
+            machine.times,
+            Capacity(machine.max_running, machine.pool, machine.chunk, machine.handover_s),
+            waiting_tokens=waiting,
+            sample=self._demand.sample,
+        )
+        plan = decide(state)
+        changed = [worker for worker in self._workers if CODES[worker.duty] != plan.duties[worker.name]]
+        for worker in changed:
+            worker.duty = DUTIES[plan.duties[worker.name]]
+        if changed:
+            self.changes.append(Change(fleet.now, len(changed), str(plan)))
+
+    def _report(self, worker: Worker) -> Report:
+        replica = self._fleet.replicas[worker.name]
+        return Report(replica.sequences, replica.sequences, replica.held, worker.generated)
+
+    def _member(self, worker: Worker) -> Member:
+        return Member(worker.name, CODES[worker.duty], self._fleet.replicas[worker.name].sequences)

@@ -1,0 +1,316 @@
+"""A simulated worker: it runs steps, each as long as the times of a step say, whatever is in it.
+
+1. A step has a token of each running sequence, and chunks of prompts: as many tokens as one step may have and, beside
+   sequences with a TPOT limit, as their limit leaves. A worker of prefill takes whole chunks beside former streams.
+2. A prompt whose output another worker generates is handed over at its end. Another goes on here.
+3. Sequences run while the pool has room, by the functions of the engine that admit, preempt and promise room.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from millrace_common.step_times import StepTimes
+from millrace_router.flow.flow import SubRequest
+from millrace_router.policy.snapshot import NOT_MEASURED, Replica
+from millrace_serve.engine.schedule.capacity import QUEUE_S
+from millrace_serve.engine.schedule.expected import Outputs, need, room
+from millrace_serve.engine.schedule.waiting import LOOK_S
+
+if TYPE_CHECKING:
+    from millrace_bench.fleet import Fleet, Job
+
+LEAST_CHUNK = 128  # prompt tokens of a step, whatever its sequences leave
+AMPLE = 4  # pools with so many times the tokens that are in use need no exact look
+MOST_PROMPTS = 320  # of a prefill worker
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a worker is."""
+
+    times: StepTimes
+    pool: int = 1 << 20  # tokens
+    chunk: int = 2048  # prompt tokens of a step
+    max_running: int = 256
+    tpot_s: float = math.inf  # steps with running sequences take no longer because of prompts
+    handover_s: float = 0.0
+    page_bytes: int = 0
+    read_bytes_per_s: float = 0.0
+    by_room: bool = True  # it reports its room and waits; else only capacity
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        return self.chunk / self.times.step_s(tokens=self.chunk, pairs=self.chunk * self.chunk / 2)
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """An attempt at one worker."""
+
+    job: Job
+    sub: SubRequest
+    attempt: int
+    order: int
+    came: float
+    tokens: int  # of the prompt, replayed outputs included
+    goal: int  # outputs of this attempt
+    computed: int = 0  # of the prompt and, after a preemption, of the outputs
+    made: int = 0  # outputs, until it began to run last
+    began: int = 0  # the worker's number of steps then
+    heard: int = 0  # outputs that the router knows
+    waits: bool = False  # as the router was told
+    started: bool = False  # some of it was computed
+    gone: bool = False
+
+
+class Worker:
+    def __init__(self, fleet: Fleet, name: str, role: str, machine: Machine, seen: Sequence[int]) -> None:
+        """`seen`: lengths of earlier outputs."""
+        self.fleet, self.name, self.role, self.machine = fleet, name, role, machine
+        self.duty = role if role != "flexible" else "both"
+        self.outputs = Outputs()
+        for length in seen:
+            self.outputs.ended(length)
+        self.prompts: deque[Part] = deque()
+        self.expected: dict[Job, Part] = {}  # their prompts are being computed elsewhere
+        self.waiting: list[tuple[int, Part]] = []  # what came from elsewhere, or was preempted
+        self.running: dict[Part, None] = {}
+        self._ends: list[tuple[int, int, Part]] = []  # by the step in which they end
+        self._keys = 0  # tokens of running sequences
+        self._begun = 0  # tokens of prompts that were begun and stay here
+        self._prompt_tokens = 0  # to be computed
+        self._steps = self.computed = self.generated = self.preemptions = 0
+        self._busy = False
+
+    # ------------------------------------------------------------------------------------- what the router sends
+
+    def add(self, part: Part, cached: int, after_s: float = 0.0) -> None:
+        """A prompt, of which `cached` tokens need no computing, once they are here."""
+        part.computed = cached
+        self._prompt_tokens += part.tokens - cached
+        self.fleet.after(after_s, lambda: self._queue(part))
+
+    def expect(self, part: Part) -> None:
+        """A sequence whose prompt is computed elsewhere."""
+        part.made = 1
+        self.expected[part.job] = part
+
+    def arrived(self, job: Job) -> None:
+        if part := self.expected.pop(job, None):
+            part.computed = _length(part)
+            heapq.heappush(self.waiting, (part.order, part))
+            self._step()
+
+    def drop(self, job: Job) -> None:
+        self.expected.pop(job, None)
+        for part in [part for part in (*self.prompts, *self.running) if part.job is job]:
+            self._leave(part)
+        self.waiting = [entry for entry in self.waiting if entry[1].job is not job]
+        heapq.heapify(self.waiting)
+
+    # ------------------------------------------------------------------------------------- steps
+
+    def _queue(self, part: Part) -> None:
+        if not part.gone:
+            self.prompts.append(part)
+            self._step()
+
+    def _step(self) -> None:
+        """Begin the next step, if none is under way and there is anything to do."""
+        if self._busy:
+            return
+        self._admit()
+        chunks = self._chunks()
+        if not chunks and not self.running:
+            return
+        tokens = sum(count for _, count in chunks)
+        pairs = sum(count * (part.computed + count / 2) for part, count in chunks)
+        self._busy = True
+        seconds = self.machine.times.step_s(len(self.running), self._keys, tokens, pairs)
+        self.fleet.after(seconds, lambda: self._end(chunks))
+
+    def _chunks(self) -> list[tuple[Part, int]]:
+        limit, chunks = self._most_tokens(), list[tuple[Part, int]]()
+        places = self.machine.max_running - len(self.running)
+        for part in self.prompts:
+            if limit <= 0 or not self._begins(part, places):
+                break
+            part.started, count = True, min(_length(part) - part.computed, limit)
+            chunks.append((part, count))
+            limit, places = limit - count, places - (part.sub is SubRequest.DECODE)
+        return chunks
+
+    def _most_tokens(self) -> int:
+        machine, rows = self.machine, len(self.running)
+        if not (rows and self.prompts and machine.tpot_s < math.inf) or self.duty == "prefill":
+            return machine.chunk
+        within = machine.times.tokens_within(machine.tpot_s, rows, self._keys, self.prompts[0].computed)
+        return min(max(within, LEAST_CHUNK), machine.chunk)
+
+    def _begins(self, part: Part, places: int) -> bool:
+        """Whether a prompt can go on, or begin: one that stays here needs a place and pages."""
+        if part.sub is SubRequest.PREFILL or part.began < 0:
+            return True
+        if places <= 0 or not self._fits(part):
+            return False
+        part.began = -1
+        self._begun += _length(part)
+        return True
+
+    def _end(self, chunks: list[tuple[Part, int]]) -> None:
+        self._busy = False
+        self._steps += 1
+        self._keys += len(self.running)
+        self.generated += len(self.running)
+        while self._ends and self._ends[0][0] <= self._steps:
+            part = heapq.heappop(self._ends)[2]
+            if part in self.running:
+                self._finish(part)
+        for part, count in chunks:
+            self.computed += count
+            if not part.gone:
+                part.computed += count
+                self._prompt_tokens -= count
+                if part.computed >= _length(part):
+                    self._first_token(part)
+        while len(self.running) > 1 and self._keys + self._begun > self.machine.pool:
+            self._preempt(max(self.running, key=lambda part: part.order))
+        self._step()
+
+    def _first_token(self, part: Part) -> None:
+        self.prompts.remove(part)
+        if part.sub is SubRequest.PREFILL:
+            part.job.prefilled(self, part)
+            return
+        self._begun -= _length(part)
+        self._run(part, part.made + 1)
+        part.job.hear(self, part, part.made)
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.machine.max_running and self._fits(self.waiting[0][1]):
+            part = heapq.heappop(self.waiting)[1]
+            if part.computed < _length(part):
+                part.began = 0
+                self._prompt_tokens += _length(part) - part.computed
+                self.prompts.appendleft(part)
+                return
+            self._run(part, part.made)
+
+    def _run(self, part: Part, made: int) -> None:
+        part.made, part.began = made, self._steps
+        if made >= part.goal:
+            self._ended(part)
+            return
+        self.running[part] = None
+        self._keys += part.tokens + made
+        heapq.heappush(self._ends, (self._steps + part.goal - made, part.order, part))
+
+    def _finish(self, part: Part) -> None:
+        self._stop(part)
+        self._ended(part)
+
+    def _ended(self, part: Part) -> None:
+        self.outputs.ended(part.made)
+        part.job.hear(self, part, part.made)
+
+    def _stop(self, part: Part) -> None:
+        """It runs no longer."""
+        del self.running[part]
+        part.made += self._steps - part.began
+        self._keys -= part.tokens + part.made
+
+    def _preempt(self, part: Part) -> None:
+        self._stop(part)
+        self.preemptions += 1
+        part.computed, part.started = 0, False
+        self._ends = [entry for entry in self._ends if entry[2] is not part]
+        heapq.heapify(self._ends)
+        heapq.heappush(self.waiting, (part.order, part))
+
+    def _leave(self, part: Part) -> None:
+        part.gone = True
+        if part in self.running:
+            self._stop(part)
+            return
+        self.prompts.remove(part)
+        self._prompt_tokens -= _length(part) - part.computed
+        if part.began < 0:
+            self._begun -= _length(part)
+
+    def _fits(self, part: Part) -> bool:
+        machine, used = self.machine, self._keys + self._begun
+        if not self.running or AMPLE * (used + _length(part) + part.goal) < machine.pool:
+            return True
+        rests = [(self._rest(one, self.outputs.rest), one.tokens + self._made(one)) for one in self.running]
+        rests.append((self._rest(part, self.outputs.rest), 0))
+        return used + _length(part) + max(need(rests), len(self.running)) <= machine.pool
+
+    def _rest(self, part: Part, rest: Callable[[int, int], int]) -> int:
+        made = self._made(part)
+        return min(rest(made, part.order), part.job.request.max_tokens - made)
+
+    def _made(self, part: Part) -> int:
+        return part.made + (self._steps - part.began if part in self.running else 0)
+
+    # ------------------------------------------------------------------------------------- what it tells
+
+    def tell(self, now: float) -> None:
+        """The router hears what was made, and what waits."""
+        for part in self.running:
+            part.job.hear(self, part, self._made(part))
+        if self.machine.by_room:
+            goes_on = [*self.running, *(part for part in self.prompts if part.started)]
+            waits = [*(part for _, part in self.waiting), *(part for part in self.prompts if not part.started)]
+            for part in goes_on:
+                part.job.told(self, part, waits=False)
+            for part in waits:
+                part.job.told(self, part, waits=now > part.came + LOOK_S)
+
+    def replica(self) -> Replica:
+        machine = self.machine
+        streams = [*self.running, *(part for _, part in self.waiting), *self.expected.values()]
+        streams += [part for part in self.prompts if part.sub is SubRequest.DECODE]
+        exports = sum(part.sub is SubRequest.PREFILL for part in self.prompts)
+        generates = self.role != "prefill"
+        most = machine.max_running + machine.max_running // 8 + 1 if generates and machine.by_room else MOST_PROMPTS
+        return Replica(
+            self.name, 0, self.name, "f",
+            capacity=most - len(streams) - exports,
+            tokens=self._prompt_tokens,
+            sequences=len(streams) + exports,
+            sources=self.fleet.sources if generates else frozenset(),
+            held=self._keys,
+            room=self._room(streams) if machine.by_room else 1 << 60,
+            expected_output=self.outputs.mean if generates and machine.by_room else 0,
+            page_bytes=machine.page_bytes,
+            prompt_tokens_per_s=machine.prompt_tokens_per_s,
+            read_bytes_per_s=machine.read_bytes_per_s,
+            times=machine.times if machine.by_room else NOT_MEASURED,
+            streams=len(self.running) if self.duty == "prefill" else len(streams) + exports,
+            flexible=self.role == "flexible",
+        )  # fmt: skip
+
+    def _room(self, streams: list[Part]) -> int:
+        """Tokens of further requests."""
+        pool = self.machine.pool
+        if self.role == "prefill":
+            return int(self.machine.prompt_tokens_per_s * QUEUE_S) - self._prompt_tokens
+        if not streams:
+            return pool
+        held = sum(part.tokens + self._made(part) for part in streams)
+        typical = min(self.outputs.mean, streams[0].job.request.max_tokens)
+        if AMPLE * (held + len(streams) * typical) < pool:
+            return pool - held - len(streams) * typical
+        parts = [(self._rest(part, self.outputs.expected), part.tokens + self._made(part)) for part in streams]
+        return room(pool - held, parts, typical)
+
+
+def _length(part: Part) -> int:
+    """Tokens to compute before it runs: after a preemption the outputs too."""
+    return part.tokens + (part.made if part.sub is SubRequest.DECODE else 0)

@@ -1,0 +1,272 @@
+"""What a number of replicas can do, by the time of their steps: the requests per second that stay within their limits,
+for each split of the replicas into duties. Pure; `millrace plan`, the router's controller of duties and the simulator
+predict with it.
+
+1. Prefill replicas are a queue of prompts. Its wait has an exponential tail, and the prompt's own chunks come on top.
+2. Replicas with streams reach the step time at which they hold as many sequences as come meanwhile:
+   step = fixed / (1 - prompts' work - streams' work), both as parts of the time.
+3. What the TPOT limit leaves of their steps is time for prompts: a second queue, beside that of the prefill replicas.
+4. A replica of both duties is one of streams, which runs all of its prompts itself and hands nothing over.
+
+Overload does not last for ever: a queue that has grown for `HORIZON_S` is as long as its load made it. So an
+overloaded split still answers some requests in time, and a better split is better however large the load is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from millrace_common.step_times import StepTimes
+
+HORIZON_S = 30.0  # an overload is assumed to last so long
+SHARES = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)  # of the prompts that replicas with streams run themselves
+JITTER = 0.02  # of a step's time, besides that of the number of sequences
+NEVER_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A stream of requests that are alike."""
+
+    input_tokens: float
+    output_tokens: float
+    rate: float  # requests per second
+    cached_tokens: float = 0.0  # of the input, that need not be computed
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Limits of a request in seconds; infinite: none."""
+
+    ttft_s: float = math.inf  # until the first token
+    tpot_s: float = math.inf  # mean time of each further one
+
+    @property
+    def limited(self) -> bool:
+        return self.ttft_s < math.inf or self.tpot_s < math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class DutySplit:
+    """Numbers of replicas by duty."""
+
+    prefill: int = 0
+    decode: int = 0
+    both: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.prefill + self.decode + self.both
+
+    def __str__(self) -> str:
+        parts = ((self.prefill, "prefill"), (self.decode, "decode"), (self.both, "both"))
+        return " + ".join(f"{number} {duty}" for number, duty in parts if number) or "nothing"
+
+    def plus(self, other: DutySplit) -> DutySplit:
+        return DutySplit(self.prefill + other.prefill, self.decode + other.decode, self.both + other.both)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Of one replica."""
+
+    max_running: int = 1 << 20  # sequences
+    kv_tokens: int = 1 << 40  # in its pages
+    chunk_tokens: int = 2048  # prompt tokens of a step
+    handover_s: float = 0.0  # between the first token and the second, when another replica goes on
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a split makes of a workload."""
+
+    goodput: float  # requests per second within both limits
+    ttft_s: float  # mean
+    tpot_s: float  # mean
+    prefill_use: float  # part of the capacity for prompts that is used, of all replicas; above 1: overload
+    decode_sequences: float  # of a replica with streams
+    why: str  # what limits it, in words
+
+
+def expect(split: DutySplit, workload: Workload, slo: Slo, times: StepTimes, capacity: Capacity) -> Expected:
+    """What the split makes of the workload, with the best share of prompts outside prefill replicas."""
+    prefill, streams = split.prefill if split.decode else 0, split.decode + split.both
+    if not streams:
+        return Expected(0.0, math.inf, math.inf, math.inf, 0.0, "nobody generates")
+    load = _Load.of(workload, slo, times, capacity)
+    found = (load.expect(prefill, streams, share) for share in (SHARES if prefill else (1.0,)))
+    return max(found, key=lambda expected: merit(expected, slo))
+
+
+def splits(replicas: int) -> Iterator[DutySplit]:
+    """Every split worth a look: all of both duties, or prefill beside decode. Replicas of decode run whole requests
+    where that is better, so replicas of both duties beside them change nothing.
+    """
+    yield DutySplit(both=replicas)
+    for prefill in range(1, replicas):
+        yield DutySplit(prefill, replicas - prefill)
+
+
+def best(
+    replicas: int, workload: Workload, slo: Slo, times: StepTimes, capacity: Capacity
+) -> list[tuple[DutySplit, Expected]]:
+    """The splits of so many replicas, best first; of equal ones, the one that is further below the limits."""
+    found = [(split, expect(split, workload, slo, times, capacity)) for split in splits(replicas)]
+    return sorted(found, key=lambda row: merit(row[1], slo), reverse=True)
+
+
+def merit(expected: Expected, slo: Slo) -> tuple[float, float]:
+    """To compare splits: the higher one is better."""
+    use = [expected.ttft_s / slo.ttft_s, expected.tpot_s / slo.tpot_s]
+    return round(expected.goodput, 9), -max(part for part in use if not math.isnan(part))
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A workload in seconds of a replica."""
+
+    workload: Workload
+    slo: Slo
+    times: StepTimes
+    capacity: Capacity
+    uncached: float  # prompt tokens to compute
+    outputs: float  # tokens that decode steps make
+    work_s: float  # of a prompt, without the fixed part of its steps
+    fixed_s: float  # of a prompt: that part, in full chunks
+    stream_s: float  # of a sequence in each step
+    most_sequences: float
+
+    @staticmethod
+    def of(workload: Workload, slo: Slo, times: StepTimes, capacity: Capacity) -> _Load:
+        uncached = max(workload.input_tokens - workload.cached_tokens, 1.0)
+        outputs = max(workload.output_tokens - 1, 0.0)
+        length = workload.input_tokens + outputs
+        return _Load(
+            workload,
+            slo,
+            times,
+            capacity,
+            uncached,
+            outputs,
+            times.token_s * uncached + times.pair_s * uncached * (workload.cached_tokens + uncached / 2),
+            (times.fixed_s + times.chunk_s) * uncached / capacity.chunk_tokens,
+            times.sequence_s + times.key_s * (workload.input_tokens + outputs / 2),
+            max(min(capacity.max_running, capacity.kv_tokens / max(length, 1.0)), 1.0),
+        )
+
+    @property
+    def prompt_s(self) -> float:
+        """Of a prefill replica that always has prompts."""
+        return max(self.work_s + self.fixed_s, 1e-12)
+
+    def streams_most(self) -> float:
+        """Streams per second that a replica without prompts can begin, by its places and its memory."""
+        each = self.outputs * (self.times.fixed_s + self.most_sequences * self.stream_s)
+        return self.most_sequences / (each or 1e-12)
+
+    def _left_for_prompts(self) -> float:
+        return max(1 - (self.times.fixed_s + self.times.chunk_s) / self.slo.tpot_s, 0.0)
+
+    def prompts_beside(self, streams: float) -> float:
+        """Prompts per second that a replica can compute beside the streams that it begins per second."""
+        busy = streams * self.outputs * self.stream_s
+        return max(min((self._left_for_prompts() - busy) / (self.work_s or 1e-12), (1 - busy) / self.prompt_s), 0.0)
+
+    def expect(self, prefill: int, streams: int, share: float) -> Expected:
+        """`share` of the prompts is run by the replicas of streams."""
+        rate, slo, times = self.workload.rate, self.slo, self.times
+        begun = min(rate / streams, self.streams_most())
+        local = min(share * rate / streams, self.prompts_beside(begun))
+        step_s = self._step_s(local, begun)
+        sequences = min(begun * self.outputs * step_s, self.most_sequences)
+        handed_s = (1 - share) * self.capacity.handover_s / max(self.outputs, 1.0)
+        alone_s = times.fixed_s + sequences * self.stream_s
+        on_time = _below(alone_s, slo.tpot_s - handed_s, self.stream_s * math.sqrt(sequences) + JITTER * alone_s)
+        queues = [
+            _Queue(share * rate, streams, self.prompts_beside(begun), self._beside_s(sequences)),
+            _Queue((1 - share) * rate, prefill, 1 / self.prompt_s, self._alone_s()),
+        ]
+        room = _Queue(rate, streams, self.streams_most(), 0.0, servers=self.most_sequences)
+        parts = (share, 1 - share)
+        first = sum(part * queue.within(slo.ttft_s) for part, queue in zip(parts, queues, strict=True) if part)
+        wait_s = room.wait_s + sum(part * queue.mean_s for part, queue in zip(parts, queues, strict=True) if part)
+        first *= room.within(slo.ttft_s)
+        most = prefill / self.prompt_s + streams * self.prompts_beside(begun)
+        use = rate / most if most else math.inf
+        tpot_s = step_s + handed_s
+        why = self._why(max((q.use for q, part in zip(queues, parts, strict=True) if part)), room.use, on_time)
+        return Expected(rate * first * on_time, wait_s, tpot_s, use, sequences, why)
+
+    def _step_s(self, local: float, begun: float) -> float:
+        """The mean step of a replica that computes `local` prompts and begins `begun` streams per second. Prompts make
+        no step longer than the limit.
+        """
+        busy = begun * self.outputs * self.stream_s
+        alone_s = self.times.fixed_s / max(1 - busy, 1e-9)
+        if not local:
+            return alone_s
+        sequences = min(begun * self.outputs * alone_s, self.most_sequences)
+        prompts = local * (self.work_s + self._chunks(sequences) * self.times.chunk_s)
+        return max(min(self.times.fixed_s / max(1 - prompts - busy, 1e-9), self.slo.tpot_s), alone_s)
+
+    def _chunks(self, sequences: float) -> float:
+        """Steps of a prompt's own beside streams, in chunks that the TPOT limit leaves; at least 1."""
+        keys = sequences * (self.workload.input_tokens + self.outputs / 2)
+        start, chunk = int(self.workload.cached_tokens), self.capacity.chunk_tokens
+        if self.slo.tpot_s < math.inf:
+            chunk = min(self.times.tokens_within(self.slo.tpot_s, sequences, keys, start), chunk)
+        return max(self.uncached / chunk, 1.0) if chunk else NEVER_S
+
+    def _alone_s(self) -> float:
+        tokens, start = math.ceil(self.uncached), int(self.workload.cached_tokens)
+        return self.times.prompt_s(tokens, start, self.capacity.chunk_tokens)
+
+    def _beside_s(self, sequences: float) -> float:
+        """Until a prompt beside streams is done."""
+        alone_s = self.times.fixed_s + self.times.chunk_s + sequences * self.stream_s
+        return min(self._chunks(sequences) * alone_s + self.work_s, NEVER_S)
+
+    def _why(self, prompts: float, room: float, on_time: float) -> str:
+        if room > 1:
+            return f"KV pages and places for {room:.0%} of the streams are needed"
+        if on_time < 0.9:
+            return "steps of the streams are too long"
+        return f"prompts need {prompts:.0%} of the time for them" if prompts < 99 else "no time is left for prompts"
+
+
+class _Queue:
+    """Requests that `replicas` serve, each of them `each` per second."""
+
+    def __init__(self, rate: float, replicas: int, each: float, service_s: float, servers: float = 1.0) -> None:
+        """`service_s`: of one that need not wait; `servers`: that a replica serves at once."""
+        self.use = rate / (replicas * each) if replicas and each else math.inf
+        self._service_s = service_s if replicas and each else NEVER_S
+        capacity = max(replicas * each, 1e-9)
+        spare = capacity - rate
+        # Twice the spare capacity, as of a queue with equal services; in an overload, by what it grows to.
+        grown = 16 * capacity / HORIZON_S
+        root = math.sqrt(spare * spare + grown)
+        self._tail = spare + root if spare > 0 else grown / (root - spare)
+        self._waits = min(self.use, 1.0) ** (math.sqrt(2 * (replicas * servers + 1)) - 1)
+
+    @property
+    def wait_s(self) -> float:
+        return self._waits / self._tail
+
+    @property
+    def mean_s(self) -> float:
+        return self._service_s + self.wait_s
+
+    def within(self, limit_s: float) -> float:
+        """The probability that one is served in time."""
+        left_s = limit_s - self._service_s
+        return 1 - self._waits * math.exp(-self._tail * left_s) if left_s > 0 else 0.0
+
+
+def _below(mean: float, limit: float, deviation: float) -> float:
+    """The probability that a normal value is below a limit."""
+    if math.isinf(limit):
+        return 1.0
+    return 0.5 * (1 + math.erf((limit - mean) / (max(deviation, 1e-12) * math.sqrt(2))))

@@ -1,0 +1,1 @@
+"""Which duty each flexible worker has: it follows the load."""

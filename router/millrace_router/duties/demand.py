@@ -1,0 +1,147 @@
+"""What is asked of the workers: the requests of the last seconds, as this router sees them, scaled to all routers by
+what the workers report. Pure; a clock is passed in.
+
+Of other routers' requests a router knows only what they make of the workers: their sequences, the tokens that these
+hold, and the output tokens. So the leader's own requests are taken for a sample, and there are as many more as the
+workers have more sequences than the leader's. A leader without requests reads their shape from the reports as well.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from millrace_common.split import Slo, Workload
+
+from millrace_router.health.window import SLOTS, Window
+
+WINDOW_S = 10.0
+LEAST = 8  # requests: fewer are no sample
+
+
+class Count(enum.IntEnum):
+    ARRIVALS = 0
+    INPUTS = enum.auto()  # tokens
+    OUTPUTS = enum.auto()  # tokens that they are expected to get
+    PLACED = enum.auto()
+    CACHED = enum.auto()  # tokens of the placed ones
+    TTFT = enum.auto()  # requests with such a limit
+    TTFT_S = enum.auto()  # its sum
+    TPOT = enum.auto()
+    TPOT_S = enum.auto()
+    MET = enum.auto()  # requests that ended within their limits
+    OWN = enum.auto()  # sequences of this router, at each look
+    ALL = enum.auto()  # of all routers
+    HELD = enum.auto()  # tokens whose KV these hold
+    GENERATED = enum.auto()  # output tokens of all workers
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Of one flexible worker."""
+
+    own: int  # attempts of this router
+    sequences: int
+    held: int  # tokens whose KV its sequences hold
+    generated: float  # output tokens since its process started
+
+
+class RecentDemand:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._window = Window(WINDOW_S, len(Count))
+        self._generated: Mapping[str, float] = {}  # by epoch, at the latest look
+        self._routers = 1
+        self.expected_output = 0  # tokens of an output, where max_tokens allows as many; 0: unknown
+
+    def arrived(self, tokens: int, outputs: int, slo: Slo) -> None:
+        """A request of so many prompt tokens, and of at most so many output tokens."""
+        expected = min(outputs, self.expected_output) if self.expected_output else outputs
+        self._add({Count.ARRIVALS: 1, Count.INPUTS: tokens, Count.OUTPUTS: expected})
+        if slo.ttft_s < math.inf:
+            self._add({Count.TTFT: 1, Count.TTFT_S: slo.ttft_s})
+        if slo.tpot_s < math.inf:
+            self._add({Count.TPOT: 1, Count.TPOT_S: slo.tpot_s})
+
+    def placed(self, cached: int) -> None:
+        self._add({Count.PLACED: 1, Count.CACHED: cached})
+
+    def ended(self, ttft_s: float, tpot_s: float, slo: Slo) -> None:
+        """A request that has its whole answer."""
+        if ttft_s <= slo.ttft_s and tpot_s <= slo.tpot_s:
+            self._add({Count.MET: 1})
+
+    def look(self, reports: Mapping[str, Report], expected_output: int, routers: int = 1) -> None:
+        """What the workers report now, by epoch. To be called every second. `routers`: that the workers list."""
+        before, self._generated = self._generated, {epoch: report.generated for epoch, report in reports.items()}
+        self.expected_output, self._routers = expected_output, routers
+        self._add(
+            {
+                Count.OWN: _sum(report.own for report in reports.values()),
+                Count.ALL: _sum(report.sequences for report in reports.values()),
+                Count.HELD: _sum(report.held for report in reports.values()),
+                Count.GENERATED: _sum(
+                    max(report.generated - before.get(epoch, report.generated), 0) for epoch, report in reports.items()
+                ),
+            }
+        )
+
+    def workload(self) -> Workload | None:
+        """Of all routers. None: there is nothing to speak of."""
+        sums, seconds = self._window.sums(self._clock()), self._seconds()
+        arrivals = sums[Count.ARRIVALS]
+        if arrivals < LEAST:
+            return self._reported(sums, seconds)
+        scaled = self._routers > 1 and sums[Count.OWN] > 0
+        others = max(sums[Count.ALL] / sums[Count.OWN], 1.0) if scaled else 1.0
+        return Workload(
+            input_tokens=sums[Count.INPUTS] / arrivals,
+            output_tokens=max(sums[Count.OUTPUTS] / arrivals, 1.0),
+            rate=arrivals / seconds * others,
+            cached_tokens=sums[Count.CACHED] / sums[Count.PLACED] if sums[Count.PLACED] else 0.0,
+        )
+
+    def slo(self, usual: Slo) -> Slo:
+        """The mean limits of the requests that have any; `usual`: where none came."""
+        sums = self._window.sums(self._clock())
+        if not sums[Count.ARRIVALS]:
+            return usual
+        return Slo(
+            sums[Count.TTFT_S] / sums[Count.TTFT] if sums[Count.TTFT] else math.inf,
+            sums[Count.TPOT_S] / sums[Count.TPOT] if sums[Count.TPOT] else math.inf,
+        )
+
+    @property
+    def sample(self) -> float:
+        """Requests of the window: its rate is known to one part in the square root of it."""
+        return self._window.sums(self._clock())[Count.ARRIVALS]
+
+    @property
+    def goodput(self) -> float:
+        """Requests of this router per second that ended within their limits."""
+        return self._window.sums(self._clock())[Count.MET] / self._seconds()
+
+    def _reported(self, sums: list[float], seconds: float) -> Workload | None:
+        outputs = self.expected_output
+        rate = sums[Count.GENERATED] / seconds / outputs if outputs else 0.0
+        if rate * seconds < LEAST or not sums[Count.ALL]:
+            return None
+        return Workload(max(sums[Count.HELD] / sums[Count.ALL] - outputs / 2, 1.0), outputs, rate)
+
+    def _seconds(self) -> float:
+        """That the window's counters cover: its last slot is not over yet."""
+        now, slot_s = self._clock(), WINDOW_S / SLOTS
+        return max(min(now - self._began, WINDOW_S - slot_s + now % slot_s), slot_s)
+
+    def _add(self, amounts: Mapping[Count, float]) -> None:
+        now = self._clock()
+        for counter, amount in amounts.items():
+            self._window.add(counter, amount, now)
+
+
+def _sum(values: Iterable[float]) -> float:
+    return float(sum(values))

@@ -1,0 +1,87 @@
+"""Scores by predicted times, for requests with limits. Pure.
+
+    first token   the prompt tokens ahead and those of the request, in chunks that the replica's streams leave time for
+    TPOT          a step of the replica with one more sequence
+
+The times are the replica's own (StepTimes); a replica that has not measured any is taken to be as fast as another one.
+A score begins with the violation: by how much of its limits the request would exceed them. 0: it stays within.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from millrace_common.step_times import StepTimes
+
+from millrace_router.policy.scoring import Inputs, Score, spared
+from millrace_router.policy.snapshot import Key, Replica
+
+MOST_CHUNK, LEAST_CHUNK = 2048, 16  # prompt tokens of a step
+HANDOVER_S = 0.01  # between the first token and the second of a pair
+
+
+def measured(replicas: Iterable[Replica]) -> StepTimes | None:
+    """Step times to take where a replica has none. None: nobody has."""
+    for replica in replicas:
+        if replica.times.known:
+            return replica.times
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Predictor:
+    """The scorers of a request, one for each of its roles."""
+
+    unmeasured: StepTimes  # of a replica that has not measured its own
+    _tpot: dict[Key, float] = field(default_factory=dict)  # of replicas that were scored for both phases
+
+    def prefill(self, candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
+        """(violation, seconds until the first token) of replicas that hand the sequence over."""
+        limit_s = inputs.want.slo.ttft_s
+        return [(_over(first / limit_s), first) for first, _ in self.forecasts(candidates, inputs)]
+
+    def decode(self, candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
+        """(violation, TPOT) of replicas that go on with a sequence: of those that `whole` has scored."""
+        limit_s = inputs.want.slo.tpot_s
+        return [(_over(each / limit_s), each) for each in (self._tpot[r.key] for r in candidates)]
+
+    def whole(self, candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
+        """(violation, seconds until the first token, TPOT) of replicas that run both phases."""
+        ttft_s, tpot_s = inputs.want.slo.ttft_s, inputs.want.slo.tpot_s
+        rows = self.forecasts(candidates, inputs)
+        self._tpot.update((r.key, each) for r, (_, each) in zip(candidates, rows, strict=True))
+        return [(_over(first / ttft_s) + _over(each / tpot_s), first, each) for first, each in rows]
+
+    @staticmethod
+    def times(role: str, score: Score) -> tuple[float, float]:
+        """Seconds until the first token and TPOT of a role's score; 0 what the role does not do."""
+        return (0.0 if role == "decode" else score[1]), (0.0 if role == "prefill" else score[-1])
+
+    def forecasts(self, candidates: Sequence[Replica], inputs: Inputs) -> list[tuple[float, float]]:
+        """Seconds until the first token and TPOT at each. Written out as one loop: it runs for every replica and
+        request.
+        """
+        want, found = inputs.want, []
+        length, limit_s = want.tokens, want.slo.tpot_s
+        for replica, have in zip(candidates, spared(candidates, inputs), strict=True):
+            times, streams = replica.times, replica.streams
+            if not times.token_s:
+                times = self.unmeasured
+            step_s, chunk = times.fixed_s, float(MOST_CHUNK)
+            if streams:
+                step_s += times.sequence_s * streams + times.key_s * replica.held
+                chunk = (limit_s - step_s - times.chunk_s) / (times.token_s or 1e-12)
+                chunk = MOST_CHUNK if chunk > MOST_CHUNK else LEAST_CHUNK if chunk < LEAST_CHUNK else chunk
+            own, ahead = length - have, replica.tokens
+            tokens = own + ahead
+            pairs = own * (have + own / 2) + ahead * length / 2  # the prompts ahead are as long as this one
+            steps = tokens / chunk if tokens > chunk else 1.0
+            first_s = steps * (step_s + times.chunk_s) + times.token_s * tokens + times.pair_s * pairs
+            found.append((first_s, step_s + times.sequence_s + times.key_s * length))
+        return found
+
+
+def _over(part: float) -> float:
+    """By how much a part of a limit exceeds it."""
+    return part - 1 if part > 1 else 0.0

@@ -1,0 +1,119 @@
+"""How a sequence leaves a scheduler.
+
+A sequence that leaves (finished, preempted, held) gives its slot and pages back at once when no launched step names
+it, otherwise with the commit of the last such step. Only then may another sequence have them.
+"""
+
+from __future__ import annotations
+
+import abc
+
+from millrace_serve.engine.config import EngineConfig
+from millrace_serve.engine.core import Failure, FinishReason
+from millrace_serve.engine.offload.host_copies import HostCopies
+from millrace_serve.engine.schedule.expected import Outputs
+from millrace_serve.engine.schedule.outbox import Outbox
+from millrace_serve.engine.schedule.pages import Pages
+from millrace_serve.engine.schedule.requests import EngineRequests
+from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer, Trust
+
+
+class Leaving(abc.ABC):
+    def __init__(self, config: EngineConfig, requests: EngineRequests, pages: Pages) -> None:
+        self.config, self.requests, self.pages = config, requests, pages
+        self.outbox = Outbox()
+        self.outputs = Outputs()
+        self.host = HostCopies(pages.cache)
+        self.leaving: set[Sequence] = set()  # have left, but a launched step still names them
+        self.num_held = 0
+
+    @abc.abstractmethod
+    def _take_off(self, seq: Sequence) -> None:
+        """Remove `seq` from every list of those that will be scheduled."""
+
+    def _stop(self, seq: Sequence, finish: FinishReason, error: Failure | None = None) -> None:
+        """End a request in any phase but HELD and DONE."""
+        self.outbox.output(seq, [], finish, error)
+        self._take_off(seq)
+        self._leave(seq, Phase.DONE)
+
+    def _condemn(self, seq: Sequence, why: Failure) -> None:
+        """A step found that a page of `seq` is wrong. It may have come from any tier."""
+        seq.trust = Trust.CORRUPT
+        self.host.disk.remove(seq.page_hashes(len(seq.tokens) // self.pages.size, self.pages.size))
+        self._stop(seq, FinishReason.ERROR, why)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """`seq` gives its pages up and returns to the queue, to be computed again."""
+        self._take_off(seq)
+        seq.preempted, seq.num_known = True, seq.num_computed
+        self.outbox.counters["preemptions"] += 1
+        self._leave(seq, Phase.WAITING)
+
+    def _leave(self, seq: Sequence, phase: Phase) -> None:
+        """`seq`, already taken off, goes to WAITING, HELD or DONE. A prompt of which another worker may read pages
+        stays held until its lease ends.
+        """
+        if phase is Phase.DONE and seq.num_published:
+            phase = Phase.HELD
+        if phase is Phase.DONE and seq.phase is Phase.RUNNING and not seq.exports:
+            self._learn(seq)
+        if phase is not Phase.WAITING:
+            self.requests.num_active -= 1
+        self.num_held += phase is Phase.HELD
+        seq.enter(phase)
+        self._settle(seq)
+
+    def _learn(self, seq: Sequence) -> None:
+        if seq.num_outputs and not seq.request.warms:
+            self.outputs.ended(seq.num_outputs)
+
+    def _settle(self, seq: Sequence) -> None:
+        """Free what a sequence that has left still holds, unless a launched step or a transfer uses it."""
+        if seq.transfer is Transfer.READING:
+            return
+        if seq.inflight:
+            self.leaving.add(seq)
+        elif seq.phase is not Phase.WAITING or not self._save(seq):
+            self._free(seq)
+
+    def _save(self, seq: Sequence) -> bool:
+        """Copy full pages of a preempted sequence to the host tier before they are given back. False: nothing to do."""
+        full, size = seq.num_computed // self.pages.size, self.pages.size
+        if not self.host.total or seq.trust is not Trust.PROVEN:
+            return False
+
+        def saved() -> None:
+            seq.inflight -= 1
+            if seq.phase is Phase.WAITING:
+                self._free(seq)
+            else:
+                self._settle(seq)
+
+        if not self.host.save(seq.pages[:full], seq.page_hashes(full, size), saved):
+            return False
+        seq.inflight += 1
+        self.leaving.add(seq)
+        return True
+
+    def _free(self, seq: Sequence) -> None:
+        self.leaving.discard(seq)
+        self.pages.free_slot(seq)
+        if seq.phase is Phase.HELD:
+            self.pages.hold(seq)
+            return
+        self.pages.release(seq)
+        if seq.phase is Phase.WAITING:
+            self.requests.waiting.push(seq)
+        else:
+            del self.requests.live[seq.id]
+
+    def _end_parking(self, seq: Sequence) -> None:
+        """The lease of its published pages has ended."""
+        self.num_held -= 1
+        seq.enter(Phase.DONE)
+        if seq.inflight:  # aborted an instant ago: the commit of its last step frees its pages
+            self.pages.unpublish(seq)
+        else:
+            self.pages.release_held(seq)
+            del self.requests.live[seq.id]

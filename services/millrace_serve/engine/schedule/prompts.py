@@ -1,0 +1,187 @@
+"""From the queue to the end of a prompt: which prompts get pages, and which tokens of them a step computes.
+
+Leading pages of a running prompt may be filled by somebody else: a copy from the host's memory, a read from another
+worker. `_fill` begins that; the sequence has its slot and pages and plans no chunk; `_filled` ends it, and the rest of
+the prompt is computed. A sequence that leaves meanwhile keeps its pages until then.
+
+The rest of a long prompt (`context_parallel_tokens`) is computed in shared chunks only, one in each turn that the
+replicas give this one. In such a step every replica has half of its tokens for the shared chunk and half for prompts of
+its own.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+
+from millrace_serve.engine.config import EngineConfig, shared_tokens
+from millrace_serve.engine.schedule.leaving import Leaving
+from millrace_serve.engine.schedule.pages import Pages
+from millrace_serve.engine.schedule.plan import Chunk, ContextParallelTurn, Plan
+from millrace_serve.engine.schedule.requests import EngineRequests
+from millrace_serve.engine.schedule.sequence import Phase, Sequence, Trust
+from millrace_serve.engine.schedule.speeds import Speeds
+
+
+class Prompts(Leaving):
+    def __init__(self, config: EngineConfig, requests: EngineRequests, pages: Pages, speeds: Speeds) -> None:
+        super().__init__(config, requests, pages)
+        self.speeds = speeds
+        # Of the next step; the engine sets both:
+        self.turn: ContextParallelTurn | None = None  # whether it has a shared chunk
+        self.limit_s = math.inf  # that sequences of other replicas set for it
+        self._most = config.max_prefill_tokens  # of prompts in the step that is planned
+        self._prefilling: dict[Sequence, None] = {}  # in order of admission
+        self._joined: list[Sequence] = []  # got a slot that no plan has named yet
+        self._blocked = False  # the head of the queue lacked pages when it was last tried
+
+    @abc.abstractmethod
+    def _head(self) -> Sequence | None:
+        """The next sequence of the queue that may get pages."""
+
+    @abc.abstractmethod
+    def _admit_head(self, seq: Sequence, budget: int) -> bool:
+        """Take `seq` off the queue, if there is room for it. `budget`: tokens that this step can compute."""
+
+    def reserve(self) -> None:
+        """Between two steps: pages for the first prompts of the queue, if their KV comes from elsewhere."""
+        while (seq := self._head()) and self._admit_head(seq, budget=0):
+            pass
+
+    def _admit(self, seq: Sequence, max_cached_pages: int, headroom: int) -> bool:
+        """Pages for the head of the queue, which leaves it."""
+        if not self.pages.take(seq, max_cached_pages, headroom):
+            self._blocked = True
+            return False
+        self.outbox.admitted(seq, self.requests.clock())
+        self.requests.waiting.discard(seq)
+        return True
+
+    def _take_off(self, seq: Sequence) -> None:
+        self.requests.waiting.discard(seq)
+        self._prefilling.pop(seq, None)
+
+    # ------------------------------------------------------------------------------------------ chunks
+
+    @property
+    def _chunk_tokens(self) -> int:
+        """Prompt tokens of this replica's own in the next step."""
+        return max(self._most - shared_tokens(self._most), 1) if self.turn else self._most
+
+    def _most_within(self, plan: Plan) -> int:
+        """Prompt tokens for which the decode sequences of `plan` leave time by their limits. A page or a 16th of what
+        a step may have is always left: steps read the weights anyway, and prompts must go on.
+        """
+        limit_s, most, times = min(plan.limit_s, self.limit_s), self.config.max_prefill_tokens, self.speeds.times
+        if limit_s == math.inf or not times.token_s:
+            return most
+        start = max((seq.num_computed for seq in self._prefilling if not seq.filling), default=0)
+        tokens = times.tokens_within(limit_s, plan.work.sequences, plan.work.keys, start)
+        return min(max(tokens, self.pages.size, most // 16), most)
+
+    def _take_chunks(self, plan: Plan) -> None:
+        """Chunks for the admitted prompts and then for new ones, in order, until the step's token budget is used up.
+
+        Prompts that end within half of the budget come first, and long ones keep the other half: a prompt of 500 tokens
+        does not wait for the end of one of 100,000, and does not stop it.
+        """
+        self._most = self._most_within(plan)
+        budget, kept = self._chunk_tokens, 0
+        lasting = [seq for seq in self._prefilling if self._lasts(seq)]
+        if lasting:
+            kept = budget // 2
+        budget -= kept
+        for seq in list(self._prefilling):
+            if not self._lasts(seq):
+                budget -= self._take_own(plan, seq, budget)
+        self._blocked = False
+        while (head := self._head()) and self._admit_head(head, budget):
+            if head.phase is not Phase.RUNNING or head.filling:
+                continue
+            self._joined.append(head)
+            if self._lasts(head):
+                lasting.append(head)
+                kept += budget
+                budget = 0
+            else:
+                budget -= self._take_own(plan, head, budget)
+        budget += kept
+        for seq in lasting:
+            budget -= self._take_own(plan, seq, budget)
+        self._take_shared(plan)
+
+    def _is_long(self, seq: Sequence) -> bool:
+        return not seq.filling and 0 < self.config.context_parallel_tokens <= len(seq.tokens) - seq.num_computed
+
+    def _lasts(self, seq: Sequence) -> bool:
+        """Whether more than half of a step's tokens are left of its prompt, which this replica computes alone."""
+        left = len(seq.tokens) - seq.num_computed
+        return not seq.filling and not self._is_long(seq) and left > self._chunk_tokens // 2
+
+    def _may_admit(self, budget: int) -> bool:
+        """Whether the step has room for another prompt. One long prompt waits behind another one, not more."""
+        long = sum(self._lasts(seq) or self._is_long(seq) for seq in self._prefilling)
+        return budget > 0 and long < 2 and self.pages.has_slot()
+
+    def _take_own(self, plan: Plan, seq: Sequence, budget: int) -> int:
+        """Plan a chunk that this replica computes alone, unless the prompt is long. Returns its tokens."""
+        return 0 if seq.filling or self._is_long(seq) else self._take_chunk(plan, seq, budget)
+
+    def _take_shared(self, plan: Plan) -> None:
+        """Use the turn, and ask for the next one; after all other chunks."""
+        long = [seq for seq in self._prefilling if self._is_long(seq)]
+        if long and self.turn is not None and self.turn.mine:
+            self._take_chunk(plan, long[0], self.turn.replicas * shared_tokens(self._most))
+            plan.chunks[-1].shared = True
+        plan.wants_turn = any(map(self._is_long, long))
+
+    def _take_chunk(self, plan: Plan, seq: Sequence, budget: int) -> int:
+        """Plan the next tokens of a prompt, at most `budget`. Returns their number."""
+        start = seq.num_computed
+        end = min(start + budget, len(seq.tokens))
+        if end <= start:
+            return 0
+        seq.set_computed(end)
+        seq.inflight += 1
+        plan.chunks.append(Chunk(seq, start, end, samples=end == len(seq.tokens)))
+        if seq.preempted:
+            seq.preempted = False
+            again = seq.num_known - start
+            self.outbox.counters["recomputed" if again > self.pages.size else "resumed"] += 1
+        return end - start
+
+    # ------------------------------------------------------------------------------------------ fills
+
+    def _run(self, seq: Sequence) -> None:
+        """Start to compute the prompt of a sequence that has pages. What the host tier has of the rest comes first, if
+        with it there are as many pages as somebody else offers.
+        """
+        self.pages.run(seq)
+        self._prefilling[seq] = None
+        size, own = self.pages.size, seq.num_computed // self.pages.size
+        if self.host.total:
+            blocks = seq.page_hashes((len(seq.tokens) - 1) // size, size)[own:]
+            pages, least = seq.pages[own:], max(seq.num_offered - own, 1)
+            if self.host.fill(pages, blocks, least, lambda count: self._filled(seq, own + count, from_host=True)):
+                self._fill(seq)
+
+    def _fill(self, seq: Sequence) -> None:
+        """Somebody else will write leading pages of `seq`, which has just begun to run."""
+        seq.filling = True
+        seq.inflight += 1
+
+    def _filled(self, seq: Sequence, num_pages: int, from_host: bool = False) -> None:
+        """The fill is over, and nobody writes to the pages any more. The first `num_pages`, all full, have their KV: at
+        least those of the prefix cache, and at least one token is left to compute.
+        """
+        assert seq.filling and num_pages * self.pages.size < len(seq.tokens), f"request {seq.id}, {num_pages} pages"
+        seq.filling = False
+        seq.inflight -= 1
+        if seq.phase is not Phase.RUNNING:
+            self._settle(seq)
+            return
+        if num_pages * self.pages.size > seq.num_computed:
+            seq.set_computed(num_pages * self.pages.size)
+            seq.trust = Trust.UNPROVEN
+            self.outbox.filled(seq, from_host)
+        self._joined.append(seq)

@@ -1,0 +1,66 @@
+"""Fits StepTimes to the steps of a replica: least squares of the relative error, no number below 0.
+
+Old steps fade, those with prompts only as new ones with prompts come, and likewise those without: what is known of
+prompts lasts while none come. What no step has told stays as it was at the start. A step that took much longer than
+expected counts for little, and one that took much less is cut: a late commit, and the step behind it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from millrace_common.step_times import StepTimes
+
+from millrace_serve.engine.schedule.plan import Work
+
+FADE = 0.998  # with every step of its kind
+LEAST = 0.7  # of the expected time
+FEW = 8  # steps of a kind, before which nothing is expected of it
+EVERY = 16  # steps between two solutions, once there were so many
+PRIOR = 1e-3  # weight of the times at the start, in steps
+# Usual amounts, of a usual step: they make the columns of the equations alike.
+SCALE = np.array([1.0, 64.0, 65536.0, 1.0, 1024.0, 1048576.0])
+USUAL_S = 0.02
+NUMBERS = len(SCALE)
+
+
+class StepFit:
+    def __init__(self, start: StepTimes) -> None:
+        self.times = start
+        self._prior = self._solution = self._scaled(start)
+        # Of steps without prompts, and of those with them:
+        self._squares, self._products = np.zeros((2, NUMBERS, NUMBERS)), np.zeros((2, NUMBERS))
+        self._counts = [0, 0]
+
+    def add(self, work: Work, seconds: float) -> None:
+        """A step took `seconds`."""
+        if seconds <= 0:
+            return
+        kind = int(work.tokens > 0)
+        row = np.array([1.0, work.sequences, work.keys, kind, work.tokens, work.pairs]) / SCALE * USUAL_S
+        expected = float(row @ self._solution) if self._counts[kind] >= FEW else 0.0
+        unit = max(expected, seconds)
+        row /= unit
+        self._squares[kind] = FADE * self._squares[kind] + np.outer(row, row)
+        self._products[kind] = FADE * self._products[kind] + row * max(seconds / unit, LEAST)
+        self._counts[kind] += 1
+        if self._counts[kind] <= EVERY or sum(self._counts) % EVERY == 0:
+            self._solve()
+
+    def _solve(self) -> None:
+        squares = self._squares.sum(axis=0) + PRIOR * np.eye(NUMBERS)
+        products = self._products.sum(axis=0) + PRIOR * self._prior
+        kept = np.arange(NUMBERS)
+        while True:  # one number that would be negative goes after the other
+            found = np.linalg.solve(squares[np.ix_(kept, kept)], products[kept])
+            if found.min() >= 0:
+                break
+            kept = np.delete(kept, found.argmin())
+        self._solution = np.zeros(NUMBERS)
+        self._solution[kept] = found
+        self.times = StepTimes(*(self._solution * USUAL_S / SCALE).tolist())
+
+    @staticmethod
+    def _scaled(times: StepTimes) -> np.ndarray:
+        return np.array(dataclasses.astuple(times)) * SCALE / USUAL_S

@@ -1,0 +1,121 @@
+"""Two flexible engines that read each other's pages: neither waits for the other for ever, where half of the pool holds
+any request.
+"""
+
+from __future__ import annotations
+
+from engine.harness import Driver, fill_pages, first_output, request
+from hypothesis import given
+from hypothesis import strategies as st
+from millrace_serve.engine.config import Role
+from millrace_serve.engine.core import Abort, KvArrived, KvFailed, KvOffered, LeaseEnded, RequestId, Route
+from millrace_testing.examples import examples
+
+
+class Pair:
+    """Both engines, and the transfers between them: an import offers itself with the first part of its export, and the
+    lease ends when the import has everything, never before.
+    """
+
+    def __init__(self, **config: object) -> None:
+        self.engines = [Driver(Role.FLEXIBLE, max_running=4, checks=(), **config) for _ in range(2)]
+        self.offered: set[RequestId] = set()
+        self.ended: set[RequestId] = set()
+
+    def submit(self, room: int, length: int, way: int, *, local: bool, priority: int, **sampling: object) -> None:
+        routes = {way: Route.LOCAL} if local else {1 - way: Route.EXPORT, way: Route.IMPORT}
+        for index, route in routes.items():
+            tokens = [room % 150 + 20] * length
+            self.engines[index].submit(request(room, tokens, route, priority=priority, **sampling))
+
+    def step(self) -> None:
+        for index, sink in enumerate(self.engines):
+            source = self.engines[1 - index]
+            sink.step()
+            for id in [id for id, r in sink.requests.items() if r.route is Route.IMPORT and id not in self.ended]:
+                self.transfer(sink, source, id)
+
+    def transfer(self, sink: Driver, source: Driver, id: RequestId) -> None:
+        parts, reserved = source.parts.get(id, []), sink.reserved.get(id)
+        if parts and id not in self.offered:
+            self.offered.add(id)
+            sink.tell(KvOffered(id))
+        if not (parts and parts[-1].last):
+            return
+        first = first_output(source, id)
+        if first.finish is None:
+            if reserved is None:
+                return
+            fill_pages(sink, reserved.page_ids, sink.requests[id].token_ids, reserved.num_cached_pages)
+        self.ended.add(id)
+        sink.arrived[id] = first.tokens[0].token_id
+        sink.tell(KvArrived(id, first))
+        source.tell(LeaseEnded(id))
+
+    @property
+    def done(self) -> bool:
+        return all(
+            id in engine.finish or (r.route is Route.EXPORT and id in self.ended)
+            for engine in self.engines
+            for id, r in engine.requests.items()
+        )
+
+
+works = st.lists(
+    st.tuples(st.integers(1, 18), st.integers(0, 1), st.booleans(), st.integers(0, 1), st.integers(1, 5)),
+    min_size=8,
+    max_size=40,
+)
+
+
+@examples(60)
+@given(works=works, num_pages=st.integers(14, 20), overlap=st.booleans(), prefix_cache=st.booleans())
+def test_exchange_ends_without_the_end_of_a_lease(
+    works: list[tuple[int, int, bool, int, int]], num_pages: int, overlap: bool, prefix_cache: bool
+) -> None:
+    pair = Pair(num_pages=num_pages, overlap=overlap, prefix_cache=prefix_cache)
+    for room, (length, way, local, priority, outputs) in enumerate(works, 1):
+        pair.submit(room, length, way, local=local, priority=priority, max_tokens=outputs)
+    for _ in range(200 + 100 * len(works)):
+        if pair.done:
+            break
+        pair.step()
+    assert pair.done, [engine.engine.load() for engine in pair.engines]
+    for engine in pair.engines:
+        engine.run()
+        engine.check_whole()
+
+
+def test_exports_leave_half_of_the_pool_and_others_pass_them() -> None:
+    driver = Driver(Role.FLEXIBLE, num_pages=21, max_running=8, max_prefill_tokens=100)
+    for room in (1, 2, 3):
+        driver.submit(request(room, [20 + room] * 16, Route.EXPORT))  # 4 pages each, of 10
+    driver.submit(request(4, [30] * 16, Route.LOCAL, max_tokens=2))
+    driver.submit(request(5, [31] * 16, Route.IMPORT, max_tokens=2))
+    driver.tell(KvOffered(RequestId(5, 0)))
+    driver.run()
+    load = driver.engine.load()
+    assert (load.exporting, load.pages_published, load.waiting, load.capacity) == (2, 8, 1, 0)
+    assert RequestId(4, 0) in driver.finish and RequestId(5, 0) in driver.reserved
+    for room in (1, 2):
+        driver.tell(LeaseEnded(RequestId(room, 0)))
+    driver.run()
+    assert driver.engine.load().exporting == 1 and driver.engine.load().capacity > 0
+    driver.tell(LeaseEnded(RequestId(3, 0)))
+    driver.tell(Abort(RequestId(5, 0)))
+    driver.tell(KvFailed(RequestId(5, 0), None))  # type: ignore[arg-type]
+    driver.run()
+    driver.check_whole()
+
+
+def test_streams_that_need_pages_never_take_those_of_exports() -> None:
+    """The export came last and has the lowest priority; what is preempted all the same is the stream before it."""
+    driver = Driver(Role.FLEXIBLE, num_pages=10, max_running=4, max_prefill_tokens=3, prefix_cache=False)
+    for room in (1, 2):
+        driver.submit(request(room, [20 + room] * 3, max_tokens=14, priority=2))
+    driver.submit(request(3, [30] * 15, Route.EXPORT))  # 4 of 9 pages
+    driver.run()
+    assert driver.engine.load().counters["preemptions"] == 1 and driver.parts[RequestId(3, 0)][-1].last
+    driver.tell(LeaseEnded(RequestId(3, 0)))
+    driver.run()
+    driver.check_whole()

@@ -1,0 +1,142 @@
+"""What a replica learns of the time of its steps."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import astuple
+
+import msgspec
+import pytest
+from engine.harness import Driver, request
+from hypothesis import given
+from hypothesis import strategies as st
+from millrace_common.step_times import StepTimes
+from millrace_serve.engine.config import Role
+from millrace_serve.engine.core import Request
+from millrace_serve.engine.schedule.plan import Work
+from millrace_serve.engine.schedule.step_fit import StepFit
+from millrace_testing.examples import examples
+
+TIMES = StepTimes(fixed_s=0.012, sequence_s=5e-5, key_s=4e-8, chunk_s=4e-3, token_s=8e-5, pair_s=2e-9)
+SECONDS = st.one_of(st.just(0.0), st.floats(0.2, 5.0))  # of the usual ones
+
+
+def work(rng: random.Random, *, decode: bool = True, prompts: bool = True) -> Work:
+    sequences, tokens = rng.randrange(1, 128) * decode, rng.randrange(16, 2048) * prompts
+    return Work(sequences, sequences * rng.randrange(100, 8000), tokens, tokens * (rng.randrange(8000) + tokens / 2))
+
+
+def kinds(rng: random.Random) -> Work:
+    return work(rng, **rng.choice([{"prompts": False}, {"decode": False}, {}]))
+
+
+def fitted(times: StepTimes, steps: list[Work], noise: float = 0.0, start: StepTimes = StepTimes()) -> StepFit:
+    rng, fit = random.Random(3), StepFit(start)
+    for one in steps:
+        fit.add(one, times.step_s(*one) * rng.uniform(1 - noise, 1 + noise))
+    return fit
+
+
+def check_predictions(found: StepTimes, times: StepTimes, within: float) -> None:
+    rng = random.Random(9)
+    for one in (kinds(rng) for _ in range(50)):
+        assert found.step_s(*one) == pytest.approx(times.step_s(*one), rel=within)
+
+
+@examples(60)
+@given(factors=st.tuples(*[SECONDS] * 6).filter(lambda found: found[0] > 0), seed=st.integers(0, 99))
+def test_times_of_steps_are_found(factors: tuple[float, ...], seed: int) -> None:
+    times = StepTimes(*(one * factor for one, factor in zip(astuple(TIMES), factors, strict=True)))
+    rng = random.Random(seed)
+    fit = fitted(times, [kinds(rng) for _ in range(400)], start=TIMES)
+    check_predictions(fit.times, times, 0.03)
+    assert min(astuple(fit.times)) >= 0
+    assert fit.times.token_s == pytest.approx(times.token_s, rel=0.05, abs=4e-6)
+
+
+def test_noise_and_late_commits_change_little() -> None:
+    rng = random.Random(5)
+    steps = [kinds(rng) for _ in range(800)]
+    fit = fitted(TIMES, steps, noise=0.1)
+    check_predictions(fit.times, TIMES, 0.05)
+    for one in steps[:50]:
+        late = rng.random() < 0.1
+        fit.add(one, TIMES.step_s(*one) + (0.5 if late else 0.0))
+        if late:
+            fit.add(one, 1e-5)  # the step behind it seems to take nothing
+    check_predictions(fit.times, TIMES, 0.1)
+
+
+def test_a_worker_that_becomes_slower_is_followed() -> None:
+    rng = random.Random(5)
+    slow = StepTimes(*(2 * one for one in astuple(TIMES)))
+    fit = fitted(TIMES, [kinds(rng) for _ in range(400)])
+    for one in (kinds(rng) for _ in range(4000)):
+        fit.add(one, slow.step_s(*one))
+    check_predictions(fit.times, slow, 0.05)
+
+
+@pytest.mark.parametrize("start", [StepTimes(), TIMES], ids=["unknown", "from the plan"])
+def test_what_no_step_has_told_stays_as_it_was(start: StepTimes) -> None:
+    rng = random.Random(5)
+    fit = fitted(TIMES, [work(rng, prompts=False) for _ in range(400)], start=start)
+    assert (fit.times.token_s, fit.times.pair_s) == pytest.approx((start.token_s, start.pair_s))
+    assert fit.times.known and fit.times.sequence_s == pytest.approx(TIMES.sequence_s, rel=0.05)
+    for one in [work(rng) for _ in range(100)] + [work(rng, prompts=False) for _ in range(20_000)]:
+        fit.add(one, TIMES.step_s(*one))
+    assert fit.times.token_s == pytest.approx(TIMES.token_s, rel=0.05), "prompts are not forgotten while none come"
+
+
+def run(driver: Driver, times: StepTimes, steps: int) -> list[Work]:
+    """Steps that take what `times` say, on the clock of the test."""
+    done = []
+    for _ in range(steps):
+        plan = driver.scheduler.schedule()
+        assert plan is not None
+        batch = driver.engine._builder.build(plan, 1, None)
+        driver.clock.now += times.step_s(*plan.work)
+        driver.scheduler.commit(plan, driver.engine._runner.launch(batch).result())
+        done.append(plan.work)
+    return done
+
+
+def flexible(**config: object) -> Driver:
+    sizes = {"num_pages": 2000, "max_model_len": 4000, "max_running": 64, "max_prefill_tokens": 1024, "page_size": 16}
+    return Driver(Role.FLEXIBLE, **{**sizes, "overlap": False, "checks": (), **config})
+
+
+def with_limit(room: int, tokens: list[int], limit_s: float, **sampling: object) -> Request:
+
+    return msgspec.structs.replace(request(room, tokens, **sampling), tpot_limit_s=limit_s)
+
+
+def test_chunks_beside_streams_take_what_their_limit_leaves() -> None:
+    driver, limit_s = flexible(), 0.03
+    driver.scheduler.speeds._fit = StepFit(TIMES)
+    for room in range(1, 9):
+        driver.submit(with_limit(room, [20 + room] * 30, limit_s if room == 5 else 0.0, max_tokens=200))
+    run(driver, TIMES, 3)
+    driver.submit(request(99, [19] * 3000, max_tokens=2))
+    mixed = [one for one in run(driver, TIMES, 40) if one.tokens]
+    assert sum(one.tokens for one in mixed) == 3000
+    for one in mixed[:-1]:
+        assert 0.9 * limit_s < TIMES.step_s(*one) <= limit_s * 1.001, one
+
+
+@pytest.mark.parametrize(
+    ("times", "limit_s", "tokens"),
+    [
+        (StepTimes(), 0.03, 1024),  # unknown
+        (TIMES, 0.0, 1024),  # no limit
+        (TIMES, 10.0, 1024),
+        (TIMES, 0.001, 64),  # a limit that cannot be kept: prompts go on
+    ],
+)
+def test_chunks_stay_between_their_bounds(times: StepTimes, limit_s: float, tokens: int) -> None:
+    driver = flexible()
+    driver.scheduler.speeds._fit = StepFit(times)
+    driver.submit(with_limit(1, [20] * 30, limit_s, max_tokens=200))
+    driver.step()
+    driver.submit(request(2, [25] * 3000, max_tokens=2))
+    plan = driver.scheduler.schedule()
+    assert plan is not None and sum(chunk.end - chunk.start for chunk in plan.chunks) == tokens

@@ -1,0 +1,75 @@
+"""The workload of all routers, from what one sees and the workers report."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from millrace_common.split import Slo, Workload
+from millrace_router.duties.demand import LEAST, RecentDemand, Report
+from router.harness import Clock
+
+
+def arrive(demand: RecentDemand, clock: Clock, requests: int, per_s: float = 10.0) -> None:
+    for _ in range(requests):
+        clock.now += 1 / per_s
+        demand.arrived(1000, 300, Slo(1.0, 0.04))
+        demand.placed(400)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(1000.0)
+
+
+def test_the_rate_and_shape_of_the_last_seconds(clock: Clock) -> None:
+    demand = RecentDemand(clock)
+    assert demand.workload() is None and demand.slo(Slo(2.0)) == Slo(2.0)
+    arrive(demand, clock, 40)
+    found = demand.workload()
+    assert found is not None and found.rate == pytest.approx(10, rel=0.05)
+    assert (found.input_tokens, found.output_tokens, found.cached_tokens) == (1000, 300, 400)
+    slo = demand.slo(Slo())
+    assert (slo.ttft_s, slo.tpot_s) == (pytest.approx(1.0), pytest.approx(0.04))
+    arrive(demand, clock, 400, per_s=20)
+    assert demand.workload().rate == pytest.approx(20, rel=0.05) and demand.sample > 150
+    clock.now += 60
+    assert demand.workload() is None
+
+
+def test_outputs_are_as_long_as_workers_expect(clock: Clock) -> None:
+    demand = RecentDemand(clock)
+    demand.look({}, expected_output=120)
+    arrive(demand, clock, 20)
+    assert demand.workload().output_tokens == 120
+
+
+@pytest.mark.parametrize(("routers", "rate"), [(1, 10), (2, 30)])
+def test_other_routers_requests_are_counted_by_their_sequences(clock: Clock, routers: int, rate: float) -> None:
+    demand = RecentDemand(clock)
+    for _ in range(5):
+        arrive(demand, clock, 10)
+        demand.look({"a": Report(own=10, sequences=30, held=0, generated=0), "b": Report(5, 15, 0, 0)}, 0, routers)
+    assert demand.workload().rate == pytest.approx(rate, rel=0.05)
+
+
+def test_a_leader_without_requests_reads_the_reports(clock: Clock) -> None:
+    demand = RecentDemand(clock)
+    arrive(demand, clock, LEAST - 1)
+    assert demand.workload() is None
+    for second in range(8):
+        clock.now += 1
+        demand.look({"a": Report(own=0, sequences=40, held=40 * 1100, generated=second * 2000)}, 200)
+    assert demand.workload() == Workload(1000, 200, pytest.approx(9, rel=0.2))
+    clock.now += 1
+    demand.look({"b": Report(own=0, sequences=40, held=40 * 1100, generated=10.0)}, 200)  # another process
+    assert demand.workload().rate < 10
+
+
+def test_goodput_counts_what_is_within_both_limits(clock: Clock) -> None:
+    demand = RecentDemand(clock)
+    clock.now += 20
+    for ttft_s, tpot_s in ((0.5, 0.03), (1.5, 0.03), (0.5, 0.05), (math.inf, math.inf)):
+        demand.ended(ttft_s, tpot_s, Slo(1.0, 0.04))
+    demand.ended(9.0, 9.0, Slo())
+    assert 0.2 <= demand.goodput <= 0.25

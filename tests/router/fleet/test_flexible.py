@@ -1,0 +1,73 @@
+"""Flexible workers: any phase over one Link, by duty, and never both sub-requests of an attempt on one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from millrace.v1 import worker_pb2
+from router.fake_worker import DECODE, FLEXIBLE, PREFILL, FakeWorker, expected
+from router.harness import Cluster
+
+PROMPT = list(range(65, 85))
+ON_PREFILL, ON_DECODE, ON_BOTH = worker_pb2.DUTY_PREFILL, worker_pb2.DUTY_DECODE, worker_pb2.DUTY_BOTH
+
+
+async def fleet(cluster: Callable, *duties: int, routing: dict | None = None) -> Cluster:
+    workers = [FakeWorker(FLEXIBLE) for _ in duties]
+    for worker, duty in zip(workers, duties, strict=True):
+        worker.duty = duty
+    made = await cluster(*workers, routing={"duties": "advise", **(routing or {})})
+    await made.until(lambda: len(made.router.registry.warmups.ready) == len(workers) ** 2)
+    return made
+
+
+@pytest.mark.parametrize("duty", [0, ON_BOTH, ON_PREFILL, ON_DECODE])
+async def test_one_alone_serves_whatever_its_duty(cluster: Callable, duty: int) -> None:
+    made = await fleet(cluster, duty)
+    assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
+    assert made.workers[0].sources == [None] and not made.workers[0].exports
+
+
+async def test_duties_are_roles_to_requests(cluster: Callable) -> None:
+    made = await fleet(cluster, ON_PREFILL, ON_DECODE)
+    first, second = made.workers
+    assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
+    assert len(first.exports) == 1 and second.sources[0].epoch == first.epoch
+    await made.settled()
+    first.change(duty=ON_DECODE)
+    second.change(duty=ON_PREFILL)
+    await made.settled()
+    assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
+    assert len(second.exports) == 1 and first.sources[1].epoch == second.epoch
+    await made.quiet()
+
+
+async def test_one_token_is_one_sub(cluster: Callable) -> None:
+    made = await fleet(cluster, ON_PREFILL, ON_DECODE)
+    result = await made.generate(PROMPT, sampling={"max_tokens": 1})
+    assert result.tokens() == expected(PROMPT, 1)
+    assert [len(worker.submitted) for worker in made.workers] == [1, 0]
+
+
+async def test_every_pair_but_with_itself_is_warmed(cluster: Callable) -> None:
+    made = await fleet(cluster, 0, 0, 0)
+    epochs = [worker.epoch for worker in made.workers]
+    for worker in made.workers:
+        assert sorted(worker.warmups) == sorted(["", *(epoch for epoch in epochs if epoch != worker.epoch)])
+
+
+async def test_beside_fixed_roles(cluster: Callable) -> None:
+    flexible = FakeWorker(FLEXIBLE)
+    flexible.duty = ON_DECODE
+    prefill = FakeWorker(PREFILL)
+    made = await cluster(prefill, flexible, routing={"duties": "advise"})
+    await made.until(lambda: len(made.router.registry.warmups.ready) == 2)
+    assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
+    assert flexible.sources[0].epoch == prefill.epoch
+
+
+async def test_the_limit_of_the_tenant_goes_to_who_generates(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), routing={"slo": {"tpot": 0.04}})
+    assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
+    assert [made.prefills[0].submitted[0].tpot_limit_ms, made.decodes[0].submitted[0].tpot_limit_ms] == [0, 40]
