@@ -77,25 +77,17 @@ ROUTER = (
     counter("ejections", "millrace_ejections_total", "Ejections of workers after failures in a row.", ("role", "why")),
     gauge("workers", "millrace_workers", "Discovered, healthy and routable workers.", ("role", "state")),
     gauge("pairs", "millrace_pairs", "Pairs of workers by the stage of their warm-up.", ("state",)),
-    gauge(
-        "discovery_synced",
-        "millrace_discovery_last_sync_timestamp_seconds",
-        "Time of the last list of workers from discovery.",
-    ),
-    counter("discovery_changes", "millrace_discovery_changes_total", "Workers that discovery changed.", ("change",)),
-    counter("discovery_troubles", "millrace_discovery_troubles_total", "Looks that failed.", ("kind",)),
+    gauge("discovery_synced", "millrace_discovery_last_sync_timestamp_seconds", "When discovery last listed workers."),
+    counter("discovery_changes", "millrace_discovery_changes_total", "Changes of discovered workers.", ("change",)),
+    counter("discovery_troubles", "millrace_discovery_troubles_total", "Discovery calls that failed.", ("kind",)),
     counter("warmups", "millrace_warmups_total", "Warm-up and GC-freeze calls to workers.", ("call", "outcome")),
     counter(
         "placements",
         "millrace_placements_total",
-        "Placements of attempts: pair, prefill_only, local or unified.",
+        "Attempts placed, by route: pair, prefill_only, local or unified.",
         ("route", "prefill_policy", "decode_policy"),
     ),
-    counter(
-        "expected_cached_tokens",
-        "millrace_expected_cached_tokens_total",
-        "Prompt tokens that the chosen worker was expected to have cached.",
-    ),
+    counter("expected_cached_tokens", "millrace_expected_cached_tokens_total", "Prompt tokens expected to be cached."),
     gauge("duty", "millrace_duty", "1 for the duty of each flexible worker.", ("worker", "duty")),
     counter("duty_changes", "millrace_duty_changes_total", "Duties that this router set.", ("before", "after")),
     gauge(
@@ -104,10 +96,10 @@ ROUTER = (
         "Requests within their limits: expected of all routers, measured of this one.",
         ("kind",),
     ),
-    gauge("cache_feeds", "millrace_cache_feeds", "Workers whose prefix caches are followed."),
-    gauge("cache_blocks", "millrace_cache_blocks", "Different pages of prefix caches that the KV index knows."),
-    counter("cache_snapshots", "millrace_cache_snapshots_total", "Snapshots of workers' prefix caches received."),
-    counter("cache_gaps", "millrace_cache_gaps_total", "Gaps in the workers' reports of their prefix caches."),
+    gauge("cache_feeds", "millrace_cache_feeds", "Workers whose cache events the router receives."),
+    gauge("cache_blocks", "millrace_cache_blocks", "Distinct cached pages in the KV index."),
+    counter("cache_snapshots", "millrace_cache_snapshots_total", "Prefix-cache snapshots received."),
+    counter("cache_gaps", "millrace_cache_gaps_total", "Gaps in streams of cache events."),
     counter(
         "drafted_tokens",
         "millrace_drafted_tokens_total",
@@ -136,11 +128,11 @@ WORKER = (
     ),
     gauge("sequences", "millrace_sequences", "Sequences by state.", ("replica", "doing")),
     gauge("pages", "millrace_kv_pages", "KV pages by use.", ("replica", "use")),
-    gauge("waiting_tokens", "millrace_waiting_tokens", "Prompt tokens still to be computed.", ("replica",)),
+    gauge("waiting_tokens", "millrace_waiting_tokens", "Prompt tokens not yet computed.", ("replica",)),
     gauge("capacity", "millrace_capacity_requests", "Further requests that the replica takes.", ("replica",)),
-    gauge("step_times", "millrace_step_times_seconds", "What a step's time is made of.", ("replica", "of")),
-    gauge("host_pages", "millrace_host_pages", "Room for copies of KV pages in the host's memory.", ("replica", "use")),
-    counter("host_bytes", "millrace_host_bytes_total", "KV bytes copied to or from the host tier.", ("replica", "way")),
+    gauge("step_times", "millrace_step_times_seconds", "Measured parts of a step's time.", ("replica", "of")),
+    gauge("host_pages", "millrace_host_pages", "Pages of the KV cache in host memory.", ("replica", "use")),
+    counter("host_bytes", "millrace_host_bytes_total", "KV bytes copied to or from host memory.", ("replica", "way")),
     counter("host_seconds", "millrace_host_copy_seconds_total", "Time that these copies took.", ("replica", "way")),
     counter("disk_pages", "millrace_disk_pages_total", "KV pages by disk operation.", ("replica", "way")),
     counter("engine", "millrace_engine_total", "Engine events: steps, tokens, preemptions.", ("replica", "what")),
@@ -158,15 +150,9 @@ WORKER = (
         ("reason",),
         known=tuple((reason,) for reason in KV_FAULTS),
     ),
-    counter(
-        "prefix_fetch_pages", "millrace_prefix_fetch_pages_total", "Cached pages fetched and served.", ("direction",)
-    ),
-    histogram(
-        "prefix_fetch", "millrace_prefix_fetch_seconds", "Prefix fetches, without their time in the queue.", _GAPS
-    ),
-    counter(
-        "prefix_fetch_failures", "millrace_prefix_fetch_failures_total", "Prefix fetches without pages.", ("reason",)
-    ),
+    counter("prefix_fetch_pages", "millrace_prefix_fetch_pages_total", "Cached pages sent or read.", ("direction",)),
+    histogram("prefix_fetch", "millrace_prefix_fetch_seconds", "Prefix fetches, without time in the queue.", _GAPS),
+    counter("prefix_fetch_failures", "millrace_prefix_fetch_failures_total", "Failed prefix fetches.", ("reason",)),
     gauge("leases", "millrace_leases", "Held prompts and prefix fetches."),
     counter(
         "leases_ended",

@@ -6,9 +6,8 @@ actions out.
 2. PREFILL   no output yet. The first token comes from whichever sub-request is faster.
 3. HANDOVER  the prefill worker's token is out, the decode worker is still reading the KV.
 4. DECODE    the decode sub-request produces. Its outputs begin with the first token again; what overlaps must be equal.
-5. DONE, FAILED, CANCELLED  absorb everything. Every open sub-request has got an abort, and in HANDOVER the prefill
-   worker
-             too: its outputs are complete, but it holds pages for a reader that may never come.
+5. DONE, FAILED, CANCELLED  absorb everything. Every open sub-request has got an abort. In HANDOVER the prefill worker
+             has one too: its outputs are complete, but it holds pages for a reader that may never come.
 
 A worker says when a request waits there because others have what it needs. Meanwhile no progress is due of it.
 
@@ -104,6 +103,7 @@ class Mismatch:
 
 
 Action = AbortSubRequest | Blame | Retry | Stale | Mismatch
+SubRequests = frozenset[SubRequest]
 NOTHING: tuple[Action, ...] = ()
 
 
@@ -120,8 +120,7 @@ class Flow:
     attempt: int = -1  # of the latest submit
     refusals: int = 0  # attempts that workers were too busy to take
     open: set[SubRequest] = field(default_factory=set)  # sub-requests that may still send outputs
-    # sub-requests that wait for others at their worker, by its own word
-    waiting: set[SubRequest] = field(default_factory=set)
+    waiting: set[SubRequest] = field(default_factory=set)  # those that wait for others, as their worker reports
     outputs: list[int] = field(default_factory=list)  # token ids of the room
     logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)  # as many as outputs, when asked for
     base: int = 0  # outputs that the latest attempt was given
@@ -183,7 +182,7 @@ class Flow:
 
     # ------------------------------------------------------------------------------------- what workers do
 
-    def assign(self, subs: frozenset[SubRequest], now: float) -> None:
+    def assign(self, subs: SubRequests, now: float) -> None:
         """The attempt is sent to these sub-requests."""
         assert subs and self.stage is Stage.QUEUED
         self.attempt += 1
@@ -281,9 +280,7 @@ class Flow:
             return (Mismatch(), *self._end(Stage.FAILED, "mismatch", error=error))
         return (Mismatch(), *self._fail(error, _BOTH, now, curable=True))
 
-    def _fail(
-        self, error: MillraceError, blame: frozenset[SubRequest], now: float, curable: bool = False
-    ) -> Sequence[Action]:
+    def _fail(self, error: MillraceError, blame: SubRequests, now: float, curable: bool = False) -> Sequence[Action]:
         """The attempt is over: start the next one, if it may help and is allowed."""
         self.error = error
         blamed = Blame(blame, error.reason)
@@ -304,17 +301,12 @@ class Flow:
         self.queue_s = self.timeouts.queue
         return (*aborts, blamed, Retry(error.reason, pause, refused))
 
-    def _culprits(self) -> frozenset[SubRequest]:
+    def _culprits(self) -> SubRequests:
         """The workers that may cause a silence: a first token needs the prefill worker alone, a handover both."""
         if self.stage is Stage.HANDOVER:
             return _BOTH
-        return frozenset(
-            {
-                SubRequest.PREFILL
-                if self.stage is Stage.PREFILL and SubRequest.PREFILL in self.open
-                else SubRequest.DECODE
-            }
-        )
+        first = self.stage is Stage.PREFILL and SubRequest.PREFILL in self.open
+        return frozenset({SubRequest.PREFILL if first else SubRequest.DECODE})
 
     def _final(self, error: MillraceError, why: str) -> MillraceError:
         """The error for the client, which may retry."""

@@ -39,7 +39,7 @@ class Predictor:
     def prefill(self, candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
         """(violation, seconds until the first token) of replicas that hand the sequence over."""
         limit_s = inputs.want.slo.ttft_s
-        return [(_over(first / limit_s), first) for first, _ in self.forecasts(candidates, inputs)]
+        return [(_over(first / limit_s), first) for first, _ in self.forecasts(candidates, inputs, hand_over=True)]
 
     def decode(self, candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
         """(violation, TPOT) of replicas that go on with a sequence: of those that `whole` has scored."""
@@ -58,9 +58,11 @@ class Predictor:
         """Seconds until the first token and TPOT of a role's score; 0 what the role does not do."""
         return (0.0 if role == "decode" else score[1]), (0.0 if role == "prefill" else score[-1])
 
-    def forecasts(self, candidates: Sequence[Replica], inputs: Inputs) -> list[tuple[float, float]]:
+    def forecasts(
+        self, candidates: Sequence[Replica], inputs: Inputs, *, hand_over: bool = False
+    ) -> list[tuple[float, float]]:
         """Seconds until the first token and TPOT at each. Written out as one loop: it runs for every replica and
-        request.
+        request. `hand_over`: chunks of such prompts are whole, whatever streams are beside them.
         """
         want, found = inputs.want, []
         length, limit_s = want.tokens, want.slo.tpot_s
@@ -71,6 +73,7 @@ class Predictor:
             step_s, chunk = times.fixed_s, float(MOST_CHUNK)
             if streams:
                 step_s += times.sequence_s * streams + times.key_s * replica.held
+            if streams and not hand_over:
                 chunk = (limit_s - step_s - times.chunk_s) / (times.token_s or 1e-12)
                 chunk = MOST_CHUNK if chunk > MOST_CHUNK else LEAST_CHUNK if chunk < LEAST_CHUNK else chunk
             own, ahead = length - have, replica.tokens

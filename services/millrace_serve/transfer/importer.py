@@ -129,9 +129,7 @@ class KvImport:
         return self.on_abort(Failure(Reason.TRANSFER_FAILED, f"{self.id}: the exporter's stream ended after {have}"))
 
     def on_reserved(self, page_ids: Sequence[int], num_cached_pages: int) -> list[Action]:
-        """Our pages, one per page of the prompt or prefix fetch; the first `num_cached_pages` already hold what we
-        need.
-        """
+        """Our pages, one per page of the prompt or prefix; the first `num_cached_pages` already hold what we need."""
         if self.state is not ImportState.RESERVING:
             return self._refuse(Refusal.LATE)
         assert len(page_ids) == len(self._expected), f"{len(page_ids)} pages reserved for {len(self._expected)}"
@@ -162,7 +160,7 @@ class KvImport:
         return self._drained()
 
     def _refusal_of(self, chunk: KvChunk) -> Refusal | None:
-        if self.state not in _TAKES_PARTS or self._complete:
+        if self.state not in _TAKES_CHUNKS or self._complete:
             return Refusal.LATE
         if chunk.first_page < len(self._src_pages):
             return Refusal.DUPLICATE_CHUNK
@@ -177,9 +175,7 @@ class KvImport:
             return f"chunk has {len(chunk.page_ids)} pages but {len(chunk.fingerprints)} fingerprints"
         if end > total:
             return f"chunk ends at page {end}, the prompt has {total} pages"
-        if chunk.last and (
-            (chunk.first is None) is not self._prefix_fetch or (end != total and not self._prefix_fetch)
-        ):
+        if chunk.last and (self._prefix_fetch is not (chunk.first is None) or (end != total and chunk.first)):
             return f"last chunk ends at page {end} of {total}, {'with' if chunk.first else 'without'} a first token"
         expected = self._expected[chunk.first_page : end]
         for offset, (ours, theirs) in enumerate(zip(expected, chunk.fingerprints, strict=True)):

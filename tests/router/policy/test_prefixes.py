@@ -44,14 +44,8 @@ Pages = Mapping[str, int]
 NONE: Pages = {}
 
 
-def decide(
-    view: View = VIEW,
-    own: dict[str, int] | None = None,
-    served: dict[str, int] | None = None,
-    want: PlacementRequest = WANT,
-) -> Decision:
+def decide(view: View = VIEW, own: Pages = NONE, served: Pages = NONE, want: PlacementRequest = WANT) -> Decision:
     """`own` and `served`: pages by address."""
-    own, served = own or {}, served or {}
     fetchable = {(f"e-{address}", 0): pages for address, pages in {**own, **served}.items()}
     chooser = Chooser(Policy.KV_AWARE, Policy.LEAST_LOADED, Routing())
     decision = chooser.choose(Situation(view, want, {}, dict(fetchable), {}, fetchable))
@@ -61,14 +55,11 @@ def decide(
 
 def test_the_answer_comes_back_from_the_decode_worker() -> None:
     decision = decide(own={"p1": 50}, served={"d1": 90})
-    assert decision.placement.prefill == P1 and decision.prefix_fetch is not None
-    assert (decision.prefix_fetch.source, decision.prefix_fetch.num_pages, decision.prefix_fetch.missing) == (
-        D1,
-        90,
-        400,
-    )
-    assert decision.prefix_fetch.fetch_s == pytest.approx(0.01 + 40 * 1000 / 1e6)
-    assert decision.prefix_fetch.compute_s == pytest.approx(400 / 1000)
+    fetch = decision.prefix_fetch
+    assert decision.placement.prefill == P1 and fetch is not None
+    assert (fetch.source, fetch.num_pages, fetch.missing) == (D1, 90, 400)
+    assert fetch.fetch_s == pytest.approx(0.01 + 40 * 1000 / 1e6)
+    assert fetch.compute_s == pytest.approx(400 / 1000)
     assert decision.cached_tokens == 900
     assert decision.attributes()["millrace.route.prefix_source"] == "d1/0"
 
@@ -76,9 +67,7 @@ def test_the_answer_comes_back_from_the_decode_worker() -> None:
 def test_a_fetch_that_takes_longer_is_shown_and_not_done() -> None:
     slow = replica("p1", prompt_tokens_per_s=1e6)
     decision = decide(View((slow,), (D1,)), own={"p1": 50}, served={"d1": 90})
-    assert (
-        decision.prefix_fetch is None and decision.placement.prefix_fetch is not None and decision.cached_tokens == 500
-    )
+    assert decision.prefix_fetch is None and decision.placement.prefix_fetch and decision.cached_tokens == 500
     assert "millrace.route.prefix_source" not in decision.attributes()
 
 
@@ -109,9 +98,7 @@ def test_a_replica_serves_another_of_its_worker_and_not_itself() -> None:
 def test_an_idle_worker_that_fetches_is_better_than_a_busy_one_that_has_it() -> None:
     busy = replica("p1", tokens=500)
     decision = decide(View((busy, P2), (D1,)), own={"p1": 90})
-    assert (
-        decision.placement.prefill == P2 and decision.prefix_fetch is not None and decision.prefix_fetch.source == busy
-    )
+    assert decision.placement.prefill == P2 and decision.prefix_fetch and decision.prefix_fetch.source == busy
     unable = replica("p2", prompt_tokens_per_s=1e6)  # fetching is no gain for it
     assert decide(View((busy, unable), (D1,)), own={"p1": 90}).placement.prefill == busy
 
@@ -119,11 +106,8 @@ def test_an_idle_worker_that_fetches_is_better_than_a_busy_one_that_has_it() -> 
 def test_before_anything_is_measured_pages_of_a_large_model_are_computed() -> None:
     new = {"page_bytes": 4 << 20, "prompt_tokens_per_s": 0.0, "read_bytes_per_s": 0.0, "prefix_fetch_s": 0.0}
     want = PlacementRequest(tokens=8001, page_size=64)
-    decision = decide(
-        View((replica("p1", **new),), (replica("d1", sources=frozenset({"e-p1"}), **new),)),
-        served={"d1": 120},
-        want=want,
-    )
+    view = View((replica("p1", **new),), (replica("d1", sources=frozenset({"e-p1"}), **new),))
+    decision = decide(view, served={"d1": 120}, want=want)
     assert decision.placement.prefix_fetch is not None and decision.prefix_fetch is None
     assert decision.placement.prefix_fetch.fetch_s > START_PREFIX_FETCH_S
 
@@ -446,7 +430,7 @@ def holder_of(name: str) -> Replica:
 
 def test_only_the_indexes_that_somebody_asks() -> None:
     def kept(prefill: Policy, decode: Policy, local: int = 0) -> tuple[bool, bool]:
-        indexes = Indexes(prefill, decode, Routing(slo={"ttft": local or None}))
+        indexes = Indexes(prefill, decode, Routing(local_prefill_tokens=local))
         assert bool(indexes.blocks(list(range(64)), 64, SALT)) is (indexes.prefix is not None or indexes.kv is not None)
         return indexes.prefix is not None, indexes.kv is not None
 
@@ -470,8 +454,8 @@ def test_each_policy_asks_its_own_index() -> None:
     assert indexes.lookup(want) == ({("d", 0): 3}, {("d", 0): 1}, {("d", 0): 1})
 
 
-def test_prompts_of_decode_workers_have_an_estimate_whatever_the_policy() -> None:
-    indexes = Indexes(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(slo={"ttft": 1.0}))
+def test_local_prefill_has_an_estimate_whatever_the_policy() -> None:
+    indexes = Indexes(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_tokens=100))
     want = PlacementRequest(tokens=200, pages=indexes.blocks(list(range(200)), 64, SALT))
     indexes.note(want, Placement(None, holder_of("d")))
     assert indexes.lookup(want) == ({}, {("d", 0): 3}, {})

@@ -23,9 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class HeartbeatThread:
-    """`with HeartbeatThread(progress, send):`; `send` is called by one thread at a time, also by those that
-    announce.
-    """
+    """`with HeartbeatThread(progress, send):`; one thread at a time calls `send`, also those that announce."""
 
     def __init__(
         self,

@@ -4,8 +4,7 @@ A rank's process sends heartbeats, so one without heartbeats for LEAST_S is lost
 whose main thread has not come further for longer than any rank may take now, is lost too. Ranks wait for each other,
 and one that waits in a collective looks busy: the one to name has no heartbeats, or has launched the fewest steps.
 
-While a rank announces what it does (a compilation, a profile), no main thread owes progress, and that rank no
-heartbeats.
+While a rank announces what it does (a compilation, a profile), no main thread owes progress, and that rank no beats.
 
 No time counts in which a rank was ready and got no CPU, except LEAST_COUNTED of it: its own time for its heartbeats,
 that of the most starved rank for the progress of all.

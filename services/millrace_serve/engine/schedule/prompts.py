@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Iterator
 
 from millrace_serve.engine.config import EngineConfig, shared_tokens
 from millrace_serve.engine.schedule.leaving import Leaving
@@ -21,6 +22,8 @@ from millrace_serve.engine.schedule.plan import Chunk, ContextParallelTurn, Plan
 from millrace_serve.engine.schedule.requests import EngineRequests
 from millrace_serve.engine.schedule.sequence import Phase, Sequence, Trust
 from millrace_serve.engine.schedule.speeds import Speeds
+
+AIM = 0.95  # of a limit: predicted times have an error, keys grow, and a hand-over adds to a stream's mean
 
 
 class Prompts(Leaving):
@@ -71,13 +74,20 @@ class Prompts(Leaving):
     def _most_within(self, plan: Plan) -> int:
         """Prompt tokens for which the decode sequences of `plan` leave time by their limits. A page or a 16th of what
         a step may have is always left: steps read the weights anyway, and prompts must go on.
+
+        Prompts whose KV other workers read take whole chunks: routers send such to prefill workers, where streams from
+        before a change of duty must not halve what the change was made for.
         """
         limit_s, most, times = min(plan.limit_s, self.limit_s), self.config.max_prefill_tokens, self.speeds.times
-        if limit_s == math.inf or not times.token_s:
+        head = self.requests.waiting.head()
+        if limit_s == math.inf or not times.token_s or (head and head.exports) or any(self._exporting()):
             return most
         start = max((seq.num_computed for seq in self._prefilling if not seq.filling), default=0)
-        tokens = times.tokens_within(limit_s, plan.work.sequences, plan.work.keys, start)
+        tokens = times.tokens_within(AIM * limit_s, plan.work.sequences, plan.work.keys, start)
         return min(max(tokens, self.pages.size, most // 16), most)
+
+    def _exporting(self) -> Iterator[Sequence]:
+        return (seq for seq in self._prefilling if seq.exports)
 
     def _take_chunks(self, plan: Plan) -> None:
         """Chunks for the admitted prompts and then for new ones, in order, until the step's token budget is used up.

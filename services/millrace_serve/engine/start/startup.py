@@ -264,7 +264,7 @@ def capture(setup: RankSetup, config: EngineConfig, runner: TorchRunner) -> None
 def _profile(setup: RankSetup, runner: TorchRunner, shapes: list[StepShape], *, graphs: bool = False) -> None:
     for shape in shapes:
         runner.launch(profiling_run.batch_of(shape, setup.limits, setup.dims.dp, graphs=graphs)).result()
-    log.info("warmed %d steps of %d to %d tokens", len(shapes), min(_tokens(shapes)), max(_tokens(shapes)))
+    log.info("ran %d profiling steps of %d to %d tokens", len(shapes), min(_tokens(shapes)), max(_tokens(shapes)))
 
 
 def _tokens(shapes: list[StepShape]) -> list[int]:
