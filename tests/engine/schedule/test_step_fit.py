@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.step_times import StepTimes
 from millrace_serve.engine.config import Role
-from millrace_serve.engine.core import Request
+from millrace_serve.engine.core import Request, Route
 from millrace_serve.engine.schedule.plan import Work
+from millrace_serve.engine.schedule.prompts import AIM
 from millrace_serve.engine.schedule.step_fit import StepFit
 from millrace_testing.examples import examples
 
@@ -120,23 +121,24 @@ def test_chunks_beside_streams_take_what_their_limit_leaves() -> None:
     mixed = [one for one in run(driver, TIMES, 40) if one.tokens]
     assert sum(one.tokens for one in mixed) == 3000
     for one in mixed[:-1]:
-        assert 0.9 * limit_s < TIMES.step_s(*one) <= limit_s * 1.001, one
+        assert 0.9 * AIM * limit_s < TIMES.step_s(*one) <= AIM * limit_s * 1.001, one
 
 
 @pytest.mark.parametrize(
-    ("times", "limit_s", "tokens"),
+    ("times", "limit_s", "route", "tokens"),
     [
-        (StepTimes(), 0.03, 1024),  # unknown
-        (TIMES, 0.0, 1024),  # no limit
-        (TIMES, 10.0, 1024),
-        (TIMES, 0.001, 64),  # a limit that cannot be kept: prompts go on
+        (StepTimes(), 0.03, Route.LOCAL, 1024),  # unknown
+        (TIMES, 0.0, Route.LOCAL, 1024),  # no limit
+        (TIMES, 10.0, Route.LOCAL, 1024),
+        (TIMES, 0.001, Route.LOCAL, 64),  # a limit that cannot be kept: prompts go on
+        (TIMES, 0.001, Route.EXPORT, 1024),  # of a worker whose duty is prefill
     ],
 )
-def test_chunks_stay_between_their_bounds(times: StepTimes, limit_s: float, tokens: int) -> None:
+def test_chunks_stay_between_their_bounds(times: StepTimes, limit_s: float, route: Route, tokens: int) -> None:
     driver = flexible()
     driver.scheduler.speeds._fit = StepFit(times)
     driver.submit(with_limit(1, [20] * 30, limit_s, max_tokens=200))
     driver.step()
-    driver.submit(request(2, [25] * 3000, max_tokens=2))
+    driver.submit(request(2, [25] * 3000, route=route, max_tokens=2))
     plan = driver.scheduler.schedule()
     assert plan is not None and sum(chunk.end - chunk.start for chunk in plan.chunks) == tokens
