@@ -99,6 +99,7 @@ MUTANTS = (
      ".inc(max(counts[stage] - self._metrics.pairs.labels(state=stage)._value.get(), 0))", *WORKERS),
     of("warms-all-pairs-at-once", f"{FLEET}/hooks.py", "asyncio.Semaphore(WARMUPS_AT_ONCE)", "asyncio.Semaphore(1000)",
      *WORKERS),
+    of("pairs-with-itself", f"{FLEET}/hooks.py", "source is not worker and ", "", "router/fleet"),
     of("freezers-leak", f"{FLEET}/hooks.py", "del by_epoch[epoch]", "pass", "router/fleet"),
     of("own-aborts-are-stale", f"{FLEET}/link.py", "elif out.finish_reason != common_pb2.FINISH_REASON_ABORT:", "else:",
      *PATHS),
@@ -116,7 +117,9 @@ MUTANTS = (
     of("all-may-be-left-out", f"{R}/health/workers.py", "if epoch not in spared", "if epoch", "router/health"),
     of("ended-requests-allow-nothing", f"{R}/health/retry_budget.py", "self._window.add(ENDED, 1, now)", "pass",
      "router/health"),
+    of("the-last-leads", f"{R}/duties/controller.py", "== min((router for", "== max((router for", "router/duties"),
     # the choice
+    of("late-is-in-time", f"{POLICY}/predict.py", "return part - 1 if part > 1 else 0.0", "return 0.0", *PLACES),
     of("any-sequence-follows", f"{POLICY}/kv_index.py", "elif self._sequences.get(holder) != change.after:",
      "elif holder not in self._sequences:", *PLACES),
     of("host-pages-stay", f"{POLICY}/kv_index.py",

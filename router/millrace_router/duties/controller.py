@@ -2,8 +2,8 @@
 
 A change has to gain more than it costs, both in requests within their limits:
 
-    gain   what the other split answers more within `HORIZON_S`: the mean of the measured rate and the ends of its
-           error, at neither of which it may answer less
+    gain   what the other split answers more within `HORIZON_S`, as a mean of the measured rate and the ends of its
+           error
     cost   the requests that the changing workers have and that the change puts at risk: streams that go on beside
            prompts, prompts that wait where streams begin, and prompts whose cached pages lie with another worker then
 
@@ -13,6 +13,7 @@ So the error of the measured rate cannot turn the decision back and forth, and n
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -95,9 +96,8 @@ def decide(state: FleetState) -> DutyPlan:
     for plan in sorted(plans, key=lambda plan: plan.gain - plan.cost, reverse=True):
         if plan.gain <= plan.cost:
             break
-        ends = [_gain(state, plan, factor) for factor in _errors(state)]
-        mean = (plan.gain + sum(ends)) / 3
-        if min(ends) > -LEAST_GAIN and mean > plan.cost + LEAST_GAIN:
+        mean = statistics.mean([plan.gain, *(_gain(state, plan, factor) for factor in _errors(state))])
+        if mean > plan.cost + LEAST_GAIN:
             return replace(plan, gain=mean)
     return kept
 

@@ -33,6 +33,7 @@ from millrace_router.policy.snapshot import Key, LoanOffer, Placement, Replica, 
 
 CLOSED = "no credits"
 TOO_SMALL = "its context is too small"
+QUEUE_S = 4.0  # of prompts at a flexible worker, as prefill workers allow: the rest waits in the fair queue
 PREDICTED = "predicted"  # in the place of a policy's name
 NO_SCORE: Score = (0.0, 0.0)
 NO_PAGES: Mapping[Process, int] = {}
@@ -223,7 +224,10 @@ class _Attempt:
     def _unable_to_prefill(self, replica: Replica) -> str:
         if self.situation.want.tokens >= replica.context:
             return TOO_SMALL
-        return self._closed(replica) or ("" if replica.room > 0 else "long queue")
+        if closed := self._closed(replica):
+            return closed
+        long = replica.flexible and replica.tokens * replica.times.token_s > QUEUE_S  # its room is that of its pages
+        return "long queue" if long or replica.room <= 0 else ""
 
     def _unable(self, replica: Replica) -> str:
         """Why a worker that would generate the output gets no request, or not this one."""

@@ -85,6 +85,13 @@ def test_who_exceeds_the_limits_least() -> None:
     assert decision is not None and decision.placement.decode == idle
 
 
+def test_within_the_limits_rather_than_early() -> None:
+    full, busy = replica("u1", streams=200), replica("u2", tokens=2000)  # 41 ms and 40.1 a token; 125 ms and 20.1
+    decision = decided(View((), (), (full, busy)), Want(10, outputs=99, slo=SLO))
+    assert decision is not None and decision.placement.decode == busy
+    assert decided(View((), (), (full, busy)), Want(10, outputs=99, slo=Slo(ttft_s=1.0))).placement.decode == full
+
+
 def test_a_unified_replica_competes_with_pairs() -> None:
     view = View((prefill(tokens=4000),), (decode(**AT_WORK),), (replica("u"),))
     assert way(view, LONG) == "unified"
@@ -97,6 +104,14 @@ def test_a_flexible_replica_runs_anything_when_nobody_else_can() -> None:
         assert way(View((), (decode(flexible=True),)), want) == "local"
         assert way(View((prefill(flexible=True, room=9000),), ()), want) in ("local", "prefill_only")
     assert way(View((), (decode(),)), Want(4000, outputs=99)) is None
+
+
+def test_a_flexible_prefill_worker_gets_some_seconds_of_prompts() -> None:
+    busy = decode(credits=4, tokens=90_000)
+    for tokens, expected in ((79_000, "pair"), (81_000, "local")):
+        assert way(View((prefill(flexible=True, tokens=tokens, room=10**6),), (busy,)), LONG) == expected
+        fixed = View((prefill(tokens=tokens),), (busy,))
+        assert way(fixed, LONG) == "pair"
 
 
 def test_the_explanation_has_the_predicted_times() -> None:

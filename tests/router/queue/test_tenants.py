@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from millrace.v1 import inference_pb2, worker_pb2
 from millrace_common.reasons import Reason
+from millrace_common.split import Slo
 from millrace_router.config import RouterConfig
 from millrace_router.http import api_keys
 from millrace_router.http.api_keys import Keys
@@ -271,6 +272,18 @@ def test_rates_say_when() -> None:
         tenant.check(1.0)
     assert caught.value.retry_after_s == pytest.approx(2.01)
     tenant.check(1.0 + caught.value.retry_after_s)
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [({}, (2.0, 0.05)), ({"ttft": 0.5}, (0.5, 0.05)), ({"ttft": 3, "tpot": 0.02}, (3.0, 0.02))],
+)
+def test_limits_of_a_tenant_take_the_place_of_the_routers(
+    tmp_path: Path, own: dict[str, float], expected: tuple[float, float]
+) -> None:
+    keys = keys_of(tmp_path / "keys", {"name": "a", "key": FIRST_KEY, "slo": own})
+    assert keys.tenant(f"Bearer {FIRST_KEY}").limits(Slo(2.0, 0.05)) == Slo(*expected)
+    assert not Tenant().limits(Slo()).limited
 
 
 def test_a_priority_is_capped() -> None:
