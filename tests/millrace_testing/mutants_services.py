@@ -215,7 +215,7 @@ MUTANTS = (
     of("accepted-in-every-place", f"{ENGINE}/drafts/counts.py",
      "self.accepted[place] += place < accepted", "self.accepted[place] += accepted > 0", EXPECTED),
     of("outputs-without-a-window", f"{ENGINE}/schedule/expected.py",
-     "if len(self._latest) > self._window:", "if False:", EXPECTED),
+     "if len(self._latest) > self.window:", "if False:", EXPECTED),
     of("replicas-of-two-steps", f"{ENGINE}/lockstep/replicas.py", "if step != self._step:", "if False:", LOCKSTEP),
     of("turn-of-the-owner-again", f"{ENGINE}/lockstep/lockstep.py",
      "0 if split is None else split.owner + 1", "0 if split is None else split.owner", LOCKSTEP),

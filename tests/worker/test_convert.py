@@ -3,7 +3,6 @@ import struct
 import pytest
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
-from millrace_common.step_times import StepTimes
 from millrace_rpc.errors import TABLE, MillraceError
 from millrace_serve.engine.core import (
     Failure,
@@ -104,8 +103,7 @@ def test_every_field_of_load_is_on_the_wire() -> None:
     counts = {"drafted": [9, 5, 1], "accepted": [7, 2, 0], "expert_imbalance": [1.5, 1.25], "paused": True}
     counts["counters"] = {"steps": 3.0, "host_bytes/load": 0.5}
     values = {name: index for index, name in enumerate(Load.__struct_fields__, 1)} | counts
-    times = StepTimes(1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
-    sent = convert.wire_load(Load(**{**values, "step_times": times}))
+    sent = convert.wire_load(Load(**{**values, "step_times": (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)}))
     values["step_times"] = worker_pb2.StepTimes(
         fixed_s=1.0, sequence_s=2.0, key_s=3.0, chunk_s=4.0, token_s=5.0, pair_s=6.0
     )

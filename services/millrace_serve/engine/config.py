@@ -13,12 +13,20 @@ from millrace_common.config import Config
 from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
+from millrace_serve.engine.core import Route
+
 
 class Role(enum.StrEnum):
-    PREFILL = "prefill"  # EXPORT requests only
-    DECODE = "decode"  # IMPORT requests, and LOCAL ones
-    UNIFIED = "unified"  # LOCAL requests
-    FLEXIBLE = "flexible"  # all of them
+    PREFILL = "prefill"
+    DECODE = "decode"
+    UNIFIED = "unified"
+    FLEXIBLE = "flexible"
+
+    @property
+    def routes(self) -> list[Route]:
+        """Of the requests that it serves."""
+        by_role = {Role.PREFILL: [Route.EXPORT], Role.DECODE: [Route.IMPORT, Route.LOCAL], Role.UNIFIED: [Route.LOCAL]}
+        return by_role.get(self, [*Route])
 
 
 GIB = 1 << 30

@@ -23,7 +23,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
-from millrace_common.step_times import StepTimes
 
 TOKEN_BYTES = 4
 
@@ -297,7 +296,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     # What only grows. "name" is millrace_engine_total{what="name"}; "metric/name" is another counter of
     # millrace_common/metrics.py with that label.
     counters: dict[str, float] = {}
-    step_times: StepTimes | None = None  # None: not measured
+    step_times: tuple[float, ...] = ()  # those of StepTimes; none: not measured
 
 
 class Events(msgspec.Struct, tag=True):

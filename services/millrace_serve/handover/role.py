@@ -9,7 +9,6 @@ from millrace.v1 import decode_pb2, kv_pb2_grpc, prefill_pb2, worker_pb2
 from millrace_rpc.access import token
 
 from millrace_serve.engine.core import Events, Failure, Request, RequestId, Route
-from millrace_serve.engine.schedule.limits import ROUTES
 from millrace_serve.handover.borrowing import Borrowing
 from millrace_serve.handover.exports import Exports
 from millrace_serve.handover.failed_reads import READER_ALONE, SOURCE_ALONE, FailedReads
@@ -63,7 +62,7 @@ class HandoverRole(RoleLogic):
             self._borrowing.borrow(loan)
 
     def _submit_import(self, link: RouterLink, message: decode_pb2.DecodeRequest) -> None:
-        if Route.IMPORT not in ROUTES[self._role]:
+        if Route.IMPORT not in self._role.routes:
             raise convert.invalid("source", f"is set, but a {self._role} worker imports nothing")
         check_layout(message.source.fingerprint, message.source.address, self._ranks)
         self._check_new(message.request)
@@ -106,14 +105,14 @@ class HandoverRole(RoleLogic):
 
     @property
     def warmup_routes(self) -> Iterable[Route]:
-        return sorted(ROUTES[self._role] - {Route.IMPORT})
+        return [route for route in self._role.routes if route is not Route.IMPORT]
 
     @property
     def warmed_sources(self) -> Iterable[str]:
         return self._pairs.warmed
 
     async def warm_pair(self, source: worker_pb2.KvSourceRef) -> None:
-        if Route.IMPORT not in ROUTES[self._role]:
+        if Route.IMPORT not in self._role.routes:
             raise convert.invalid("source", f"is set, but a {self._role} worker imports nothing")
         await self._pairs.warm_up(source)
 

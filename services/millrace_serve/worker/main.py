@@ -173,7 +173,7 @@ def main(make_role: MakeRole, roles: Sequence[Role], environ: MutableMapping[str
 
     `environ`: the process's own, which its ranks inherit.
     """
-    name = roles[-1] if f"role={roles[-1]}" in sys.argv else roles[0]  # as the user calls it
+    name = next((role for role in roles if f"role={role}" in sys.argv), roles[0])  # as the user calls it
     parser = argparse.ArgumentParser(prog=f"millrace {name}", description=f"Run a worker: {' or '.join(roles)}.")
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")

@@ -28,7 +28,6 @@ from millrace_serve.engine.core import (
     RequestId,
     Route,
 )
-from millrace_serve.engine.schedule.limits import ROUTES
 from millrace_serve.engine.schedule.loans import LENT_SHARE
 from millrace_serve.engine.schedule.sequence import Transfer
 from millrace_testing.examples import examples
@@ -97,7 +96,7 @@ class Machine(RuleBasedStateMachine):
     def submit(
         self, data: st.DataObject, tokens: list[int], prior: int, sampling: dict, priority: int, timeout, borrows: bool
     ) -> None:
-        route = data.draw(st.sampled_from([*sorted(ROUTES[self.role]), *sorted(ROUTES[self.role] - {Route.LOCAL})]))
+        route = data.draw(st.sampled_from(self.role.routes))
         made = self.make(route, tokens, prior, sampling, priority, timeout)
         self.driver.submit(msgspec.structs.replace(made, borrows=borrows and route is Route.EXPORT))
 

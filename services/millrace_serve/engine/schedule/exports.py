@@ -26,12 +26,13 @@ from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.sequence import Sequence
 
 
-class Exports:
+class Publisher:
     """What is published, and how much of the pool that may be."""
 
     def __init__(self, config: EngineConfig, role: Role, pages: Pages, outbox: Outbox) -> None:
         self._pages, self._outbox = pages, outbox
-        # Two workers may wait for each other's reads: half of the pool is for what they read.
+        # Two workers may wait for each other's reads: half of the pool is for what they read. Only requests that need
+        # more than half may wait until a lease ends.
         self._most = config.max_parked_pages or (config.usable_pages // 2 if role is Role.FLEXIBLE else None)
 
     def has_room(self, seq: Sequence, running: Iterable[Sequence]) -> bool:

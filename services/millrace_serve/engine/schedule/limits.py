@@ -15,13 +15,6 @@ from millrace_common.reasons import Reason
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import Failure, Grammar, Request, Route, SamplingParams
 
-ROUTES = {
-    Role.PREFILL: {Route.EXPORT},
-    Role.DECODE: {Route.IMPORT, Route.LOCAL},
-    Role.UNIFIED: {Route.LOCAL},
-    Role.FLEXIBLE: set(Route),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -38,7 +31,7 @@ def sequence_limit(request: Request) -> int:
 
 def refusal(request: Request, config: EngineConfig, facts: ModelFacts, role: Role) -> Failure | None:
     """Return why `request` can never run here, or None."""
-    if request.route not in ROUTES[role]:
+    if request.route not in role.routes:
         return _invalid(f"route {request.route} is not served by a {role} engine")
     if problem := next(_problems(request, facts), None):
         return _invalid(problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import astuple
 
 from millrace_common.rate import Rate
 from millrace_common.step_times import StepTimes
@@ -35,6 +36,11 @@ class Speeds:
     @property
     def times(self) -> StepTimes:
         return self._fit.times
+
+    @property
+    def measured(self) -> tuple[float, ...]:
+        """`times` for reports; none while they are unknown."""
+        return astuple(self.times) if self.times.known else ()
 
     @property
     def prompt_tokens_per_s(self) -> float:

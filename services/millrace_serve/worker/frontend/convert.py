@@ -12,6 +12,7 @@ import msgspec
 from millrace.v1 import common_pb2, kv_pb2, worker_pb2
 from millrace_common import sampling_limits as limits
 from millrace_common.reasons import Reason
+from millrace_common.step_times import StepTimes
 from millrace_rpc.errors import TABLE, MillraceError
 
 from millrace_serve.engine.cache.kv_pool import KvLayout
@@ -218,5 +219,5 @@ def wire_layout(layout: KvLayout) -> common_pb2.KvLayout:
 
 
 def wire_load(load: Load) -> worker_pb2.ReplicaLoad:
-    times = None if load.step_times is None else worker_pb2.StepTimes(**dataclasses.asdict(load.step_times))
+    times = worker_pb2.StepTimes(**dataclasses.asdict(StepTimes(*load.step_times))) if load.step_times else None
     return worker_pb2.ReplicaLoad(**{**msgspec.structs.asdict(load), "step_times": times})

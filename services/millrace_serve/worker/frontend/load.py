@@ -120,7 +120,7 @@ class LoadBoard:
                 metrics.pages.labels(replica=replica, use=use).set(getattr(load, f"pages_{use}"))
             metrics.waiting_tokens.labels(replica=replica).set(load.waiting_tokens)
             metrics.credits.labels(replica=replica).set(load.credits)
-            for part, seconds in asdict(load.step_times or StepTimes()).items():
+            for part, seconds in asdict(StepTimes(*load.step_times)).items():
                 metrics.step_times.labels(replica=replica, of=part.removesuffix("_s")).set(seconds)
             for name, count in load.counters.items():
                 metric, _, label = name.rpartition("/")
