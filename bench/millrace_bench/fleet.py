@@ -18,12 +18,12 @@ from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_common.split import Slo
 from millrace_router.config import Policy, RouterConfig, Routing, Timeouts
-from millrace_router.flow.flow import AbortLeg, Action, Blame, Flow, Leg, Retry, Stage
+from millrace_router.flow.flow import AbortSubRequest, Action, Blame, Flow, Retry, Stage, SubRequest
 from millrace_router.flow.metrics import build
 from millrace_router.health.workers import WorkerHealth
 from millrace_router.policy.choose import NO_PAGES, Chooser, Decision, Situation
 from millrace_router.policy.holders import Process
-from millrace_router.policy.snapshot import NO_LIMITS, Key, Pace, Replica, View, Want
+from millrace_router.policy.snapshot import NO_LIMITS, Key, Pace, PlacementRequest, Replica, View
 from millrace_router.queue.admission import Admission
 from millrace_router.queue.fair_queue import Ticket
 from millrace_rpc.errors import MillraceError
@@ -56,7 +56,7 @@ class Job:
             fleet.timeouts, request.outputs, 4, None, fleet.now, fleet.timeouts.queue, wants_logprobs=False
         )
         self.place = fleet.admission.place(0)
-        self.placed: dict[Leg, Worker] = {}
+        self.placed: dict[SubRequest, Worker] = {}
         self.ticket: Ticket | None = None
         self.first_at = self.last_at = self.ended_at = math.inf
 
@@ -77,7 +77,9 @@ class Job:
             flow, request = self.flow, self.request
             tokens, left = request.prompt + len(flow.outputs), request.max_tokens - len(flow.outputs)
             slo = self.fleet.made_of.slo
-            want = Want(tokens, left, slo=slo, session=request.session, page_size=PAGE, attempt=flow.attempt + 1)
+            want = PlacementRequest(
+                tokens, left, slo=slo, session=request.session, page_size=PAGE, attempt=flow.attempt + 1
+            )
             self.ticket = Ticket(self.place, want, self.serve, self.refuse, paid=flow.attempt >= 0)
             self.fleet.admission.enter(self.ticket)
 
@@ -86,27 +88,27 @@ class Job:
 
     def serve(self, decision: Decision) -> None:
         fleet, self.ticket = self.fleet, None
-        chosen = {Leg.PREFILL: decision.placement.prefill, Leg.DECODE: decision.placement.decode}
-        self.placed = {leg: fleet.workers[replica.address] for leg, replica in chosen.items() if replica is not None}
+        chosen = {SubRequest.PREFILL: decision.placement.prefill, SubRequest.DECODE: decision.placement.decode}
+        self.placed = {sub: fleet.workers[replica.address] for sub, replica in chosen.items() if replica is not None}
         tokens, cached = self.request.prompt + len(self.flow.outputs), decision.cached_tokens
         self.flow.assign(frozenset(self.placed), fleet.now)
         for note in fleet.on_place:
             note(cached)
         goal = self.request.outputs - len(self.flow.outputs)
         pair = len(self.placed) == 2
-        for leg, worker in self.placed.items():
-            part = Part(self, leg, self.flow.attempt, self.number, fleet.now, tokens, goal)
-            fleet.sent(worker.name, tokens, tokens - cached, decision.situation.want.outputs, leg, pair)
-            if pair and leg is Leg.DECODE:
+        for sub, worker in self.placed.items():
+            part = Part(self, sub, self.flow.attempt, self.number, fleet.now, tokens, goal)
+            fleet.sent(worker.name, tokens, tokens - cached, decision.situation.want.outputs, sub, pair)
+            if pair and sub is SubRequest.DECODE:
                 worker.expect(part)
             else:
-                worker.add(part, cached, 0.0 if decision.loan is None else decision.loan.fetch_s)
+                worker.add(part, cached, 0.0 if decision.prefix_fetch is None else decision.prefix_fetch.fetch_s)
 
     def prefilled(self, worker: Worker, part: Part) -> None:
         """The prompt is computed, and its KV goes to the worker that generates."""
         self.note_cached(worker, part.tokens)
         self.hear(worker, part, 1)
-        if (other := self.placed.get(Leg.DECODE)) is not None:
+        if (other := self.placed.get(SubRequest.DECODE)) is not None:
             self.fleet.after(worker.machine.handover_s, lambda: other.arrived(self))
 
     def note_cached(self, worker: Worker, tokens: int) -> None:
@@ -116,22 +118,22 @@ class Job:
     def hear(self, worker: Worker, part: Part, made: int) -> None:
         """A part has made so many outputs."""
         count = made - part.heard
-        if count <= 0 or part.attempt != self.flow.attempt or part.leg not in self.flow.open:
+        if count <= 0 or part.attempt != self.flow.attempt or part.sub not in self.flow.open:
             return
         first, part.heard = self.flow.base + part.heard, made
         if not self.flow.outputs:
             self.first_at = self.fleet.now
-        end = (part.leg is Leg.DECODE and made >= part.goal) or (len(self.placed) == 1 and part.goal == 1)
+        end = (part.sub is SubRequest.DECODE and made >= part.goal) or (len(self.placed) == 1 and part.goal == 1)
         finish = LENGTH if end else common_pb2.FINISH_REASON_UNSPECIFIED
         out = worker_pb2.SequenceOutput(first_index=first, token_ids=[7] * count, finish_reason=finish)
         if end:
             self.note_cached(worker, part.tokens + made)
-        self.perform(self.flow.output(part.leg, out, self.fleet.now))
+        self.perform(self.flow.output(part.sub, out, self.fleet.now))
 
     def told(self, worker: Worker, part: Part, *, waits: bool) -> None:
         if waits is not part.waits and part.attempt == self.flow.attempt:
             part.waits = waits
-            self.flow.wait(part.leg, not waits, self.fleet.now)
+            self.flow.wait(part.sub, not waits, self.fleet.now)
 
     def perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -148,10 +150,10 @@ class Job:
     def _do(self, action: Action) -> None:
         fleet = self.fleet
         match action:
-            case AbortLeg(leg, _, _):
-                self.placed[leg].drop(self)
-            case Blame(legs, reason):
-                fleet.health.failed([worker.name for leg, worker in self.placed.items() if leg in legs], reason)
+            case AbortSubRequest(sub, _, _):
+                self.placed[sub].drop(self)
+            case Blame(subs, reason):
+                fleet.health.failed([worker.name for sub, worker in self.placed.items() if sub in subs], reason)
             case Retry(reason, delay_s, _):
                 fleet.retries[reason] += 1
                 fleet.after(delay_s, self.enter)
@@ -200,7 +202,7 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------- what admission asks
 
-    def choose(self, want: Want) -> Decision | None:
+    def choose(self, want: PlacementRequest) -> Decision | None:
         pages = self.cached[want.session] if want.session else NO_PAGES
         decision = self.chooser.choose(Situation(self.view(), want, dict(self.last), pages, pages, pages))
         if decision is not None:
@@ -211,7 +213,7 @@ class Fleet:
                 self.last["whole" if prefill is None else "decode"] = decode.key
         return decision
 
-    def to_keep(self, want: Want) -> str:
+    def to_keep(self, want: PlacementRequest) -> str:
         return self.view().roomiest(want)
 
     def pace(self) -> Pace:
@@ -221,19 +223,19 @@ class Fleet:
 
     def view(self) -> View:
         rows: dict[str, list[Replica]] = {"prefill": [], "decode": [], "unified": []}
-        left_out = self.health.left_out()
+        ejected = self.health.ejected()
         for name, replica in self.replicas.items():
             duty = self.workers[name].duty
-            row = replace(replica, left_out=left_out.get(name, "")) if left_out else replica
+            row = replace(replica, ejected=ejected.get(name, "")) if ejected else replica
             rows["unified" if duty == "both" else duty].append(row)
         return View(tuple(rows["prefill"]), tuple(rows["decode"]), tuple(rows["unified"]))
 
-    def sent(self, name: str, tokens: int, uncached: int, outputs: int, leg: Leg, pair: bool) -> None:
+    def sent(self, name: str, tokens: int, uncached: int, outputs: int, sub: SubRequest, pair: bool) -> None:
         """What the worker will not have said in its latest report."""
         now = self.replicas[name]
-        computes, generates = leg is Leg.PREFILL or not pair, leg is Leg.DECODE
+        computes, generates = sub is SubRequest.PREFILL or not pair, sub is SubRequest.DECODE
         self.replicas[name] = replace(
-            now, credits=now.credits - 1, sequences=now.sequences + 1,
+            now, capacity=now.capacity - 1, sequences=now.sequences + 1,
             room=now.room - tokens - min(outputs, now.expected_output),
             tokens=now.tokens + uncached * computes, held=now.held + tokens * generates,
             streams=now.streams + (self.workers[name].duty != "prefill"),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from millrace_common.step_times import StepTimes
-from millrace_router.flow.flow import Leg
+from millrace_router.flow.flow import SubRequest
 from millrace_router.policy.snapshot import NOT_MEASURED, Replica
 from millrace_serve.engine.schedule.capacity import QUEUE_S
 from millrace_serve.engine.schedule.expected import Outputs, need, room
@@ -42,7 +42,7 @@ class Machine:
     handover_s: float = 0.0
     page_bytes: int = 0
     read_bytes_per_s: float = 0.0
-    by_room: bool = True  # it reports its room and waits; else only credits
+    by_room: bool = True  # it reports its room and waits; else only capacity
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -54,7 +54,7 @@ class Part:
     """An attempt at one worker."""
 
     job: Job
-    leg: Leg
+    sub: SubRequest
     attempt: int
     order: int
     came: float
@@ -143,7 +143,7 @@ class Worker:
                 break
             part.started, count = True, min(_length(part) - part.computed, limit)
             chunks.append((part, count))
-            limit, places = limit - count, places - (part.leg is Leg.DECODE)
+            limit, places = limit - count, places - (part.sub is SubRequest.DECODE)
         return chunks
 
     def _most_tokens(self) -> int:
@@ -155,7 +155,7 @@ class Worker:
 
     def _begins(self, part: Part, places: int) -> bool:
         """Whether a prompt can go on, or begin: one that stays here needs a place and pages."""
-        if part.leg is Leg.PREFILL or part.began < 0:
+        if part.sub is SubRequest.PREFILL or part.began < 0:
             return True
         if places <= 0 or not self._fits(part):
             return False
@@ -185,7 +185,7 @@ class Worker:
 
     def _first_token(self, part: Part) -> None:
         self.prompts.remove(part)
-        if part.leg is Leg.PREFILL:
+        if part.sub is SubRequest.PREFILL:
             part.job.prefilled(self, part)
             return
         self._begun -= _length(part)
@@ -275,13 +275,13 @@ class Worker:
     def replica(self) -> Replica:
         machine = self.machine
         streams = [*self.running, *(part for _, part in self.waiting), *self.expected.values()]
-        streams += [part for part in self.prompts if part.leg is Leg.DECODE]
-        exports = sum(part.leg is Leg.PREFILL for part in self.prompts)
+        streams += [part for part in self.prompts if part.sub is SubRequest.DECODE]
+        exports = sum(part.sub is SubRequest.PREFILL for part in self.prompts)
         generates = self.role != "prefill"
         most = machine.max_running + machine.max_running // 8 + 1 if generates and machine.by_room else MOST_PROMPTS
         return Replica(
             self.name, 0, self.name, "f",
-            credits=most - len(streams) - exports,
+            capacity=most - len(streams) - exports,
             tokens=self._prompt_tokens,
             sequences=len(streams) + exports,
             sources=self.fleet.sources if generates else frozenset(),
@@ -313,4 +313,4 @@ class Worker:
 
 def _length(part: Part) -> int:
     """Tokens to compute before it runs: after a preemption the outputs too."""
-    return part.tokens + (part.made if part.leg is Leg.DECODE else 0)
+    return part.tokens + (part.made if part.sub is SubRequest.DECODE else 0)

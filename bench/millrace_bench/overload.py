@@ -49,7 +49,7 @@ class Shape:
     max_tokens: int = 1200
     queue_s: float = 60.0  # timeouts.queue
     taught: bool = False  # decode workers have seen outputs before
-    by_room: bool = True  # workers report their room; else only credits, and no waits, as before
+    by_room: bool = True  # workers report their room; else only capacity, and no waits, as before
 
     def fleet(self, rng: random.Random) -> Fleet:
         prefill = StepTimes(token_s=1 / self.prompt_tokens_per_s)

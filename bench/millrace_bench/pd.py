@@ -49,7 +49,7 @@ PRESET = "preset"  # the topology of --preset
 ROLES = {"p": "prefill", "d": "decode", "u": "unified", "flex": "flexible"}
 LOADS = ("4096/256@0.5,1,1.5,2", "1024/512@1,2,3,4", "500/100x5@1,2,4,6")
 POLICIES = ("prefill_policy=kv_aware", "decode_policy=kv_aware")  # of all: conversations find what is cached
-WAYS = re.compile(r'^millrace_decisions_total\{.*?way="(\w+)".*?\} (\S+)$', re.MULTILINE)
+WAYS = re.compile(r'^millrace_placements_total\{.*?route="(\w+)".*?\} (\S+)$', re.MULTILINE)
 QUEUED = re.compile(r"^millrace_queue_requests(?:\{.*?\})? (\S+)$", re.MULTILINE)
 POLL_S = 1.0
 TIMES = ("ttft", "tpot", "icl")

@@ -30,7 +30,7 @@ from millrace_router.flow.metrics import build
 from millrace_router.policy.kv_index import KvIndex
 from millrace_router.policy.placer import Placer
 from millrace_router.policy.prefix_index import PrefixIndex
-from millrace_router.policy.snapshot import Replica, View, Want
+from millrace_router.policy.snapshot import PlacementRequest, Replica, View
 
 TARGET_US = 300.0
 PAGE_SIZE = 64
@@ -80,7 +80,7 @@ def _decisions(s: Settings, policy: Policy, limits: bool) -> dict[str, Any]:
     gc.freeze()  # as the router does when it is ready
     for i in range(s.requests):
         pages = rng.choice(prompts) if i % 4 else _pages(rng, s.tokens // PAGE_SIZE)
-        want = Want(
+        want = PlacementRequest(
             s.tokens, slo=slo.slo, session=f"user {i % 500}", pages=pages, page_size=PAGE_SIZE, draw=rng.getrandbits(64)
         )
         start, start_cpu = time.perf_counter_ns(), time.thread_time_ns()
@@ -107,7 +107,7 @@ def _view(s: Settings, rng: random.Random) -> View:
                 index=index,
                 epoch=f"{name}/{address}",
                 fingerprint="layout",
-                credits=64,
+                capacity=64,
                 tokens=rng.randrange(20_000),
                 sequences=(sequences := rng.randrange(32)),
                 streams=sequences,

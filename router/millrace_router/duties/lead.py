@@ -165,7 +165,7 @@ def _capacity(flexible: Sequence[Worker], replicas: Sequence[Replica]) -> Capaci
     loads = [load for worker in flexible if worker.load is not None for load in worker.load.replicas]
     page_size = max(flexible[0].info.layout.page_size, 1)
     return Capacity(
-        max_running=max(round(statistics.median(r.sequences + max(r.credits, 0) for r in replicas)), 1),
+        max_running=max(round(statistics.median(r.sequences + max(r.capacity, 0) for r in replicas)), 1),
         kv_tokens=max(round(statistics.median(load.pages_total for load in loads)) * page_size, 1),
         chunk_tokens=MOST_CHUNK,
         handover_s=HANDOVER_S,

@@ -19,8 +19,8 @@ from operator import attrgetter
 
 from millrace_router.config import Policy, Routing
 from millrace_router.policy.holders import Process
-from millrace_router.policy.loans import Lenders, saved
-from millrace_router.policy.snapshot import Key, Replica, Want
+from millrace_router.policy.prefix_fetches import PrefixSources, saved
+from millrace_router.policy.snapshot import Key, PlacementRequest, Replica
 
 Score = tuple[float, ...]
 NOT_DRAWN: Score = (float("inf"), 0.0)
@@ -33,12 +33,12 @@ LOAD_SLACK = 4  # so many sequences are never too many
 class Inputs:
     """The inputs of a policy besides the candidates."""
 
-    want: Want
+    want: PlacementRequest
     routing: Routing
     everyone: tuple[Replica, ...]  # of the role, in order of key, whether they are candidates or not
     pages: Mapping[Process, float]  # full pages of the prompt that a replica has cached
     last: Key | None  # the replica of the role's previous request
-    lenders: Lenders = ()
+    prefix_sources: PrefixSources = ()
 
     def cached(self, replica: Replica) -> int:
         """Prompt tokens that the replica need not compute, or need not transfer."""
@@ -133,7 +133,7 @@ def spared(candidates: Sequence[Replica], inputs: Inputs) -> Sequence[float]:
     """Prompt tokens that each candidate need not compute, a prefix that it could fetch at the price of the fetch."""
     want, pages = inputs.want, inputs.pages
     own = [want.cached(pages[process]) if (process := r.process) in pages else 0 for r in candidates]
-    return saved(candidates, own, want, inputs.lenders)
+    return saved(candidates, own, want, inputs.prefix_sources)
 
 
 def session(candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:

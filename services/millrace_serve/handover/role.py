@@ -9,12 +9,12 @@ from millrace.v1 import decode_pb2, kv_pb2_grpc, prefill_pb2, worker_pb2
 from millrace_rpc.access import token
 
 from millrace_serve.engine.core import Events, Failure, Request, RequestId, Route
-from millrace_serve.handover.borrowing import Borrowing
 from millrace_serve.handover.exports import Exports
 from millrace_serve.handover.failed_reads import READER_ALONE, SOURCE_ALONE, FailedReads
 from millrace_serve.handover.imports import Imports
 from millrace_serve.handover.pairing import Pairs, check_layout
 from millrace_serve.handover.peers import Peers
+from millrace_serve.handover.prefix_fetches import PrefixFetches
 from millrace_serve.handover.serving import KvServicer
 from millrace_serve.transfer.messages import DropSource, ReadDone, ReadStuck
 from millrace_serve.worker.frontend import convert
@@ -32,7 +32,7 @@ class HandoverRole(RoleLogic):
         self._peers = Peers(drop_source, frontend.identity, token(frontend.secret))
         own_reads = FailedReads("reads of other workers' KV pages", READER_ALONE, frontend.leave)
         self.imports = Imports(frontend, self._peers, own_reads)
-        self._borrowing = Borrowing(frontend, self._peers, self.imports)
+        self._prefix_fetches = PrefixFetches(frontend, self._peers, self.imports)
         self.handlers = {ReadDone: self.imports.on_read_done, ReadStuck: self.imports.on_stuck}
         self.exports = Exports(config.timeouts, frontend.metrics, frontend.ranks.send)
         peers_reads = FailedReads("other workers' reads of KV pages here", SOURCE_ALONE, frontend.leave)
@@ -56,10 +56,10 @@ class HandoverRole(RoleLogic):
 
     def _submit_export(self, link: RouterLink, message: prefill_pb2.PrefillRequest) -> None:
         self._check_new(message.request)
-        loan = self._borrowing.prepare(message)
-        request = self._requests.submit(message.request, Route.EXPORT, link, borrows=loan is not None)
-        if request is not None and loan is not None:
-            self._borrowing.borrow(loan)
+        prefix_fetch = self._prefix_fetches.prepare(message)
+        request = self._requests.submit(message.request, Route.EXPORT, link, fetches_prefix=prefix_fetch is not None)
+        if request is not None and prefix_fetch is not None:
+            self._prefix_fetches.begin_fetch(prefix_fetch)
 
     def _submit_import(self, link: RouterLink, message: decode_pb2.DecodeRequest) -> None:
         if Route.IMPORT not in self._role.routes:
@@ -84,8 +84,8 @@ class HandoverRole(RoleLogic):
         return self.exports.fail(id, why) or imported
 
     def on_events(self, replica: int, events: Events) -> None:
-        for part in events.parts:
-            self.exports.publish(replica, part)
+        for chunk in events.chunks:
+            self.exports.publish(replica, chunk)
         for reserved in events.reserved:
             self.imports.on_reserved(reserved)
         for output in events.outputs:

@@ -95,12 +95,12 @@ def test_exports_leave_half_of_the_pool_and_others_pass_them() -> None:
     driver.tell(KvOffered(RequestId(5, 0)))
     driver.run()
     load = driver.engine.load()
-    assert (load.exporting, load.pages_published, load.waiting, load.credits) == (2, 8, 1, 0)
+    assert (load.exporting, load.pages_published, load.waiting, load.capacity) == (2, 8, 1, 0)
     assert RequestId(4, 0) in driver.finish and RequestId(5, 0) in driver.reserved
     for room in (1, 2):
         driver.tell(LeaseEnded(RequestId(room, 0)))
     driver.run()
-    assert driver.engine.load().exporting == 1 and driver.engine.load().credits > 0
+    assert driver.engine.load().exporting == 1 and driver.engine.load().capacity > 0
     driver.tell(LeaseEnded(RequestId(3, 0)))
     driver.tell(Abort(RequestId(5, 0)))
     driver.tell(KvFailed(RequestId(5, 0), None))  # type: ignore[arg-type]

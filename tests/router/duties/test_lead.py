@@ -19,7 +19,7 @@ LIMITS = {"ttft": 1.0, "tpot": 0.04}
 
 
 async def fleet(cluster: Callable, number: int = 4, **routing: object) -> Cluster:
-    workers = [FakeWorker(FLEXIBLE, credits=256) for _ in range(number)]
+    workers = [FakeWorker(FLEXIBLE, capacity=256) for _ in range(number)]
     for worker in workers:
         worker.counts = {"step_times": TIMES, "pages_total": 10_000}
     made: Cluster = await cluster(*workers, routing={"slo": LIMITS, **routing})

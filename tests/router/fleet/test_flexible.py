@@ -1,4 +1,4 @@
-"""Flexible workers: any phase over one Link, by duty, and never both legs of an attempt on one of them."""
+"""Flexible workers: any phase over one Link, by duty, and never both sub-requests of an attempt on one of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def fleet(cluster: Callable, *duties: int, routing: dict | None = None) ->
     for worker, duty in zip(workers, duties, strict=True):
         worker.duty = duty
     made = await cluster(*workers, routing={"duties": "advise", **(routing or {})})
-    await made.until(lambda: len(made.router.registry.hooks.ready) == len(workers) ** 2)
+    await made.until(lambda: len(made.router.registry.warmups.ready) == len(workers) ** 2)
     return made
 
 
@@ -43,7 +43,7 @@ async def test_duties_are_roles_to_requests(cluster: Callable) -> None:
     await made.quiet()
 
 
-async def test_one_token_is_one_leg(cluster: Callable) -> None:
+async def test_one_token_is_one_sub(cluster: Callable) -> None:
     made = await fleet(cluster, ON_PREFILL, ON_DECODE)
     result = await made.generate(PROMPT, sampling={"max_tokens": 1})
     assert result.tokens() == expected(PROMPT, 1)
@@ -62,7 +62,7 @@ async def test_beside_fixed_roles(cluster: Callable) -> None:
     flexible.duty = ON_DECODE
     prefill = FakeWorker(PREFILL)
     made = await cluster(prefill, flexible, routing={"duties": "advise"})
-    await made.until(lambda: len(made.router.registry.hooks.ready) == 2)
+    await made.until(lambda: len(made.router.registry.warmups.ready) == 2)
     assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
     assert flexible.sources[0].epoch == prefill.epoch
 

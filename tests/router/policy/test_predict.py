@@ -8,7 +8,7 @@ from millrace_common.step_times import StepTimes
 from millrace_router.config import NO_HURRY_S, Policy, Routing
 from millrace_router.policy.choose import Chooser, Decision, Situation
 from millrace_router.policy.predict import HANDOVER_S
-from millrace_router.policy.snapshot import Replica, View, Want
+from millrace_router.policy.snapshot import PlacementRequest, Replica, View
 
 # A step takes 20 ms, each prompt token 50 µs: a step of 40 ms has 400 prompt tokens beside no streams to speak of.
 TIMES = StepTimes(fixed_s=0.02, sequence_s=1e-4, token_s=5e-5)
@@ -16,7 +16,7 @@ SLO = Slo(ttft_s=1.0, tpot_s=0.04)
 
 
 def replica(address: str, **fields: object) -> Replica:
-    values = {"index": 0, "epoch": f"e-{address}", "fingerprint": "f", "credits": 4, "tokens": 0, "sequences": 0}
+    values = {"index": 0, "epoch": f"e-{address}", "fingerprint": "f", "capacity": 4, "tokens": 0, "sequences": 0}
     return Replica(address, **(values | {"times": TIMES} | fields))
 
 
@@ -28,17 +28,19 @@ def decode(name: str = "d", **fields: object) -> Replica:
     return replica(name, sources=frozenset({"e-p"}), **fields)
 
 
-def decided(view: View, want: Want, pages: dict | None = None, prefill_pages: dict | None = None) -> Decision | None:
+def decided(
+    view: View, want: PlacementRequest, pages: dict | None = None, prefill_pages: dict | None = None
+) -> Decision | None:
     chooser = Chooser(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing())
     return chooser.choose(Situation(view, want, decode_pages=pages or {}, prefill_pages=prefill_pages or {}))
 
 
-def way(view: View, want: Want, **pages: dict) -> str | None:
+def way(view: View, want: PlacementRequest, **pages: dict) -> str | None:
     decision = decided(view, want, **pages)
-    return None if decision is None else decision.way
+    return None if decision is None else decision.route
 
 
-LONG, SHORT = Want(4000, outputs=99, slo=SLO), Want(100, outputs=99, slo=SLO)
+LONG, SHORT = PlacementRequest(4000, outputs=99, slo=SLO), PlacementRequest(100, outputs=99, slo=SLO)
 AT_WORK = {"streams": 60, "held": 100_000}  # 26 ms a step: 280 prompt tokens fit into 40 ms
 WARM = {("e-d", 0): 60}  # 3,840 tokens
 
@@ -53,25 +55,25 @@ WARM = {("e-d", 0): 60}  # 3,840 tokens
         (prefill(tokens=500), decode(**AT_WORK), SHORT, {}, "local"),
         (prefill(), decode(**AT_WORK), LONG, WARM, "local"),  # the prompt is there but for 160 tokens
         (prefill(), decode(streams=210), SHORT, {}, "pair"),  # 41 ms a step: no time for prompts
-        (prefill(credits=0), decode(**AT_WORK), LONG, {}, "local"),
+        (prefill(capacity=0), decode(**AT_WORK), LONG, {}, "local"),
         (prefill(room=0), decode(**AT_WORK), LONG, {}, "local"),
         (prefill(), decode(room=0), LONG, {}, None),
         (prefill(), decode(revision="b"), SHORT, {}, "local"),
         (prefill(), decode(times=StepTimes(), **AT_WORK), SHORT, {}, "local"),  # the other's times are taken
         (prefill(times=StepTimes()), decode(times=StepTimes()), SHORT, {}, "pair"),  # nobody has measured
-        (prefill(), decode(**AT_WORK), Want(100, outputs=99), {}, "pair"),  # no limits
+        (prefill(), decode(**AT_WORK), PlacementRequest(100, outputs=99), {}, "pair"),  # no limits
         (
             prefill(tokens=9000),
             decode(),
-            Want(100, outputs=1, slo=SLO),
+            PlacementRequest(100, outputs=1, slo=SLO),
             {},
             "local",
         ),  # one token needs no decode worker
-        (prefill(), decode(**AT_WORK), Want(4000, outputs=1, slo=SLO), {}, "prefill_only"),
+        (prefill(), decode(**AT_WORK), PlacementRequest(4000, outputs=1, slo=SLO), {}, "prefill_only"),
     ],
 )
 def test_where_the_first_token_is_earliest_within_the_limits(
-    p: Replica, d: Replica, want: Want, pages: dict, expected: str | None
+    p: Replica, d: Replica, want: PlacementRequest, pages: dict, expected: str | None
 ) -> None:
     assert way(View((p,), (d,)), want, pages=pages) == expected
 
@@ -87,9 +89,12 @@ def test_who_exceeds_the_limits_least() -> None:
 
 def test_within_the_limits_rather_than_early() -> None:
     full, busy = replica("u1", streams=200), replica("u2", tokens=2000)  # 41 ms and 40.1 a token; 125 ms and 20.1
-    decision = decided(View((), (), (full, busy)), Want(10, outputs=99, slo=SLO))
+    decision = decided(View((), (), (full, busy)), PlacementRequest(10, outputs=99, slo=SLO))
     assert decision is not None and decision.placement.decode == busy
-    assert decided(View((), (), (full, busy)), Want(10, outputs=99, slo=Slo(ttft_s=1.0))).placement.decode == full
+    assert (
+        decided(View((), (), (full, busy)), PlacementRequest(10, outputs=99, slo=Slo(ttft_s=1.0))).placement.decode
+        == full
+    )
 
 
 def test_a_unified_replica_competes_with_pairs() -> None:
@@ -100,14 +105,14 @@ def test_a_unified_replica_competes_with_pairs() -> None:
 
 
 def test_a_flexible_replica_runs_anything_when_nobody_else_can() -> None:
-    for want in (LONG, Want(4000, outputs=99), Want(10, outputs=1)):
+    for want in (LONG, PlacementRequest(4000, outputs=99), PlacementRequest(10, outputs=1)):
         assert way(View((), (decode(flexible=True),)), want) == "local"
         assert way(View((prefill(flexible=True, room=9000),), ()), want) in ("local", "prefill_only")
-    assert way(View((), (decode(),)), Want(4000, outputs=99)) is None
+    assert way(View((), (decode(),)), PlacementRequest(4000, outputs=99)) is None
 
 
 def test_a_flexible_prefill_worker_gets_some_seconds_of_prompts() -> None:
-    busy = decode(credits=4, tokens=90_000)
+    busy = decode(capacity=4, tokens=90_000)
     for tokens, expected in ((79_000, "pair"), (81_000, "local")):
         assert way(View((prefill(flexible=True, tokens=tokens, room=10**6),), (busy,)), LONG) == expected
         fixed = View((prefill(tokens=tokens),), (busy,))

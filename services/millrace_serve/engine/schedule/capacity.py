@@ -25,7 +25,7 @@ class Capacity:
         self._room, self._room_of, self._room_at = 0, -1, 0.0  # tokens, beside so many live requests, when
 
     @property
-    def credits(self) -> int:
+    def capacity(self) -> int:
         """Further requests."""
         left = self._requests.room()
         if self._decodes:

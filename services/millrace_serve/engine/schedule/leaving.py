@@ -1,6 +1,6 @@
 """How a sequence leaves a scheduler.
 
-A sequence that leaves (finished, preempted, parked) gives its slot and pages back at once when no launched step names
+A sequence that leaves (finished, preempted, held) gives its slot and pages back at once when no launched step names
 it, otherwise with the commit of the last such step. Only then may another sequence have them.
 """
 
@@ -25,14 +25,14 @@ class Leaving(abc.ABC):
         self.outputs = Outputs()
         self.host = HostCopies(pages.cache)
         self.leaving: set[Sequence] = set()  # have left, but a launched step still names them
-        self.num_parked = 0
+        self.num_held = 0
 
     @abc.abstractmethod
     def _take_off(self, seq: Sequence) -> None:
         """Remove `seq` from every list of those that will be scheduled."""
 
     def _stop(self, seq: Sequence, finish: FinishReason, error: Failure | None = None) -> None:
-        """End a request in any phase but PARKED and DONE."""
+        """End a request in any phase but HELD and DONE."""
         self.outbox.output(seq, [], finish, error)
         self._take_off(seq)
         self._leave(seq, Phase.DONE)
@@ -51,16 +51,16 @@ class Leaving(abc.ABC):
         self._leave(seq, Phase.WAITING)
 
     def _leave(self, seq: Sequence, phase: Phase) -> None:
-        """`seq`, already taken off, goes to WAITING, PARKED or DONE. A prompt of which another worker may read pages
-        stays parked until its lease ends.
+        """`seq`, already taken off, goes to WAITING, HELD or DONE. A prompt of which another worker may read pages
+        stays held until its lease ends.
         """
         if phase is Phase.DONE and seq.num_published:
-            phase = Phase.PARKED
+            phase = Phase.HELD
         if phase is Phase.DONE and seq.phase is Phase.RUNNING and not seq.exports:
             self._learn(seq)
         if phase is not Phase.WAITING:
             self.requests.num_active -= 1
-        self.num_parked += phase is Phase.PARKED
+        self.num_held += phase is Phase.HELD
         seq.enter(phase)
         self._settle(seq)
 
@@ -99,8 +99,8 @@ class Leaving(abc.ABC):
     def _free(self, seq: Sequence) -> None:
         self.leaving.discard(seq)
         self.pages.free_slot(seq)
-        if seq.phase is Phase.PARKED:
-            self.pages.park(seq)
+        if seq.phase is Phase.HELD:
+            self.pages.hold(seq)
             return
         self.pages.release(seq)
         if seq.phase is Phase.WAITING:
@@ -110,10 +110,10 @@ class Leaving(abc.ABC):
 
     def _end_parking(self, seq: Sequence) -> None:
         """The lease of its published pages has ended."""
-        self.num_parked -= 1
+        self.num_held -= 1
         seq.enter(Phase.DONE)
         if seq.inflight:  # aborted an instant ago: the commit of its last step frees its pages
             self.pages.unpublish(seq)
         else:
-            self.pages.unpark(seq)
+            self.pages.release_held(seq)
             del self.requests.live[seq.id]

@@ -4,8 +4,9 @@ Leading pages of a running prompt may be filled by somebody else: a copy from th
 worker. `_fill` begins that; the sequence has its slot and pages and plans no chunk; `_filled` ends it, and the rest of
 the prompt is computed. A sequence that leaves meanwhile keeps its pages until then.
 
-The rest of a long prompt (`share_prompts`) is computed in shared chunks only, one in each turn that the replicas give
-this one. In such a step every replica has half of its tokens for the shared chunk and half for prompts of its own.
+The rest of a long prompt (`context_parallel_tokens`) is computed in shared chunks only, one in each turn that the
+replicas give this one. In such a step every replica has half of its tokens for the shared chunk and half for prompts of
+its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 from millrace_serve.engine.config import EngineConfig, shared_tokens
 from millrace_serve.engine.schedule.leaving import Leaving
 from millrace_serve.engine.schedule.pages import Pages
-from millrace_serve.engine.schedule.plan import Chunk, Plan, SharedTurn
+from millrace_serve.engine.schedule.plan import Chunk, ContextParallelTurn, Plan
 from millrace_serve.engine.schedule.requests import EngineRequests
 from millrace_serve.engine.schedule.sequence import Phase, Sequence, Trust
 from millrace_serve.engine.schedule.speeds import Speeds
@@ -27,7 +28,7 @@ class Prompts(Leaving):
         super().__init__(config, requests, pages)
         self.speeds = speeds
         # Of the next step; the engine sets both:
-        self.turn: SharedTurn | None = None  # whether it has a shared chunk
+        self.turn: ContextParallelTurn | None = None  # whether it has a shared chunk
         self.limit_s = math.inf  # that sequences of other replicas set for it
         self._most = config.max_prefill_tokens  # of prompts in the step that is planned
         self._prefilling: dict[Sequence, None] = {}  # in order of admission
@@ -110,7 +111,7 @@ class Prompts(Leaving):
         self._take_shared(plan)
 
     def _is_long(self, seq: Sequence) -> bool:
-        return not seq.filling and 0 < self.config.share_prompts <= len(seq.tokens) - seq.num_computed
+        return not seq.filling and 0 < self.config.context_parallel_tokens <= len(seq.tokens) - seq.num_computed
 
     def _lasts(self, seq: Sequence) -> bool:
         """Whether more than half of a step's tokens are left of its prompt, which this replica computes alone."""

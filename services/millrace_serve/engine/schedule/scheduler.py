@@ -35,27 +35,27 @@ from millrace_serve.engine.core import (
     KvOffered,
     KvReserved,
     LeaseEnded,
-    Lend,
     Load,
     Request,
     SchedulerInput,
     SequenceOutput,
+    ServePrefix,
     Submit,
 )
 from millrace_serve.engine.schedule.capacity import Capacity
 from millrace_serve.engine.schedule.exports import Publisher
-from millrace_serve.engine.schedule.loans import Loans
 from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.plan import Chunk, Plan, StepOutput, Work
 from millrace_serve.engine.schedule.requests import EngineRequests
 from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer, Trust
+from millrace_serve.engine.schedule.served_pages import ServedPages
 from millrace_serve.engine.schedule.speeds import Speeds
 from millrace_serve.engine.schedule.streams import Streams
 from millrace_serve.engine.schedule.waiting import Waits
 
 # Python 3.11 takes as long for a member of an enum as for a call
 RUNNING, PROVEN = Phase.RUNNING, Trust.PROVEN
-ENDED = (Phase.PARKED, Phase.DONE)
+ENDED = (Phase.HELD, Phase.DONE)
 
 
 class Scheduler(Streams):
@@ -64,7 +64,7 @@ class Scheduler(Streams):
     ) -> None:
         """`times` of steps, until they have been measured."""
         super().__init__(config, requests, pages, Speeds(times))
-        self.loans = Loans(pages.cache)
+        self.served_pages = ServedPages(pages.cache)
         self._publisher = Publisher(config, role, pages, self.outbox)
         self._capacity = Capacity(config, role, requests, pages, self.outputs)
         self._waits = Waits()
@@ -76,15 +76,15 @@ class Scheduler(Streams):
         match msg:
             case Submit(request):
                 self._enrol(request)
-            case Lend(id, blocks):
-                self.outbox.events.parts.append(self.loans.lend(id, blocks))
+            case ServePrefix(id, blocks):
+                self.outbox.events.chunks.append(self.served_pages.serve_prefix(id, blocks))
             case FlushCache():
                 self.pages.cache.flush()
             case _:
                 if isinstance(msg, KvFailed):
-                    self.loans.settle(msg.id)
+                    self.served_pages.settle(msg.id)
                 elif isinstance(msg, LeaseEnded):
-                    self.loans.end(msg.id)
+                    self.served_pages.end(msg.id)
                 if seq := self.requests.live.get(msg.id):
                     self._handle_of(seq, msg)
 
@@ -111,7 +111,7 @@ class Scheduler(Streams):
             case KvArrived() if seq.num_offered:
                 self._end_fill(seq, seq.num_offered)
             case KvFailed() if seq.exports:
-                self._lose_loan(seq)
+                self._lose_prefix(seq)
             case KvLate() if seq.num_offered and seq.phase is Phase.RUNNING:
                 self._do_without(seq)
             case LeaseEnded() if seq.exports:
@@ -173,7 +173,7 @@ class Scheduler(Streams):
         if seq.phase is Phase.RUNNING:
             self._publisher.publish(seq, num_pages)
 
-    def _lose_loan(self, seq: Sequence) -> None:
+    def _lose_prefix(self, seq: Sequence) -> None:
         if seq.phase is Phase.EXPECTED:
             self._queue(seq, 0)
         elif seq.num_offered and seq.filling:
@@ -183,7 +183,7 @@ class Scheduler(Streams):
     def _do_without(self, seq: Sequence) -> None:
         """The pages that are being read are kept aside until KvFailed."""
         own, seq.num_offered = slice(seq.num_computed // self.pages.size, seq.num_offered), 0
-        self.loans.set_aside(seq.id, seq.pages[own])
+        self.served_pages.set_aside(seq.id, seq.pages[own])
         self._preempt(seq)
         self._filled(seq, 0)
 
@@ -191,7 +191,7 @@ class Scheduler(Streams):
         if seq.phase in (Phase.WAITING, Phase.RUNNING):
             message = "the lease ended before the prompt was computed"
             self._stop(seq, FinishReason.ERROR, Failure(Reason.KV_EXPIRED, message))
-        if seq.phase is Phase.PARKED:
+        if seq.phase is Phase.HELD:
             self._end_parking(seq)
 
     # ------------------------------------------------------------------------------------------ scheduling
@@ -302,12 +302,12 @@ class Scheduler(Streams):
             self._publisher.publish(seq, full)
 
     def _export(self, seq: Sequence, row: int, tokens: list[int], output: StepOutput) -> None:
-        """The prompt is complete: its first token goes out with the last part."""
+        """The prompt is complete: its first token goes out with the last chunk."""
         _, finish = seq.extend(tokens)
         first = self.outbox.output(seq, output.outputs(row, tokens, seq), finish)
         self._publisher.publish(seq, len(seq.pages), first, output.drafts_of(row))
         self._take_off(seq)
-        self._leave(seq, Phase.PARKED)
+        self._leave(seq, Phase.HELD)
 
     def _append(self, seq: Sequence, row: int, tokens: list[int], output: StepOutput) -> None:
         if seq.silent and seq.phase is RUNNING:
@@ -355,7 +355,7 @@ class Scheduler(Streams):
             running=len(self._prefilling) - filling + len(self._decoding),
             waiting=requests.num_waiting,
             importing=filling + len(self._importing) + len(self._ready),
-            exporting=self.num_parked,
+            exporting=self.num_held,
             waiting_tokens=waiting_tokens,
             begun_tokens=begun,
             pages_total=pool.total,
@@ -365,7 +365,7 @@ class Scheduler(Streams):
             pages_running=pool.num_running,
             drafted=tuple(drafts.drafted[: self.config.draft_tokens]),
             accepted=tuple(drafts.accepted[: self.config.draft_tokens]),
-            credits=0 if self._blocked else self._capacity.credits,
+            capacity=0 if self._blocked else self._capacity.capacity,
             host_pages_total=self.host.total,
             host_pages_used=self.host.used,
             prompt_tokens_per_s=self.speeds.prompt_tokens_per_s,
