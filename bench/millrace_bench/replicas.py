@@ -182,7 +182,8 @@ class Replica:
         engine, scheduler = self.engine, self.engine._scheduler
         whole, scheduler.config = scheduler.config, scheduler.config.model_copy(update={"max_prefill_tokens": chunk})
         import_context(engine, count, Work((count,), length, outputs(self._engines, self._args)))
-        number, times, clock, before = itertools.count(count), [], time.perf_counter(), False
+        times: list[float] = []
+        number, clock, before = itertools.count(count), time.perf_counter(), False
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         while engine.has_work():
             if engine.load().waiting < WAITING - 1 and len(times) < self._args.steps:
