@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+import trustme
 from millrace.v1 import admin_pb2_grpc, inference_pb2_grpc
+from millrace_common import gc_hooks
 from millrace_router.config import RouterConfig
 from millrace_router.fleet.hooks import PairStage
 from millrace_router.main import Router
@@ -23,9 +25,21 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def few_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Each HTTP client reads all certificate authorities of the machine, also for http://. Here is one to read."""
+    file = tmp_path_factory.mktemp("authorities") / "ca.pem"
+    trustme.CA().cert_pem.write_to_path(str(file))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(file))
+        yield
+
+
 @pytest.fixture
-async def cluster(model_folder: Path) -> AsyncIterator[Callable]:
+async def cluster(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable]:
     """`await cluster(FakeWorker(PREFILL), …, timeouts={…})`: started, and routable unless wait=False."""
+    # A router freezes its process. This one would keep the garbage of all tests, and count it at each start.
+    monkeypatch.setattr(gc_hooks, "freeze", lambda: 2000)
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(*workers: FakeWorker, wait: bool = True, **settings: object) -> Cluster:

@@ -5,7 +5,8 @@ It is fuzzed against a running router (tests/router/apis/openai/test_openapi.py)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -66,7 +67,7 @@ def document(more: Mapping[str, Post]) -> dict[str, Any]:
         "info": {"title": "Millrace", "version": "1", "description": "The HTTP APIs of a Millrace router."},
         "paths": paths,
         "components": {
-            "schemas": _schemas(posts.values()),
+            "schemas": _schemas(tuple(posts.values())),
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer", "description": "If the router has keys."},
                 "header": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key."},
@@ -92,7 +93,9 @@ def _responses(about: Post) -> dict[str, Any]:
     return responses
 
 
-def _schemas(posts: Collection[Post]) -> dict[str, Any]:
+@cache
+def _schemas(posts: tuple[Post, ...]) -> dict[str, Any]:
+    """Shared by the documents: a reader must not change it."""
     requests = [post.request for post in posts]
     _, models = models_json_schema([(request, "validation") for request in requests], ref_template=REF + "{model}")
     answers = {kind for post in posts for kind in (post.answer, post.chunk, post.error) if kind is not None}
