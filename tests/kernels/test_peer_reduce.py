@@ -77,7 +77,7 @@ ONE, TWO, BOTH = Ways(MANY, MANY), Ways(0, MANY), Ways(4, MANY)
 JOBS = {
     "one 2": (2, 256, ONE),
     "both 3": (3, 200, BOTH),
-    "two 4": (4, 384, TWO),
+    "two 2": (2, 384, TWO),  # a rank without a row
 }
 
 
