@@ -31,7 +31,7 @@ TIES = 5e-3  # rms; an inverse instead of a division may turn a tie, to the neig
 # rows, FP8 form, plain form, sums of all rows; a program has more than one row of MANY
 CALLS = [
     (1, True, False, False), (5, False, True, True), (0, True, True, False), (MANY, True, True, True),
-    (MANY, True, False, False), (3, True, True, False), (MANY, False, True, False), (MANY - 1, True, True, True),
+    (MANY, True, False, False), (MANY - 1, False, True, False),
 ]  # fmt: skip
 
 
