@@ -11,8 +11,10 @@ import pytest
 import trustme
 from millrace.v1 import admin_pb2_grpc, inference_pb2_grpc
 from millrace_common import gc_hooks
+from millrace_common.grammar.checker import Checker
 from millrace_router.config import RouterConfig
 from millrace_router.fleet.hooks import PairStage
+from millrace_router.flow import grammars
 from millrace_router.main import Router
 from millrace_rpc.client import channel
 from router.fake_worker import DECODE, PREFILL, FakeWorker
@@ -33,6 +35,21 @@ def few_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(file))
         yield
+
+
+class SharedChecker(Checker):
+    def close(self) -> None:
+        pass  # its processes go on for the next router
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_checker() -> Iterator[None]:
+    """The processes in which grammars compile start once for all routers."""
+    shared = SharedChecker(grammars.PROCESSES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammars, "Checker", lambda processes: shared)
+        yield
+    Checker.close(shared)
 
 
 @pytest.fixture
