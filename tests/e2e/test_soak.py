@@ -13,7 +13,7 @@ from millrace_testing.client import Answer, Client, collect
 from millrace_testing.cluster import SMALL, ControlledCluster
 from millrace_testing.reference import greedy
 
-REQUESTS = int(os.environ.get("MILLRACE_SOAK", 400))
+REQUESTS = int(os.environ.get("MILLRACE_SOAK", 240))
 WARM_UP = REQUESTS // 2
 PROMPTS = 50
 MAX_TOKENS = 24

@@ -82,7 +82,7 @@ def drawn(draw: Any) -> tuple[dict[str, object], dict[str, object], str]:
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-@examples(20, suppress_health_check=[HealthCheck.too_slow])
+@examples(10, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn())
 def test_no_setting_changes_an_answer(found: tuple[dict[str, object], dict[str, object], str]) -> None:
     assert answers(*found) == plain()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import trustme
 from millrace.v1 import admin_pb2_grpc, inference_pb2_grpc
 from millrace_common import gc_hooks
 from millrace_common.grammar.checker import Checker
@@ -17,6 +16,7 @@ from millrace_router.fleet.hooks import PairStage
 from millrace_router.flow import grammars
 from millrace_router.main import Router
 from millrace_rpc.client import channel
+from millrace_testing.certificates import few_authorities  # noqa: F401
 from router.fake_worker import DECODE, PREFILL, FakeWorker
 from router.harness import Cluster, write_tokenizer
 from router.scripted import write_formats
@@ -25,16 +25,6 @@ from router.scripted import write_formats
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def few_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Each HTTP client reads all certificate authorities of the machine, also for http://. Here is one to read."""
-    file = tmp_path_factory.mktemp("authorities") / "ca.pem"
-    trustme.CA().cert_pem.write_to_path(str(file))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SSL_CERT_FILE", str(file))
-        yield
 
 
 class SharedChecker(Checker):

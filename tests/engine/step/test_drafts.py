@@ -45,7 +45,7 @@ def mixed() -> list[Request]:
     prompts = [[10 + (7 * i + n) % 500 for i in range(n)] for n in LENGTHS] + questions()
     kinds = [GREEDY, SEEDED, COUNTED, SHAPED]
     return [
-        request(room, prompt, max_tokens=5 + 2 * room, logprobs=1, **kinds[room % 4])
+        request(room, prompt, max_tokens=12 + room, logprobs=1, **kinds[room % 4])
         for room, prompt in enumerate(prompts)
     ]
 
