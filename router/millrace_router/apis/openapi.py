@@ -5,8 +5,7 @@ It is fuzzed against a running router (tests/router/apis/openai/test_openapi.py)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -67,7 +66,7 @@ def document(more: Mapping[str, Post]) -> dict[str, Any]:
         "info": {"title": "Millrace", "version": "1", "description": "The HTTP APIs of a Millrace router."},
         "paths": paths,
         "components": {
-            "schemas": _schemas(tuple(posts.values())),
+            "schemas": _schemas(posts.values()),
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer", "description": "If the router has keys."},
                 "header": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key."},
@@ -82,8 +81,7 @@ def _responses(about: Post) -> dict[str, Any]:
     if about.chunk is not None:
         said = {"anyOf": [_ref(about.chunk), _ref(about.error)]}
         data = {"type": "string", "contentMediaType": "application/json", "contentSchema": said}
-        either = {"anyOf": [{"const": "[DONE]"}, data]}
-        event = {"type": "object", "properties": {"data": either}, "required": ["data"]}
+        event = {"type": "object", "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}}, "required": ["data"]}
         content["text/event-stream"] = {"itemSchema": event}
     responses: dict[str, Any] = {"200": {"description": "OK", "content": content}}
     for status in sorted({row.http for row in TABLE.values()}):
@@ -93,9 +91,7 @@ def _responses(about: Post) -> dict[str, Any]:
     return responses
 
 
-@cache
-def _schemas(posts: tuple[Post, ...]) -> dict[str, Any]:
-    """Shared by the documents: a reader must not change it."""
+def _schemas(posts: Collection[Post]) -> dict[str, Any]:
     requests = [post.request for post in posts]
     _, models = models_json_schema([(request, "validation") for request in requests], ref_template=REF + "{model}")
     answers = {kind for post in posts for kind in (post.answer, post.chunk, post.error) if kind is not None}
