@@ -162,7 +162,7 @@ async def test_abort_on_the_link_or_by_rpc_ends_the_request(slow: Worker) -> Non
         assert (await slow.stub.Abort(abort)).found
         for r in (on_link, by_rpc):
             assert (await link.finish(r)).finish_reason == ABORT
-        await slow.whole()
+        await slow.whole(timeout_s=25.0)  # half of what the lost request would take
         assert not (await slow.stub.Abort(abort)).found
         assert await slow.metric("millrace_worker_stale_messages_total", kind="abort") == 1
 
@@ -176,7 +176,7 @@ async def test_link_dropped_aborts_its_own_requests_only(slow: Worker) -> None:
             await drops.first(lost)
         await stays.finish(kept)
         assert stays.tokens(kept) == expected([2], 100)
-        await slow.whole(timeout_s=2.0)
+        await slow.whole(timeout_s=25.0)  # half of what the lost request would take
 
 
 async def test_slow_router_holds_up_nobody_and_loses_nothing(unified: Worker) -> None:
@@ -187,10 +187,10 @@ async def test_slow_router_holds_up_nobody_and_loses_nothing(unified: Worker) ->
             slow.submit(r)
         quick = request([99], max_tokens=3000)
         fast.submit(quick)
-        await fast.finish(quick, timeout_s=40)
+        await fast.finish(quick)
         slow.resume()
         for r in ours:
-            await slow.finish(r, timeout_s=40)
+            await slow.finish(r)
             assert slow.tokens(r) == expected(list(r.token_ids), 3000)
 
 
@@ -328,8 +328,8 @@ async def test_rank_killed_fails_everything_and_ends_the_worker(tmp_path: Path) 
         link.submit(running)
         await link.first(running)
         worker.ranks()[1].kill()  # not even the one that works on it
-        assert (await link.finish(running, timeout_s=5)).failure.reason == Reason.WORKER_LOST
-        error = await link.end(timeout_s=5)
+        assert (await link.finish(running)).failure.reason == Reason.WORKER_LOST
+        error = await link.end()
         assert error is not None and from_rpc_error(error).reason is Reason.WORKER_LOST
         assert await asyncio.wait_for(worker.process.wait(), 120) == 1
         await gone(family)
@@ -340,7 +340,7 @@ async def test_frontend_killed_takes_its_ranks_along(tmp_path: Path) -> None:
         family = worker.family()
         assert len(worker.ranks()) == 2
         worker.process.send(signal.SIGKILL)
-        await gone(family, timeout_s=3)
+        await gone(family)
 
 
 async def test_start_that_fails_says_why_and_exits_with_1(tmp_path: Path) -> None:
