@@ -144,10 +144,10 @@ def test_most_drafts_are_accepted_where_the_model_is_sure() -> None:
 
 def test_stop_tokens_end_an_answer_in_the_middle_of_accepted_drafts() -> None:
     prompt = questions()[0]
-    whole = tokens(run(engine(0), [request(0, prompt, max_tokens=40, ignore_eos=True, **GREEDY)]))[0]
+    whole = tokens(run(engine(0), [request(0, prompt, max_tokens=14, ignore_eos=True, **GREEDY)]))[0]
     ends = set()
     for stop in dict.fromkeys(whole[2:8]):
-        said = run(engine(3), [request(0, prompt, max_tokens=40, stop_token_ids=(stop,), ignore_eos=True, **GREEDY)])
+        said = run(engine(3), [request(0, prompt, max_tokens=14, stop_token_ids=(stop,), ignore_eos=True, **GREEDY)])
         assert tokens(said)[0] == whole[: whole.index(stop) + 1] and said[0][-1].finish is FinishReason.STOP
         ends.add(len(said[0][-1].tokens))
     assert len(ends) > 1, "stops came at one place of a step only"
