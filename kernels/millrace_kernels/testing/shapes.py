@@ -92,7 +92,7 @@ def paged_pool(
     """A page-major pool and its page table, shuffled ids; only the sequences' own rows of layer 1 are not NaN.
 
     Returns:
-        kv [num_pages, page, W], the strided view of layer 1; page_table int32 [B, P] padded with the sink page.
+        kv [num_pages, page, W], the strided view of layer 1; page_table int32 [B, P] padded with the null page.
     """
     counts = [-(-n // dims.page) for n in seq_lens]
     pool = poisoned((sum(counts) + 3, layers, dims.page, dims.kv_row))
