@@ -16,6 +16,8 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 # Before triton is imported, also by others such as transformers: without a GPU its kernels run in its interpreter.
 if not glob.glob("/dev/nvidia[0-9]*"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Tests start hundreds of processes: what the first one compiles, the others read.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Before jsonschema is imported: it would build the parsers of a format that nothing here uses, for two seconds.
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 

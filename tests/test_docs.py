@@ -15,14 +15,13 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
+from millrace_bench import config_leaves
 from millrace_router.config import RouterConfig
 from millrace_serve.worker.config import WorkerConfig
 from millrace_testing import prose
 from millrace_testing.paths import ROOT
-from pydantic import BaseModel
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
@@ -88,22 +87,11 @@ def test_named_tests_exist(document: Path) -> None:
         assert any(f"def {function}(" in file.read_text() for file in files), f"{name}::{function}"
 
 
-def config_paths(model: type[BaseModel], prefix: str = "") -> set[str]:
-    """Dotted paths of all sections and leaves of a configuration."""
-    paths = set()
-    for name, field in model.model_fields.items():
-        paths.add(prefix + name)
-        for annotation in (field.annotation, *get_args(field.annotation)):
-            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-                paths |= config_paths(annotation, f"{prefix}{name}.")
-    return paths
-
-
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_named_configuration_keys_exist(document: Path) -> None:
     """Dotted paths in backticks that begin with a section; the sections above it may be left out."""
-    paths = config_paths(RouterConfig) | config_paths(WorkerConfig)
-    ends = {".".join(path.split(".")[start:]) for path in paths for start in range(path.count(".") + 1)}
+    leaves = [leaf.split(".") for model in (RouterConfig, WorkerConfig) for leaf in config_leaves.leaves(model)]
+    ends = {".".join(leaf[i:j]) for leaf in leaves for j in range(1, len(leaf) + 1) for i in range(j)}
     sections = {end.partition(".")[0] for end in ends if "." in end} - {"model", "kubernetes", "tls"}  # files, modules
     named = re.findall(rf"`((?:{'|'.join(sorted(sections))})\.[a-z_.]+)[`=]", document.read_text())
     assert {key for key in named if not key.endswith((".py", ".yaml", ".md"))} <= ends

@@ -26,7 +26,7 @@ def burst(shape: Shape, requests: int, seconds: float) -> Fleet:
     return fleet
 
 
-@pytest.mark.parametrize(("decodes", "requests"), [(1, 30), (2, 60)])
+@pytest.mark.parametrize(("decodes", "requests"), [(1, 30), pytest.param(2, 60, marks=pytest.mark.long)])
 def test_of_a_burst_nothing_fails_that_a_worker_took(decodes: int, requests: int) -> None:
     """What the queue's limit does not allow is refused before any prefill. A queue without that limit answers all."""
     shape = replace(BURST, decodes=decodes)

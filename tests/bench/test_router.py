@@ -7,7 +7,7 @@ from millrace_bench.router import TICK, run, scaling
 from millrace_bench.router_system import Settings
 
 
-@pytest.mark.parametrize("api", ["grpc", "http"])
+@pytest.mark.parametrize("api", [pytest.param("grpc", marks=pytest.mark.long), "http"])
 def test_a_small_run(api: str) -> None:
     settings = Settings(api=api, routers=(1,), streams=4, tokens=20, requests=20, prompt_tokens=16)
     found = run(settings).results["routers"]["1"]

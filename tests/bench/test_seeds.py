@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import get_args
 
 import pytest
-from millrace_bench import onoff
+from millrace_bench import config_leaves, onoff
 from millrace_bench.figures import environment
 from millrace_serve.worker.config import WorkerConfig
 from millrace_testing.paths import ROOT
-from pydantic import BaseModel
 
 COUNTS = {"G": 14, "M": 12, "A": 13, "X": 9, "P": 7, "S": 3, "T": 4}
 FOLDERS = {
@@ -26,14 +23,6 @@ LINES = (ROOT / "docs" / "seeds.md").read_text().splitlines()
 CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES if re.match(r"\| [A-Z]\d* \|", line)]
 TABLE = {cells[0]: cells for cells in CELLS}
 ROWS = [pytest.param(cells, id=cells[0]) for cells in TABLE.values()]
-
-
-def config_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        for annotation in (field.annotation, *get_args(field.annotation)):
-            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-                yield from config_keys(annotation, f"{prefix}{name}.")
 
 
 def quoted(cell: str) -> list[str]:
@@ -67,7 +56,7 @@ def test_files_and_tests_are_there(cells: list[str]) -> None:
 
 @pytest.mark.parametrize("cells", ROWS)
 def test_switches_are_there(cells: list[str]) -> None:
-    keys = set(config_keys(WorkerConfig))
+    keys = set(config_leaves.leaves(WorkerConfig))
     for name in quoted(cells[4]):
         command, _, seed = name.partition(" ")
         if command == "onoff":

@@ -2,6 +2,8 @@
 
 A worker is ready at once. A router calls a worker routable while it answers. Keys of `--set` change that:
 `die=SECONDS` exits after saying why, `deaf=true` ignores SIGTERM and has a child of its own, `never=true` is not ready.
+
+It imports little: many are started.
 """
 
 from __future__ import annotations
@@ -15,9 +17,8 @@ from pathlib import Path
 
 import grpc
 import yaml
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from millrace.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
-from millrace_cli import probe
-from millrace_rpc.server import Server
 
 
 class Worker(worker_pb2_grpc.WorkerServiceServicer):
@@ -37,23 +38,33 @@ class Admin(admin_pb2_grpc.AdminServicer):
     async def ListWorkers(
         self, request: admin_pb2.ListWorkersRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ListWorkersResponse:
-        infos = [await probe.worker_info(address) for address in self.addresses]
-        ready = [info is not None and info.state == worker_pb2.WORKER_STATE_READY for info in infos]
-        workers = [
-            admin_pb2.WorkerStatus(address=address, routable=is_ready)
-            for address, is_ready in zip(self.addresses, ready, strict=True)
-        ]
+        workers = [admin_pb2.WorkerStatus(address=it, routable=await _is_ready(it)) for it in self.addresses]
         return admin_pb2.ListWorkersResponse(workers=workers)
+
+
+async def _is_ready(address: str) -> bool:
+    async with grpc.aio.insecure_channel(address) as channel:
+        try:
+            info = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=2)
+        except grpc.aio.AioRpcError:
+            return False
+    return info.state == worker_pb2.WORKER_STATE_READY
 
 
 async def main(role: str, announce: Path, settings: dict[str, object]) -> None:
     sys.stderr.write(f"standin: {role}\n")
-    server = Server([])
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(Worker(not settings.get("never")), server.grpc)
+    server, serving = grpc.aio.server(options=[("grpc.so_reuseport", 0)]), health.aio.HealthServicer()
+    await serving.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(serving, server)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(Worker(not settings.get("never")), server)
     if role == "router":
-        admin_pb2_grpc.add_AdminServicer_to_server(Admin(settings["workers"]), server.grpc)
-    port = await server.start(settings["grpc"] if role == "router" else f"127.0.0.1:{settings['grpc_port']}")
-    server.set_serving(True)
+        admin_pb2_grpc.add_AdminServicer_to_server(Admin(settings["workers"]), server)
+    address = settings["grpc"] if role == "router" else f"127.0.0.1:{settings['grpc_port']}"
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError:
+        sys.exit(f"cannot listen on {address}")
+    await server.start()
     told = int(settings.get("admin_http", "").rpartition(":")[2] or 0)  # nothing listens there
     announce.write_text(json.dumps({"grpc": port, "admin": port, "http": port, "admin_http": told or port}))
     stopped = asyncio.Event()

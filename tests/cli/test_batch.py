@@ -13,10 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from millrace_cli import batch, batch_file
 from millrace_cli.errors import CommandError
+from millrace_testing.examples import examples
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -88,7 +89,7 @@ LINES = [{"custom_id": f"a{i}", "response": {"body": "ü\n"}, "error": None} for
 WHOLE = "".join(json.dumps(line) + "\n" for line in LINES).encode()
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(25, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, len(WHOLE)))
 def test_file_may_be_cut_off_anywhere(tmp_path_factory: pytest.TempPathFactory, size: int) -> None:
     path = tmp_path_factory.mktemp("cut") / "out"

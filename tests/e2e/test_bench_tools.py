@@ -24,6 +24,7 @@ from millrace_load.record import ROOT, Summary
 from millrace_load.report import Report, Slo
 from millrace_load.serving import collect
 from millrace_load.serving_options import Settings
+from millrace_testing.cluster import SMALL
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
@@ -46,7 +47,7 @@ pytestmark = [pytest.mark.long, pytest.mark.xdist_group("e2e"), pytest.mark.time
 # The simulated model says tokens of the tokenizer only: without text neither tool counts an answer.
 SPECS = {
     "sim": ClusterSpec(engine="sim", worker_set=(f"sim.step_s={STEP_S}", "sim.vocab_size=1024")),
-    "model": ClusterSpec(),
+    "model": ClusterSpec(worker_set=SMALL),
 }
 
 

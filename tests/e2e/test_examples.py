@@ -19,6 +19,7 @@ from millrace_cli import probe
 from millrace_cli.cluster import ClusterSpec, LocalCluster
 from millrace_cli.process import Process
 from millrace_testing.charts import of_kind
+from millrace_testing.cluster import SMALL
 from millrace_testing.paths import ROOT
 from millrace_testing.prometheus import free_port
 
@@ -34,7 +35,7 @@ OTHERS = {"batch.sh", "batch.jsonl", "compose.yaml", "keda-values.yaml"}
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, str]]:
     """The environment of an example."""
-    async with LocalCluster(ClusterSpec(log_dir=tmp_path_factory.mktemp("logs"))) as cluster:
+    async with LocalCluster(ClusterSpec(log_dir=tmp_path_factory.mktemp("logs"), worker_set=SMALL)) as cluster:
         commands = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         yield os.environ | {"MILLRACE_URL": cluster.http_url, "MILLRACE_GRPC": cluster.grpc_address, "PATH": commands}
 

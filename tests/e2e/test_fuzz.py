@@ -24,9 +24,9 @@ from millrace_testing.unharmed import Unharmed
 from millrace_testing.wire import messages
 from schemathesis import GenerationMode
 
-SECONDS = float(os.environ.get("MILLRACE_FUZZ_S", 60))  # of all tests here together; 600 before a release
+SECONDS = float(os.environ.get("MILLRACE_FUZZ_S", 30))  # of all tests here together; 600 before a release
 SHARE = {"http": 0.4, "bodies": 0.1, "public": 0.3, "workers": 0.2}
-CHECK_S = 15.0  # between two looks at the system
+CHECK_S = 10.0  # between two looks at the system
 PATIENCE_S = 60.0  # of one answer
 pytestmark = [
     pytest.mark.long,

@@ -29,7 +29,7 @@ PROMPTS = [[10 + (7 * i + n) % 500 for i in range(n)] for n in (3, 40, 65, 130, 
 MODEL = (
     "weights_root=/",
     "dtype=float32",
-    "limits={num_pages: 129, max_model_len: 512}",
+    "limits={num_pages: 129, max_model_len: 512, max_prefill_tokens: 128}",
     "limits.checks=[canary, poison]",
 )
 CHANGED = "weights changed from version"

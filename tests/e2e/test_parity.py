@@ -19,11 +19,12 @@ from millrace_cli.cluster import ClusterSpec, LocalCluster
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.model.checkpoint.export_quantised import export
 from millrace_testing.client import Answer, Client
+from millrace_testing.cluster import SMALL
 from millrace_testing.paths import TINY
 from millrace_testing.reference import Continuation, assert_greedy
 
-LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 500, 3000)
-NEW_TOKENS = 40
+LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 300, 1000)
+NEW_TOKENS = 24
 CONCURRENCY = 16
 PART = 0.12  # of a GPU: up to five workers share one, perhaps beside other programs
 
@@ -54,7 +55,7 @@ def worker_set(request: pytest.FixtureRequest) -> tuple[str, ...]:
     if device == "cuda" and torch.cuda.device_count() < needed:
         pytest.skip(f"needs {needed} CUDA device(s)")
     chosen = (f"device={device}", f"memory_fraction={PART}", *ranks)
-    return (*chosen, "dtype=float32", "limits.checks=[canary, poison]")
+    return (*chosen, *SMALL, "dtype=float32", "limits.checks=[canary, poison]")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -10,10 +10,10 @@ import psutil
 import pytest
 from millrace_cli.cluster import ClusterSpec
 from millrace_testing.client import Answer, Client, collect
-from millrace_testing.cluster import ControlledCluster
+from millrace_testing.cluster import SMALL, ControlledCluster
 from millrace_testing.reference import greedy
 
-REQUESTS = int(os.environ.get("MILLRACE_SOAK", 400))
+REQUESTS = int(os.environ.get("MILLRACE_SOAK", 240))
 WARM_UP = REQUESTS // 2
 PROMPTS = 50
 MAX_TOKENS = 24
@@ -74,7 +74,7 @@ async def test_requests_of_random_lengths_leave_no_memory_behind() -> None:
         await asyncio.gather(*(runner() for _ in range(CONCURRENCY)))
 
     async with (
-        ControlledCluster(ClusterSpec()) as cluster,
+        ControlledCluster(ClusterSpec(worker_set=SMALL)) as cluster,
         Client(cluster.grpc_address, cluster.admin_address) as client,
     ):
         await many(client, WARM_UP)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from grammar.texts import allows, drawn, refusal, schema
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from millrace_common.grammar import keywords, pattern
@@ -24,6 +24,7 @@ from millrace_common.grammar.source import GrammarError
 from millrace_serve.engine.core import Grammar, GrammarKind
 from millrace_serve.engine.grammar.llguidance_compiler import LlguidanceCompiler
 from millrace_testing import paths
+from millrace_testing.examples import examples
 from pydantic import (
     AnyUrl,
     Base64Bytes,
@@ -212,7 +213,7 @@ WHOLE = st.sampled_from([2**53, 2**60, 2**62, 2**63, 2**64, 10**30, 0]).flatmap(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@examples(30)
 @given(least=WHOLE, most=WHOLE, value=WHOLE, excluded=st.booleans())
 def test_large_whole_numbers_near_their_bounds(least: int, most: int, value: int, excluded: bool) -> None:
     names = ("exclusiveMinimum", "exclusiveMaximum") if excluded else ("minimum", "maximum")
@@ -224,7 +225,7 @@ def test_large_whole_numbers_near_their_bounds(least: int, most: int, value: int
         assert least + excluded <= value <= most - excluded
 
 
-@settings(max_examples=100, deadline=None)
+@examples(40)
 @given(text=st.text("a.'-_@1", max_size=9).map(lambda text: text + "@b.co") | st.text("a.-@", max_size=9))
 @pytest.mark.parametrize("expression", keywords._WITHOUT_LOOK_AHEAD)
 def test_patterns_without_look_ahead(expression: str, text: str) -> None:
@@ -244,7 +245,7 @@ BOUNDS = st.fixed_dictionaries(
 NEAR = [Decimal(x) for x in ("0", "1", "-1", "0.1", "-0.01", "1e-15", "-1e-15", "1e-17", "-1e-17", "1e-25", "-1e-25")]
 
 
-@settings(max_examples=80, deadline=None)
+@examples(30)
 @given(bounds=BOUNDS, near=st.sampled_from(NEAR), data=st.data())
 def test_numbers_near_their_bounds(bounds: dict[str, Any], near: Decimal, data: st.DataObject) -> None:
     try:
@@ -303,7 +304,7 @@ def grown(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return objects | arrays | several  # fmt: skip
 
 
-@settings(max_examples=50, deadline=None)
+@examples(25)
 @given(wanted=st.recursive(LEAVES, grown, max_leaves=6), seed=st.integers(0, 2**32))
 def test_generated_schemas(compiler: LlguidanceCompiler, wanted: dict[str, Any], seed: int) -> None:
     grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wanted))
@@ -315,7 +316,7 @@ def test_generated_schemas(compiler: LlguidanceCompiler, wanted: dict[str, Any],
     Draft202012Validator(wanted).validate(json.loads(text))
 
 
-@settings(max_examples=120, deadline=None)
+@examples(50)
 @given(st.text("<|/>tol_", max_size=24), st.sampled_from([("<|tool", "<|/"), ("</tool>",)]))
 def test_texts_without_words(text: str, words: tuple[str, ...]) -> None:
     grammar = f"start: /{pattern.without(words)}/"

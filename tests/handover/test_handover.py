@@ -241,10 +241,10 @@ async def test_prefill_killed_in_a_prompt_fails_the_import(pair: list[Worker], t
                 prefill.process.send(signal.SIGKILL)
             else:
                 prefill.ranks()[0].kill()
-            end = await both.to_decode.finish(r, timeout_s=5)
+            end = await both.to_decode.finish(r)
             assert end.finish_reason == ERROR
             assert end.failure.reason in (Reason.WORKER_LOST, Reason.TRANSFER_FAILED)
-            await both.to_prefill.end(timeout_s=5)
+            await both.to_prefill.end()
             assert await prefill.process.wait() == (-9 if victim == "frontend" else 1)
         await gone(family)
         await decode.whole()
@@ -257,7 +257,7 @@ async def test_prefill_that_freezes_stalls_the_import(impatient: list[Worker]) -
         await until_metric(decode, "millrace_sequences", 1, doing="importing")
         prefill.process.send(signal.SIGSTOP)
         try:
-            assert (await both.to_decode.finish(r, timeout_s=5)).failure.reason == Reason.STALLED
+            assert (await both.to_decode.finish(r)).failure.reason == Reason.STALLED
         finally:
             prefill.process.send(signal.SIGCONT)
         both.to_prefill.abort(r)

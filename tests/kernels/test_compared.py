@@ -14,7 +14,6 @@ from millrace_kernels.fp8 import Fp8, fp8_linear, quant_blocks
 from millrace_kernels.lib import flashinfer_gemm
 from millrace_kernels.testing.tolerances import assert_close
 from millrace_kernels.triton import quant
-from millrace_testing.compiled import lacking
 from torch import Tensor
 
 BF16 = torch.bfloat16
@@ -84,30 +83,3 @@ def test_scales_that_flashinfer_would_misread_are_ours(of_weight: bool, monkeypa
     else:
         x = Fp8(x.data, x.scales.contiguous())
     assert_close(flashinfer_gemm.fp8_linear_sm90(x, weight, BF16), fp8_linear(x, weight, BF16))
-
-
-@pytest.mark.parametrize(
-    "line", ["cudaUtils.h:19:10: fatal error: cublasLt.h: No such file or directory", "ld: cannot find -lnvrtc"]
-)
-def test_toolkit_that_lacks_a_part_is_named_once(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    def build(arch: str) -> None:
-        calls.append(arch)
-        raise RuntimeError(f"Ninja build failed.\nninja: Entering directory\n  {line}\ncompilation terminated.")
-
-    library(monkeypatch, "compiling.library", build=build)
-    lacking.cache_clear()
-    assert [lacking("compiling.library:build", "90") for _ in range(2)] == [line] * 2
-    assert calls == ["90"]
-
-
-def test_any_other_error_of_a_build_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build() -> None:
-        raise RuntimeError("Ninja build failed.\nbinding.cu(7): error: expected a type")
-
-    library(monkeypatch, "compiling.library", build=build, works=lambda: None)
-    lacking.cache_clear()
-    assert lacking("compiling.library:works") == ""
-    with pytest.raises(RuntimeError, match="expected a type"):
-        lacking("compiling.library:build")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_load.traces import (
     BLOCK,
@@ -19,6 +19,7 @@ from millrace_load.traces import (
     read_sharegpt,
 )
 from millrace_load.workload import Distribution, WorkloadError
+from millrace_testing.examples import examples
 
 ROW = {"timestamp": 27482, "input_length": 1030, "output_length": 52, "hash_ids": [46, 47, 2353]}
 NO_TIME = Distribution.times("0")
@@ -80,7 +81,7 @@ def test_files_that_have_nothing_are_refused(tmp_path: Path) -> None:
 SHAPES = st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=4), st.integers(8, BLOCK))
 
 
-@settings(deadline=None)
+@examples(40)
 @given(SHAPES, SHAPES)
 def test_prompts_share_what_their_ids_share(one: tuple[list[int], int], other: tuple[list[int], int]) -> None:
     rows = [Recorded(0, BLOCK * (len(ids) - 1) + rest, 1, tuple(ids)) for ids, rest in (one, other)]

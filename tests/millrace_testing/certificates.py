@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pytest
 import trustme
 from millrace_common.tls_config import PEERS
 
@@ -36,3 +37,13 @@ class Authority:
             draft.write_bytes(contents[name])
             os.replace(draft, path)
         return {**{name: str(path) for name, path in paths.items()}, **settings}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Each HTTP client reads all certificate authorities of the machine, also for http://. Here is one to read."""
+    file = tmp_path_factory.mktemp("authorities") / "ca.pem"
+    trustme.CA().cert_pem.write_to_path(str(file))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(file))
+        yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.model.eplb.balance import LEAST_GAIN, imbalance, rebalance
 from millrace_serve.model.eplb.moving import moves_between
@@ -38,7 +38,7 @@ def test_no_layer_becomes_worse(case: Case) -> None:
     assert (rebalance(*case).experts == after.experts).all()
 
 
-@settings(deadline=None)
+@examples(40)
 @given(cases())
 def test_layer_without_gain_stays(case: Case) -> None:
     loads, before = case
@@ -48,7 +48,7 @@ def test_layer_without_gain_stays(case: Case) -> None:
     assert (rebalance(loads, after).experts[~gained] == before.experts[~gained]).all()
 
 
-@settings(deadline=None)
+@examples(40)
 @given(cases())
 def test_moves_lead_from_one_placement_to_the_other(case: Case) -> None:
     before, after = case[1].experts[0], rebalance(*case).experts[0]

@@ -133,11 +133,11 @@ def driver(path: Path, *, keep_quantised: bool = False) -> Driver:
 
 def check_greedy_tokens(member: Member, found: Driver) -> None:
     prompts = [random_prompt(n, VOCAB, n) for n in (3, 70, 130)]
-    answers = found.greedy(prompts, 32)
-    assert len(set(answers[0])) > 8, "worth comparing"
+    answers = found.greedy(prompts, 16)
+    assert len(set(answers[0])) > 4, "worth comparing"
     for prompt, tokens in zip(prompts, answers, strict=True):
         likeliest = member.logits(prompt + tokens[:-1])[len(prompt) - 1 :].argmax(-1)
-        assert len(tokens) == 32 and tokens == likeliest.tolist()
+        assert len(tokens) == 16 and tokens == likeliest.tolist()
 
 
 @pytest.mark.parametrize("form", ["single", "sharded"])

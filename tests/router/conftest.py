@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from millrace.v1 import admin_pb2_grpc, inference_pb2_grpc
+from millrace_common import gc_hooks
+from millrace_common.grammar.checker import Checker
 from millrace_router.config import RouterConfig
 from millrace_router.fleet.warmups import PairStage
 from millrace_router.main import Router
 from millrace_rpc.client import channel
+from millrace_testing.certificates import few_authorities  # noqa: F401
 from router.fake_worker import DECODE, PREFILL, FakeWorker
 from router.harness import Cluster, write_tokenizer
 from router.scripted import write_formats
@@ -23,9 +26,26 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("model"))
 
 
+class SharedChecker(Checker):
+    def close(self) -> None:
+        pass  # its processes go on for the next router
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_checker() -> Iterator[None]:
+    """The processes in which grammars compile start once for all routers."""
+    shared = SharedChecker(grammars.PROCESSES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammars, "Checker", lambda processes: shared)
+        yield
+    Checker.close(shared)
+
+
 @pytest.fixture
-async def cluster(model_folder: Path) -> AsyncIterator[Callable]:
+async def cluster(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable]:
     """`await cluster(FakeWorker(PREFILL), …, timeouts={…})`: started, and routable unless wait=False."""
+    # A router freezes its process. This one would keep the garbage of all tests, and count it at each start.
+    monkeypatch.setattr(gc_hooks, "freeze", lambda: 2000)
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(*workers: FakeWorker, wait: bool = True, **settings: object) -> Cluster:

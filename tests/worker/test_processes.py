@@ -7,7 +7,7 @@ import shutil
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -162,7 +162,7 @@ async def test_abort_on_the_link_or_by_rpc_ends_the_request(slow: Worker) -> Non
         assert (await slow.stub.Abort(abort)).found
         for r in (on_link, by_rpc):
             assert (await link.finish(r)).finish_reason == ABORT
-        await slow.whole()
+        await slow.whole(timeout_s=25.0)  # half of what the lost request would take
         assert not (await slow.stub.Abort(abort)).found
         assert await slow.metric("millrace_worker_stale_messages_total", kind="abort") == 1
 
@@ -176,7 +176,7 @@ async def test_link_dropped_aborts_its_own_requests_only(slow: Worker) -> None:
             await drops.first(lost)
         await stays.finish(kept)
         assert stays.tokens(kept) == expected([2], 100)
-        await slow.whole(timeout_s=2.0)
+        await slow.whole(timeout_s=25.0)  # half of what the lost request would take
 
 
 async def test_slow_router_holds_up_nobody_and_loses_nothing(unified: Worker) -> None:
@@ -187,10 +187,10 @@ async def test_slow_router_holds_up_nobody_and_loses_nothing(unified: Worker) ->
             slow.submit(r)
         quick = request([99], max_tokens=3000)
         fast.submit(quick)
-        await fast.finish(quick, timeout_s=40)
+        await fast.finish(quick)
         slow.resume()
         for r in ours:
-            await slow.finish(r, timeout_s=40)
+            await slow.finish(r)
             assert slow.tokens(r) == expected(list(r.token_ids), 3000)
 
 
@@ -328,8 +328,8 @@ async def test_rank_killed_fails_everything_and_ends_the_worker(tmp_path: Path) 
         link.submit(running)
         await link.first(running)
         worker.ranks()[1].kill()  # not even the one that works on it
-        assert (await link.finish(running, timeout_s=5)).failure.reason == Reason.WORKER_LOST
-        error = await link.end(timeout_s=5)
+        assert (await link.finish(running)).failure.reason == Reason.WORKER_LOST
+        error = await link.end()
         assert error is not None and from_rpc_error(error).reason is Reason.WORKER_LOST
         assert await asyncio.wait_for(worker.process.wait(), 120) == 1
         await gone(family)
@@ -340,7 +340,7 @@ async def test_frontend_killed_takes_its_ranks_along(tmp_path: Path) -> None:
         family = worker.family()
         assert len(worker.ranks()) == 2
         worker.process.send(signal.SIGKILL)
-        await gone(family, timeout_s=3)
+        await gone(family)
 
 
 async def test_start_that_fails_says_why_and_exits_with_1(tmp_path: Path) -> None:
@@ -361,25 +361,16 @@ def too_large(folder: Path) -> None:
     save_file(tensors, shard)
 
 
-@pytest.mark.parametrize(
-    ("change", "sets", "says"),
-    [
-        (lambda folder: None, ("limits={max_model_len: 100000}",), "max_model_len=100000 is more than the model's"),
-        (too_large, ("dp=2",), "the model's logits have a NaN or an infinite number"),
-    ],
-    ids=["settings", "logits"],
-)
-async def test_start_that_nothing_mends_is_one_line_and_exit_code_2(
-    change: Callable[[Path], None], sets: tuple[str, ...], says: str, tmp_path: Path
-) -> None:
+async def test_start_that_nothing_mends_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     model = shutil.copytree(TINY, tmp_path / "model")
-    change(model)
-    worker = Worker("unified", tmp_path, (f"model={model}", *sets))
+    too_large(model)
+    worker = Worker("unified", tmp_path, (f"model={model}", "dp=2"))
     try:
         await worker.start()
         assert await asyncio.wait_for(worker.process.wait(), 60) == 2
         log = worker.process.log_tail()
-        assert says in log and "could not start: WORKER_LOST: rank " in log and "Traceback" not in log
+        assert "the model's logits have a NaN or an infinite number" in log
+        assert "could not start: WORKER_LOST: rank " in log and "Traceback" not in log
     finally:
         await worker.close()
 

@@ -81,8 +81,7 @@ def _responses(about: Post) -> dict[str, Any]:
     if about.chunk is not None:
         said = {"anyOf": [_ref(about.chunk), _ref(about.error)]}
         data = {"type": "string", "contentMediaType": "application/json", "contentSchema": said}
-        either = {"anyOf": [{"const": "[DONE]"}, data]}
-        event = {"type": "object", "properties": {"data": either}, "required": ["data"]}
+        event = {"type": "object", "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}}, "required": ["data"]}
         content["text/event-stream"] = {"itemSchema": event}
     responses: dict[str, Any] = {"200": {"description": "OK", "content": content}}
     for status in sorted({row.http for row in TABLE.values()}):

@@ -16,13 +16,14 @@ from millrace_router.flow.inference import Inference
 from millrace_router.http import probes
 from millrace_router.http.answers import json_answer, new_app
 
+DOCUMENT = openapi.document(anthropic.POSTS)
+
 
 def build(inference: Inference, before_scrape: Callable[[], None] | None) -> Starlette:
     """`before_scrape`: as for `probes.routes`."""
-    document = openapi.document(anthropic.POSTS)
 
     async def described(request: Request) -> Response:
-        return json_answer(document)
+        return json_answer(DOCUMENT)
 
-    apis = [*openai.routes(inference), *anthropic.routes(inference), Route("/openapi.json", described)]
-    return new_app([*apis, *probes.routes(inference.backend, before_scrape)])
+    apis = [*openai.routes(inference), *anthropic.routes(inference), *probes.routes(inference.backend, before_scrape)]
+    return new_app([*apis, Route("/openapi.json", described)])

@@ -151,7 +151,7 @@ class GrammarDriver(Driver):
 
     def finish_compiling(self) -> None:
         self.compiler.gate.set()
-        self.grammars._threads.submit(lambda: None).result(20)
+        self.grammars._threads.submit(lambda: None).result(120)
         while self.grammars.waiting:
             self.step()
 

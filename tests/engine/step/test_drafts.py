@@ -45,7 +45,7 @@ def mixed() -> list[Request]:
     prompts = [[10 + (7 * i + n) % 500 for i in range(n)] for n in LENGTHS] + questions()
     kinds = [GREEDY, SEEDED, COUNTED, SHAPED]
     return [
-        request(room, prompt, max_tokens=5 + 4 * room, logprobs=1, **kinds[room % 4])
+        request(room, prompt, max_tokens=12 + room, logprobs=1, **kinds[room % 4])
         for room, prompt in enumerate(prompts)
     ]
 
@@ -144,10 +144,10 @@ def test_most_drafts_are_accepted_where_the_model_is_sure() -> None:
 
 def test_stop_tokens_end_an_answer_in_the_middle_of_accepted_drafts() -> None:
     prompt = questions()[0]
-    whole = tokens(run(engine(0), [request(0, prompt, max_tokens=40, ignore_eos=True, **GREEDY)]))[0]
+    whole = tokens(run(engine(0), [request(0, prompt, max_tokens=14, ignore_eos=True, **GREEDY)]))[0]
     ends = set()
-    for stop in dict.fromkeys(whole[2:12]):
-        said = run(engine(3), [request(0, prompt, max_tokens=40, stop_token_ids=(stop,), ignore_eos=True, **GREEDY)])
+    for stop in dict.fromkeys(whole[2:8]):
+        said = run(engine(3), [request(0, prompt, max_tokens=14, stop_token_ids=(stop,), ignore_eos=True, **GREEDY)])
         assert tokens(said)[0] == whole[: whole.index(stop) + 1] and said[0][-1].finish is FinishReason.STOP
         ends.add(len(said[0][-1].tokens))
     assert len(ends) > 1, "stops came at one place of a step only"
@@ -199,6 +199,6 @@ def test_simulated_acceptance_accepts_the_stated_share() -> None:
     options = Execution(simulated_acceptance=(0.8, 0.5, 0.3), random_weights=True)
     limits = Limits(num_pages=80, max_model_len=256, max_running=9, draft_tokens=3, draft_batches=EVERY_STEP)
     one = load_rank(limits, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32, execution=options).engine()
-    run(one, [request(room, [20 + room] * (5 + room), max_tokens=200, ignore_eos=True, **GREEDY) for room in range(9)])
+    run(one, [request(room, [20 + room] * (5 + room), max_tokens=140, ignore_eos=True, **GREEDY) for room in range(9)])
     shares = [some / all_ for some, all_ in zip(one.load().accepted, one.load().drafted, strict=True)]
     assert shares == pytest.approx([0.8, 0.5, 0.3], abs=0.1)

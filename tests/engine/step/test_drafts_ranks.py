@@ -53,7 +53,7 @@ def test_replicas_take_the_number_of_drafts_of_the_largest() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     alone = [drafting.tokens(serve(sim_engine(0), arrivals, 100)) for arrivals in SIM]
     assert said == alone and all(alone)
     seen = set()

@@ -43,13 +43,11 @@ def requests(**sampling: object) -> list[Request]:
     """They end one after the other, so that steps of every size are taken."""
     prompts = [[10 + (7 * i + n) % 500 for i in range(n)] for n in LENGTHS]
     return [
-        request(room, prompt, max_tokens=4 + 3 * room, logprobs=2, **sampling) for room, prompt in enumerate(prompts)
+        request(room, prompt, max_tokens=4 + 2 * room, logprobs=2, **sampling) for room, prompt in enumerate(prompts)
     ]
 
 
-@pytest.mark.parametrize(
-    ("sampling", "buckets"), [({"temperature": 0.0}, ()), ({"temperature": 0.0}, (1, 2, 3, 4, 5, 6, 7)), (SEEDED, (4,))]
-)
+@pytest.mark.parametrize(("sampling", "buckets"), [({"temperature": 0.0}, ()), (SEEDED, (4,))])
 def test_padded_steps_equal_unpadded_ones(sampling: dict[str, object], buckets: tuple[int, ...]) -> None:
     plain = said(engine(graphs="off"), requests(**sampling))
     padded_engine = engine(graphs=buckets or "on")

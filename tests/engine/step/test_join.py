@@ -61,7 +61,7 @@ def test_replicas_without_work_sleep_until_one_calls(hosts: str) -> None:
         thread = threading.Thread(target=lambda: answer.append(ranks[caller].agree(None, True).last))  # noqa: B023
         thread.start()
         woken = together([lambda one=one: _sleep_and_agree(one) for one in others])
-        thread.join(20)
+        thread.join(120)
         assert answer == [True] and woken == [True] * len(others)
         together([lambda one=one: one.agree(None, False) for one in ranks])
 
@@ -123,7 +123,7 @@ def test_counters_go_round(tmp_path: Path) -> None:
     waiting.start()
     counter.raise_to(top - 1)
     counter.raise_to(top + 1)
-    waiting.join(5)
+    waiting.join(120)
     assert not waiting.is_alive() and counter.has(top - 1)
 
 

@@ -108,7 +108,7 @@ def test_idle_replica_steps_as_long_as_another_works():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert len(outputs[0]) == 5 and outputs[1] == [] and steps == [21, 21]
     assert [agreed for _, *agreed in counts[0]] == [[(3, 0), False]] + [[(1, 0), True]] * 4
     assert counts[1] == [(0, *agreed) for _, *agreed in counts[0]]

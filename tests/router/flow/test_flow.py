@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
@@ -24,6 +24,7 @@ from millrace_router.flow.flow import (
     SubRequest,
 )  # fmt: skip
 from millrace_rpc.errors import TABLE, MillraceError
+from millrace_testing.examples import examples
 
 BOTH = frozenset(SubRequest)
 ERROR, LENGTH, STOP = (
@@ -169,7 +170,7 @@ class Simulation:
             assert after in LEGAL[before]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(60)
 @given(st.randoms(use_true_random=False), st.integers(1, 12), st.integers(5, 120))
 def test_a_flow_in_random_orders_tells_each_token_once(choices: random.Random, max_tokens: int, steps: int) -> None:
     """Tokens exactly once and in order; one terminal stage; every submitted sub-request ended or was aborted, and so

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.reasons import Reason
 from millrace_router.policy.choose import Decision
@@ -11,6 +11,7 @@ from millrace_router.policy.snapshot import Pace, PlacementRequest
 from millrace_router.queue.admission import KEEP_AFTER, Admission, ServiceRate
 from millrace_router.queue.fair_queue import HOLD_S, PATIENCE, Place, Ticket
 from millrace_rpc.errors import MillraceError
+from millrace_testing.examples import examples
 
 PLACE: Decision = object()  # type: ignore[assignment]
 
@@ -256,7 +257,7 @@ def test_what_nothing_can_serve_holds_others_up_rarely() -> None:
 EVENT = st.tuples(st.sampled_from(["enter", "leave", "room", "retry", "refuse"]), st.integers(-2, 2), st.integers(1, 9))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(40)
 @given(st.lists(EVENT, max_size=60), st.integers(1, 12))
 def test_the_queue_in_random_orders_loses_and_repeats_nobody(events: list[tuple[str, int, int]], size: int) -> None:
     """Nobody is lost, or served twice, or after leaving; new requests never fill more than the size; the size told is
@@ -410,7 +411,7 @@ def test_who_comes_to_wait_for_too_long_hears_what_is_left() -> None:
     assert error.retry_after_s == pytest.approx(40), "70 s are left, and it would wait for 30 s more"
 
 
-@settings(max_examples=100, deadline=None)
+@examples(40)
 @given(st.lists(st.integers(1, 40), min_size=3, max_size=30), st.integers(1, 4))
 def test_nobody_is_refused_whose_turn_would_have_come(seconds: list[int], places: int) -> None:
     """Of places that take one request after the other, whatever the outputs' lengths, while these are known."""

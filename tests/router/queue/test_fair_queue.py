@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_router.policy.snapshot import PlacementRequest
 from millrace_router.queue.fair_queue import HOLD_S, PATIENCE, FairQueue, Place, Ticket
+from millrace_testing.examples import examples
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
 
@@ -71,7 +72,7 @@ def test_output_counts_as_well() -> None:
     assert [line.serve().place.tenant for _ in range(5)] == ["d", "d", "d", "d", "a"]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), min_size=1, max_size=120),
     st.integers(1, 120),
@@ -94,7 +95,7 @@ def test_shares_differ_by_one_ticket_of_each(arrivals: list[tuple[str, int]], se
 FLOOD = st.tuples(st.sampled_from("ac"), st.integers(1, 50), st.integers(0, 200))  # tenant, prompt, output
 
 
-@settings(max_examples=100, deadline=None)
+@examples(40)
 @given(
     st.lists(FLOOD, min_size=1, max_size=6),
     st.lists(st.tuples(st.integers(1, 50), st.integers(0, 200), st.integers(0, 9)), min_size=1, max_size=12),
@@ -146,7 +147,7 @@ EVENT = st.tuples(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@examples(30)
 @given(st.lists(EVENT, max_size=80))
 def test_nothing_is_lost(events: list[tuple[str, str, int, int]]) -> None:
     """Everybody leaves once; counts are right; nobody of a lower priority goes first; a tenant's order is arrival."""
@@ -175,7 +176,7 @@ def test_nothing_is_lost(events: list[tuple[str, str, int, int]]) -> None:
     assert len(line.serve_all()) == len(waiting) and len(line.queue) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), max_size=60),
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(100, 900)), max_size=3),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from millrace_router.apis.openai.chat import Conversation
 from millrace_router.text import dsml
@@ -19,6 +19,7 @@ from millrace_router.text.chat_format import Style
 from millrace_router.text.client_text import GUARD
 from millrace_router.text.markers import ALL, DEEPSEEK, DSML, KIMI, THINK, THINK_END
 from millrace_router.text.tokenizer import Tokenizer
+from millrace_testing.examples import examples
 from router.harness import EOS, write_tokenizer
 from router.text.test_parsers import (
     CALL,
@@ -61,7 +62,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise([0, *sorted(min(cut, len(text)) for cut in cuts), len(text)])]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(100)
 @given(parts=st.lists(alphabet, max_size=24), cuts=st.lists(st.integers(0, 400), max_size=40), data=st.data())
 def test_the_pieces_do_not_matter(parts: list[str], cuts: list[int], data: st.DataObject) -> None:
     begin, style = data.draw(st.sampled_from(BEGINNINGS))
@@ -93,7 +94,7 @@ def test_an_output_may_be_cut_anywhere(style: Style, offer: Any) -> None:
     for at in range(len(whole)):
         said = parse([whole[:at]], style, offer=offer, cut=True)
         thoughts, text, calls = said
-        assert parse(list(whole[:at]), style, offer=offer, cut=True) == said
+        assert at % 5 or parse(list(whole[:at]), style, offer=offer, cut=True) == said
         assert f"I ask.{THINK_END}".startswith(thoughts.removeprefix(THINK)) and len(calls) <= len(called)
         assert calls[:-1] == called[: len(calls[:-1])], "finished ones"
         if calls:
@@ -152,7 +153,7 @@ def rendered(tokenizer: Tokenizer, calls: list[tuple[str, dict[str, Any]]]) -> s
 
 
 @pytest.mark.parametrize("name", RENDERED)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls=call_lists, cuts=st.lists(st.integers(0, 400), max_size=20))
 def test_calls_that_a_template_shows_are_read_as_they_were(
     name: str, calls: list, cuts: list[int], tokenizers: dict[str, Tokenizer]
@@ -172,7 +173,7 @@ def marks_of(style: Style) -> list[str]:
 
 
 @pytest.mark.parametrize("style", Style)
-@settings(max_examples=80, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_broken_markup_never_makes_a_call_that_is_no_object(style: Style, data: st.DataObject) -> None:
     """Pieces of well-formed calls are left out, moved or doubled."""
@@ -217,7 +218,7 @@ def oracle(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     return message["content"] or "", [(call["name"], call["arguments"]) for call in calls]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(calls=call_lists, cuts=st.lists(st.integers(0, 400), max_size=9))
 def test_calls_are_read_as_deepseek_reads_them(calls: list[tuple[str, dict[str, Any]]], cuts: list[int]) -> None:
     pieces = pieces_of("I look." + v32(*((name, json.dumps(arguments)) for name, arguments in calls)), cuts)

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from millrace.v1 import inference_pb2 as pb
 from millrace_router.apis.openai.chat import ChatRequest
@@ -18,6 +18,7 @@ from millrace_router.text.client_text import GUARD
 from millrace_router.text.markers import DEEPSEEK, DSML, KIMI, THINK, THINK_END
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_rpc.errors import MillraceError
+from millrace_testing.examples import examples
 from millrace_testing.paths import TINY
 from router.fake_worker import DECODE, PREFILL, FakeWorker
 from router.harness import BOS, EOS, TEMPLATE, USER, Cluster, write_tokenizer
@@ -116,7 +117,7 @@ def special(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(written=st.lists(texts, min_size=PLACES, max_size=PLACES))
 def test_no_text_of_a_client_is_a_special_token(
     form: str, written: list[str], models: dict[str, list[Tokenizer]]

@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from millrace_common.config import ConfigError
@@ -22,6 +22,7 @@ from millrace_router.text.limited_template import CPU_S, LimitedEnvironment, Lim
 from millrace_router.text.message import MessageParser, ParsedOutput
 from millrace_router.text.tokenizer import LONG_TEXT, V32_TEMPLATE, Tokenizer
 from millrace_rpc.errors import MillraceError
+from millrace_testing.examples import examples
 from router.harness import BOS, EOS, TEMPLATE, USER, write_tokenizer
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders
@@ -54,14 +55,14 @@ async def test_long_texts_are_encoded_the_same(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(await tokenizer.encode(text, add_bos=True)) == text
 
 
-@settings(max_examples=200)
+@examples(60)
 @given(st.text())
 def test_a_text_is_the_same_behind_encoding_and_decoding(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer._encode(text, add_bos=True)
     assert tokenizer.decode(ids, keep_special=True) == BOS + text
 
 
-@settings(max_examples=300)
+@examples(80)
 @given(st.lists(st.integers(0, 260), max_size=30), st.booleans(), st.integers(1, 5))
 def test_incremental_equals_whole_for_any_ids(
     tokenizer: Tokenizer, reference: HfTokenizer, ids: list[int], keep: bool, piece: int

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from millrace.v1 import common_pb2
 from millrace_router.apis.blocks import ContentBlocks, Kind, Step
@@ -25,6 +25,7 @@ from millrace_router.text.markers import THINK_END
 from millrace_router.text.message import MessageParser, ParsedOutput
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_testing import paths
+from millrace_testing.examples import examples
 from router.harness import BOS, write_tokenizer
 from router.text.test_parsers import CERTAIN, WEATHER, v31
 
@@ -92,7 +93,7 @@ def outputs(draw: st.DrawFn, of: Tokenizer) -> tuple[list[int], list[list[int]],
     return ids, [ids[a:b] for a, b in itertools.pairwise(cuts)], tops
 
 
-@settings(max_examples=100, deadline=None)
+@examples(40)
 @given(data=st.data(), keep=st.booleans(), stops=st.sampled_from([[], ["b"], ["本"], ["é", "🚀\n"], ["\ufffd"]]))
 def test_of_plain_text(data: st.DataObject, keep: bool, stops: list[str], tokenizers: list[Tokenizer]) -> None:
     tokenizer = data.draw(st.sampled_from(tokenizers))
@@ -118,7 +119,7 @@ def test_of_plain_text(data: st.DataObject, keep: bool, stops: list[str], tokeni
         assert sorted(top.values()) == sorted(-float(other) for other in {i, *others}), "one for each token"
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(data=st.data(), keep=st.booleans())
 def test_bytes_of_a_chat_are_those_of_its_text(data: st.DataObject, keep: bool, tokenizers: list[Tokenizer]) -> None:
     tokenizer = data.draw(st.sampled_from(tokenizers))
@@ -159,7 +160,7 @@ PARTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(40, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.sampled_from(PARTS), max_size=8), st.data())
 def test_nothing_is_lost_however_the_text_is_cut(parts: list[str], data: st.DataObject) -> None:
     text = "".join(parts)

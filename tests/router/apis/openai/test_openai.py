@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator, Callable
 
@@ -174,6 +175,7 @@ async def test_disconnect_cancels_both_subs(pair: Cluster, stream: bool, after: 
 
 async def test_models_health_ready_and_metrics(cluster: Callable) -> None:
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE))
+    gc.collect()
     assert (await made.http.get("/health")).status_code == 200
     assert (await made.http.get("/ready")).status_code == 200
     [served] = (await made.http.get("/v1/models")).json()["data"]

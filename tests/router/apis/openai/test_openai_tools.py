@@ -126,10 +126,14 @@ def tokenizer_of(folder: Path) -> HfTokenizer:
 
 
 @functools.cache
-def compiled(folder: Path, lark: str, marks: tuple[str, ...]) -> Callable[[], Any]:
+def compiler_of(folder: Path) -> LlguidanceCompiler:
     tokenizer = tokenizer_of(folder)
-    compiler = LlguidanceCompiler(folder, tokenizer.get_vocab_size(), [tokenizer.token_to_id(EOS)])
-    return compiler.compile(Grammar(GrammarKind.LARK, lark, marks=marks), threading.Event())
+    return LlguidanceCompiler(folder, tokenizer.get_vocab_size(), [tokenizer.token_to_id(EOS)])
+
+
+@functools.cache
+def compiled(folder: Path, lark: str, marks: tuple[str, ...]) -> Callable[[], Any]:
+    return compiler_of(folder).compile(Grammar(GrammarKind.LARK, lark, marks=marks), threading.Event())
 
 
 def allowed(folder: Path, grammar: common_pb2.Grammar, text: str) -> bool:

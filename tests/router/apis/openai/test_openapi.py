@@ -25,7 +25,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-EXAMPLES = 40  # of each operation, half of them invalid; fewer where drawing one takes long
+EXAMPLES = 16  # of each operation, half of them invalid; fewer where drawing one takes long
 HELLO = [{"role": "user", "content": "hello"}]
 
 
