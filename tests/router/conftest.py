@@ -13,6 +13,7 @@ from millrace_common import gc_hooks
 from millrace_common.grammar.checker import Checker
 from millrace_router.config import RouterConfig
 from millrace_router.fleet.warmups import PairStage
+from millrace_router.flow import grammars
 from millrace_router.main import Router
 from millrace_rpc.client import channel
 from millrace_testing.certificates import few_authorities  # noqa: F401

@@ -121,7 +121,7 @@ class Fetch:
                     case "chunk":
                         yield convert.core_chunk(self._id, response.chunk)
                     case "release_confirmed":
-                        yield response.held
+                        yield response.release_confirmed
         finally:
             self._call.cancel()
 
