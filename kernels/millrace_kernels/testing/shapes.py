@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from millrace_kernels.testing.tolerances import poisoned
-
 TOKENS = (0, 1, 7, 64, 128)
 
 
@@ -37,13 +32,6 @@ class Dims:
 
 TINY = Dims("tiny", 256, heads=4, experts=16, groups=4, topk_groups=2, top_k=4, moe_intermediate=128)
 V3_TP8 = Dims("v3-tp8", 7168, heads=16, experts=256, groups=8, topk_groups=4, top_k=8, moe_intermediate=256)
-
-
-def strided_rows(num: int, width: int, dtype: torch.dtype, seed: int = 0, device: str = "cpu") -> Tensor:
-    """Normal [num, width], the first columns of rows twice as wide; the others are NaN."""
-    wide = poisoned((num, 2 * width), dtype, device)
-    wide[:, :width] = torch.randn(num, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    return wide[:, :width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,25 +72,3 @@ DECODE_CASES = (
     DecodeCase("padded-queries", 7, (3, 90)),
     DecodeCase("long-and-short", 1, (3000, 5, 700)),
 )
-
-
-def paged_pool(
-    dims: Dims, seq_lens: tuple[int, ...], generator: torch.Generator, layers: int = 3
-) -> tuple[Tensor, Tensor]:
-    """A page-major pool and its page table, shuffled ids; only the sequences' own rows of layer 1 are not NaN.
-
-    Returns:
-        kv [num_pages, page, W], the strided view of layer 1; page_table int32 [B, P] padded with the sink page.
-    """
-    counts = [-(-n // dims.page) for n in seq_lens]
-    pool = poisoned((sum(counts) + 3, layers, dims.page, dims.kv_row))
-    ids = (torch.randperm(sum(counts) + 2, generator=generator) + 1).tolist()
-    table = torch.zeros(len(seq_lens), max(counts, default=1), dtype=torch.int32)
-    for row, (count, num) in enumerate(zip(counts, seq_lens, strict=True)):
-        pages, ids = ids[:count], ids[count:]
-        table[row, :count] = torch.tensor(pages, dtype=torch.int32)
-        values = torch.randn(num, dims.kv_row, generator=generator)
-        for index, page in enumerate(pages):
-            part = values[index * dims.page : (index + 1) * dims.page]
-            pool[page, 1, : len(part)] = part
-    return pool[:, 1], table
