@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernels.cases import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
 from millrace_kernels import mla_decode as mla_decode_module
 from millrace_kernels import mla_prefill as mla_prefill_module
 from millrace_kernels.backend import SMALL_TOKENS
@@ -18,8 +19,9 @@ from millrace_kernels.rms_norm import rms_norm
 from millrace_kernels.rope import rope
 from millrace_kernels.testing import attention_inputs
 from millrace_kernels.testing.attention_inputs import Draw
-from millrace_kernels.testing.shapes import DECODE_CASES, PREFILL_CASES, TINY, DecodeCase, PrefillCase
-from millrace_kernels.testing.tolerances import ATTENTION_TOLERANCE, assert_close, poisoned
+from millrace_kernels.testing.shapes import TINY
+from millrace_kernels.testing.tolerances import poisoned
+from millrace_testing.tolerances import ATTENTION_TOLERANCE, assert_close
 from torch import Tensor
 
 SCALE = 0.07

@@ -18,7 +18,8 @@ from millrace_kernels.mla_sparse import by_copies, mla_sparse, pool_rows
 from millrace_kernels.testing import indexer_inputs
 from millrace_kernels.testing.attention_inputs import LATENT, PAGE, ROW, SCALE, Draw
 from millrace_kernels.testing.indexer_inputs import PAGE_ROWS
-from millrace_kernels.testing.tolerances import ATTENTION_TOLERANCE, FP8_TOLERANCE, assert_close, rms_error
+from millrace_kernels.testing.tolerances import FP8_TOLERANCE, rms_error
+from millrace_testing.tolerances import ATTENTION_TOLERANCE, assert_close
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_indexer.py runs the kernels")

@@ -10,8 +10,9 @@ from millrace_kernels.int8 import Int8, Matrix, dequant, int8_linear, quant_like
 from millrace_kernels.linear import linear
 from millrace_kernels.moe_experts import moe_experts
 from millrace_kernels.testing.attention_inputs import Draw
-from millrace_kernels.testing.tolerances import INT8_LINEAR_TOLERANCE, assert_close, rms_error
+from millrace_kernels.testing.tolerances import rms_error
 from millrace_kernels.triton import int8 as ours
+from millrace_testing.tolerances import INT8_LINEAR_TOLERANCE, assert_close
 
 OURS = {op: TABLE[op][0].target for op in ("int8.quant_rows", "int8.int8_linear", "moe_experts.moe_experts_int8")}
 

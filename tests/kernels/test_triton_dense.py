@@ -12,13 +12,14 @@ from millrace_kernels.fp8 import Fp8, Operand, dequant_blocks, quant_blocks, qua
 from millrace_kernels.scratch import Scratch
 from millrace_kernels.silu_mul import silu_mul
 from millrace_kernels.testing.attention_inputs import Draw
-from millrace_kernels.testing.tolerances import FP8_TOLERANCE, assert_close, dequantised, rms_error
+from millrace_kernels.testing.tolerances import FP8_TOLERANCE, dequantised, rms_error
 from millrace_kernels.triton import fp8_linear as mid
 from millrace_kernels.triton import quant as kernels
 from millrace_kernels.triton import rms_norm
 from millrace_kernels.triton import small_linear as small
 from millrace_kernels.triton.gemv import Gemv
 from millrace_kernels.triton.small_linear import SmallLinearConfig, config
+from millrace_testing.tolerances import assert_close
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_dense.py runs the same kernels")

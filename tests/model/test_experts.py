@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_kernels.fp8 import Operand
-from millrace_kernels.testing.tolerances import assert_close
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.eplb.placement import ExpertPlacement, SlotMap
 from millrace_serve.model.experts.held import ExpertLayer, HeldExperts
@@ -20,6 +19,7 @@ from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import Checkpoint
+from millrace_testing.tolerances import assert_close
 from torch import Tensor
 
 CPU = torch.device("cpu")
