@@ -1,4 +1,4 @@
-"""Inputs of sparse attention's ops as keyword arguments, for tests and benches; memory that must not be read is NaN."""
+"""Inputs of sparse attention's ops as keyword arguments; memory that must not be read is NaN."""
 
 from __future__ import annotations
 
