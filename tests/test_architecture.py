@@ -128,7 +128,7 @@ NO_TORCH_NO_GRPC = (
     "millrace_serve/engine/cache/kv_cache.py",  # and not kv_pool.py, which makes pools of tensors too
     "millrace_serve/engine/grammar/*.py",
     "millrace_serve/engine/health/*.py",
-    "millrace_serve/engine/offload/[!cn]*.py",  # and not cuda_copier.py and nixl_files.py
+    "millrace_serve/engine/offload/[!c]*.py",  # and not cuda_copier.py
     "millrace_serve/engine/drafts/counts.py",
     "millrace_serve/engine/sim/*.py",
 )

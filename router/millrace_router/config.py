@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import ipaddress
 import itertools
 import logging
 import math
@@ -186,13 +185,6 @@ class Resilience(Config):
     outliers: OutlierRules = OutlierRules()
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 _ADDRESS = r"^([^:\s]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"
 
 
@@ -236,7 +228,7 @@ class RouterConfig(Config):
         if self.api_keys is None or self.api_keys_plaintext or self.tls is not None or self.public_tls is not None:
             return self
         for name, address in (("grpc", self.grpc), ("http", self.http)):
-            if not _is_loopback(address.rpartition(":")[0].strip("[]")):
+            if exposed(address.rpartition(":")[0], None):
                 text = "needs tls or public_tls; set api_keys_plaintext=true if a proxy or a mesh encrypts them"
                 raise ValueError(f"api_keys: {name}={address} takes keys from other hosts, which {text}")
         return self

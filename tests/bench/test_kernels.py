@@ -42,11 +42,11 @@ from millrace_kernels.gpu import Gpu
 from millrace_kernels.moe_experts import reference_experts
 from millrace_kernels.testing.attention_inputs import Draw
 from millrace_kernels.testing.shapes import TINY
-from millrace_kernels.testing.tolerances import FP8_EXPERTS_TOLERANCE
 from millrace_kernels.triton import mla_absorb, mla_decode, moe_grouped, quant, small_linear
 from millrace_kernels.triton.gemv import Gemv
 from millrace_kernels.triton.moe_grouped import Launch
 from millrace_testing import triton_interpreter
+from millrace_testing.tolerances import FP8_EXPERTS_TOLERANCE
 from torch import Tensor
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

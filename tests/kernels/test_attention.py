@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernels.cases import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
 from millrace_kernels import mla_decode as mla_decode_module
 from millrace_kernels import mla_prefill as mla_prefill_module
 from millrace_kernels.backend import SMALL_TOKENS
@@ -18,8 +19,9 @@ from millrace_kernels.rms_norm import rms_norm
 from millrace_kernels.rope import rope
 from millrace_kernels.testing import attention_inputs
 from millrace_kernels.testing.attention_inputs import Draw
-from millrace_kernels.testing.shapes import DECODE_CASES, PREFILL_CASES, TINY, DecodeCase, PrefillCase, paged_pool
-from millrace_kernels.testing.tolerances import ATTENTION_TOLERANCE, assert_close, poisoned
+from millrace_kernels.testing.shapes import TINY
+from millrace_kernels.testing.tolerances import poisoned
+from millrace_testing.tolerances import ATTENTION_TOLERANCE, assert_close
 from torch import Tensor
 
 SCALE = 0.07
@@ -60,7 +62,7 @@ def test_mla_prefill(case: PrefillCase, causal: bool) -> None:
 @pytest.mark.parametrize("case", DECODE_CASES, **by_name)
 def test_mla_decode(case: DecodeCase) -> None:
     generator = torch.Generator().manual_seed(0)
-    kv, table = paged_pool(TINY, case.seq_lens, generator)
+    kv, table = attention_inputs.paged(Draw(), case.seq_lens, torch.float32)
     q = torch.randn(len(case.seq_lens), case.num_queries, TINY.heads, TINY.kv_row, generator=generator)
     lens = torch.tensor(case.seq_lens, dtype=torch.int32)
     out, lse = mla_decode(q, kv, table, lens, SCALE, TINY.latent)
@@ -76,7 +78,7 @@ def test_mla_decode(case: DecodeCase) -> None:
 
 def test_mla_decode_reads_a_bf16_pool() -> None:
     generator = torch.Generator().manual_seed(0)
-    kv, table = paged_pool(TINY, (100,), generator)
+    kv, table = attention_inputs.paged(Draw(), (100,), torch.float32)
     q = torch.randn(1, 1, TINY.heads, TINY.kv_row, generator=generator)
     lens = torch.tensor([100], dtype=torch.int32)
     rounded = kv.bfloat16()
@@ -91,7 +93,7 @@ def test_mla_decode_reads_a_bf16_pool() -> None:
 )
 def test_kv_gather(starts: tuple[int, ...], lens: tuple[int, ...]) -> None:
     seq_lens = (100, 129, 200)[: len(starts)]
-    kv, table = paged_pool(TINY, seq_lens, torch.Generator().manual_seed(0))
+    kv, table = attention_inputs.paged(Draw(), seq_lens, torch.float32)
     expected = [
         kv[table[b, i // 64], i % 64] for b in range(len(starts)) for i in range(starts[b], starts[b] + lens[b])
     ]
@@ -163,7 +165,7 @@ def test_absorbed_attention_equals_expanded_attention(num: int) -> None:
     k, v = expand_kv(up, k_pe, TINY.nope)
     expected, _ = mla_prefill(rope_q(q.clone(), **angles), k, v, (num,), (num,), SCALE, causal=True)
 
-    kv, table = paged_pool(TINY, (num,), torch.Generator().manual_seed(0))
+    kv, table = attention_inputs.paged(draw, (num,), torch.float32)
     kv_store(kv, table[0].repeat_interleave(TINY.page)[:num] * TINY.page + torch.arange(num) % TINY.page, c_kv, k_pe)
     absorbed = absorb_q(q, w_uk, **angles).unsqueeze(0)  # one sequence, all of it queries
     latent, _ = mla_decode(absorbed, kv, table, torch.tensor([num], dtype=torch.int32), SCALE, TINY.latent)

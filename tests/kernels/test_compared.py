@@ -12,7 +12,6 @@ import pytest
 import torch
 from millrace_kernels.fp8 import Fp8, fp8_linear, quant_blocks
 from millrace_kernels.lib import flashinfer_gemm
-from millrace_kernels.testing.tolerances import assert_close
 from millrace_kernels.triton import quant
 from torch import Tensor
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from millrace_kernels.fp8 import Fp8, fp8_linear, quant_blocks
 from millrace_kernels.lib import deep_gemm
-from millrace_kernels.testing.tolerances import assert_close
 from millrace_kernels.triton.quant import quant_groups
+from millrace_testing.tolerances import assert_close
 from torch import Tensor
 
 CPU = torch.device("cpu")

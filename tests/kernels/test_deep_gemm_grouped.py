@@ -14,12 +14,12 @@ from millrace_kernels.lib import deep_gemm_grouped as grouped
 from millrace_kernels.moe_experts import expected_rows, moe_experts
 from millrace_kernels.scratch import Scratch
 from millrace_kernels.testing.expert_inputs import draw_experts, held_ids
-from millrace_kernels.testing.tolerances import FP8_EXPERTS_TOLERANCE, assert_close
 from millrace_kernels.triton import moe_grouped, moe_route
 from millrace_kernels.triton.moe_grouped import Launch
 from millrace_kernels.triton.moe_rows import permute
 from millrace_kernels.triton.quant import quant_groups
 from millrace_testing.poison import poison_empty
+from millrace_testing.tolerances import FP8_EXPERTS_TOLERANCE, assert_close
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor

@@ -6,14 +6,15 @@ import math
 
 import pytest
 import torch
+from kernels.cases import TOKENS
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import Operand, quant_groups
 from millrace_kernels.linear import linear, operand
 from millrace_kernels.rms_norm import rms_norm
 from millrace_kernels.rope import rope
 from millrace_kernels.silu_mul import silu_mul
-from millrace_kernels.testing.shapes import TINY, TOKENS
-from millrace_kernels.testing.tolerances import assert_close
+from millrace_kernels.testing.shapes import TINY
+from millrace_testing.tolerances import assert_close
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernels.cases import TOKENS
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import (
     E4M3_MAX,
@@ -14,8 +15,7 @@ from millrace_kernels.fp8 import (
     small_linear,
 )
 from millrace_kernels.linear import linear, operand
-from millrace_kernels.testing.shapes import TOKENS
-from millrace_kernels.testing.tolerances import FP8_LINEAR_TOLERANCE, assert_close, relative_error
+from millrace_testing.tolerances import FP8_LINEAR_TOLERANCE, assert_close, relative_error
 
 SHAPES = [(128, 128), (256, 384), (576, 256), (100, 192), (1, 1), (129, 257)]
 

@@ -10,24 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from kernels.cases import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
 from millrace_kernels import backend, mla_decode, mla_prefill
 from millrace_kernels import mla_absorb as absorption
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.testing import attention_inputs
 from millrace_kernels.testing.attention_inputs import Draw
-from millrace_kernels.testing.shapes import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
-from millrace_kernels.testing.tolerances import (
+from millrace_kernels.testing.tolerances import FP8_TOLERANCE, dequantised, rms_error
+from millrace_kernels.triton import mla_absorb
+from millrace_testing.like_reference import assert_like_reference
+from millrace_testing.tolerances import (
     ATTENTION_TOLERANCE,
     FP8_ATTENTION_TOLERANCE,
-    FP8_TOLERANCE,
     LSE_TOLERANCE,
     OP_TOLERANCE,
     assert_close,
-    dequantised,
-    rms_error,
 )
-from millrace_kernels.triton import mla_absorb
-from millrace_testing.like_reference import assert_like_reference
 
 pytestmark = pytest.mark.gpu
 

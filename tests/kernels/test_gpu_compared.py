@@ -16,15 +16,9 @@ from millrace_kernels.moe_experts import reference_experts
 from millrace_kernels.testing import attention_inputs
 from millrace_kernels.testing.attention_inputs import Draw
 from millrace_kernels.testing.expert_inputs import draw_experts
-from millrace_kernels.testing.tolerances import (
-    ATTENTION_TOLERANCE,
-    FP8_EXPERTS_TOLERANCE,
-    FP8_TOLERANCE,
-    LSE_TOLERANCE,
-    assert_close,
-    rms_error,
-)
+from millrace_kernels.testing.tolerances import FP8_TOLERANCE, rms_error
 from millrace_testing.compiled import lacking
+from millrace_testing.tolerances import ATTENTION_TOLERANCE, FP8_EXPERTS_TOLERANCE, LSE_TOLERANCE, assert_close
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]  # FlashInfer compiles CUTLASS for minutes
 DEVICE = torch.device("cuda")

@@ -10,9 +10,10 @@ import torch
 from millrace_kernels import backend, fp8, linear, rms_norm, silu_mul
 from millrace_kernels.backend import SMALL_TOKENS, forced
 from millrace_kernels.fp8 import Fp8, Operand
-from millrace_kernels.testing.shapes import strided_rows
-from millrace_kernels.testing.tolerances import FP8_TOLERANCE, assert_close, dequantised, poisoned, rms_error
+from millrace_kernels.testing.attention_inputs import Draw
+from millrace_kernels.testing.tolerances import FP8_TOLERANCE, dequantised, poisoned, rms_error
 from millrace_kernels.triton import fp8_linear
+from millrace_testing.tolerances import assert_close
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +31,7 @@ ULP = 1.2e-7
 
 
 def rows(num: int, width: int, seed: int = 0) -> Tensor:
-    return strided_rows(num, width, torch.bfloat16, seed, "cuda")
+    return Draw("cuda", dtype=torch.bfloat16, seed=seed).part(num, width)
 
 
 def stacked_weight(n: int, k: int) -> Fp8:

@@ -9,10 +9,12 @@ import torch
 from millrace_kernels import backend, indexer
 from millrace_kernels.indexer import IndexRows
 from millrace_kernels.mla_sparse import by_copies, mla_sparse, pool_rows
-from millrace_kernels.testing import indexer_inputs
 from millrace_kernels.testing.attention_inputs import Draw
-from millrace_kernels.testing.tolerances import ATTENTION_TOLERANCE, FP8_TOLERANCE, assert_close, rms_error
+from millrace_kernels.testing.tolerances import FP8_TOLERANCE, rms_error
+from millrace_testing.tolerances import ATTENTION_TOLERANCE, assert_close
 from torch import Tensor
+
+from kernels import indexer_inputs
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,9 @@ from millrace_kernels.fp8 import Operand, quant_groups
 from millrace_kernels.moe_experts import expected_rows, moe_experts
 from millrace_kernels.testing.expert_inputs import Experts, choose, draw_experts, held_ids, rule_of
 from millrace_kernels.testing.shapes import TINY, V3_TP8, Dims
-from millrace_kernels.testing.tolerances import FP8_EXPERTS_TOLERANCE, OP_TOLERANCE, assert_close
 from millrace_kernels.triton import moe_grouped, moe_small
 from millrace_kernels.triton.moe_grouped import Launch
+from millrace_testing.tolerances import FP8_EXPERTS_TOLERANCE, OP_TOLERANCE, assert_close
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from millrace_kernels.fp8 import SMALL_TOKENS, Fp8, Operand, quant_groups
 from millrace_kernels.peer.exchange import Exchange, ExpertPlaces, Received
-from millrace_kernels.testing.tolerances import FP8_EXPERTS_TOLERANCE, assert_close, dequantised
+from millrace_kernels.testing.tolerances import dequantised
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.eplb.placement import ExpertPlacement
@@ -27,6 +27,7 @@ from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims, init_parallel
 from millrace_serve.model.quantised import FP8, PLAIN
 from millrace_testing.checkpoint import CONFIG
+from millrace_testing.tolerances import FP8_EXPERTS_TOLERANCE, assert_close
 from torch import Tensor
 
 pytestmark = [

@@ -16,8 +16,9 @@ from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import quant_groups
 from millrace_kernels.peer.reduce_norm import ReduceNorm, Ways
 from millrace_kernels.rms_norm import rms_norm
-from millrace_kernels.testing.tolerances import assert_close, dequantised, rms_error
+from millrace_kernels.testing.tolerances import dequantised, rms_error
 from millrace_serve.model.parallel import init_parallel, leave_parallel
+from millrace_testing.tolerances import assert_close
 from torch import Tensor
 
 pytestmark = [

@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from kernels.indexer_inputs import PAGE_ROWS
 from millrace_kernels import indexer
 from millrace_kernels.backend import forced
 from millrace_kernels.indexer import IndexRows
 from millrace_kernels.lib import deep_gemm_indexer, flash_mla_sparse
 from millrace_kernels.mla_sparse import by_copies, mla_sparse, pool_rows
-from millrace_kernels.testing import indexer_inputs
 from millrace_kernels.testing.attention_inputs import LATENT, PAGE, ROW, SCALE, Draw
-from millrace_kernels.testing.indexer_inputs import PAGE_ROWS
-from millrace_kernels.testing.tolerances import ATTENTION_TOLERANCE, FP8_TOLERANCE, assert_close, rms_error
+from millrace_kernels.testing.tolerances import FP8_TOLERANCE, rms_error
+from millrace_testing.tolerances import ATTENTION_TOLERANCE, assert_close
 from torch import Tensor
+
+from kernels import indexer_inputs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_indexer.py runs the kernels")
 

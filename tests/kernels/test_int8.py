@@ -9,9 +9,10 @@ from millrace_kernels.fp8 import BLOCK, Operand, dequant_blocks
 from millrace_kernels.int8 import Int8, Matrix, dequant, int8_linear, quant_like, quant_rows
 from millrace_kernels.linear import linear
 from millrace_kernels.moe_experts import moe_experts
-from millrace_kernels.testing.shapes import strided_rows
-from millrace_kernels.testing.tolerances import INT8_LINEAR_TOLERANCE, assert_close, rms_error
+from millrace_kernels.testing.attention_inputs import Draw
+from millrace_kernels.testing.tolerances import rms_error
 from millrace_kernels.triton import int8 as ours
+from millrace_testing.tolerances import INT8_LINEAR_TOLERANCE, assert_close
 
 OURS = {op: TABLE[op][0].target for op in ("int8.quant_rows", "int8.int8_linear", "moe_experts.moe_experts_int8")}
 
@@ -23,7 +24,7 @@ def weight_of(n: int, k: int, device: str = "cpu") -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num", [0, 1, 17])
 def test_rows_keep_their_largest_value(num: int, dtype: torch.dtype) -> None:
-    x = strided_rows(num, 200, dtype)
+    x = Draw(dtype=dtype).part(num, 200)
     x[3:4] = 0.0
     found = quant_rows(x)
     with forced(**OURS):
@@ -37,7 +38,7 @@ def test_rows_keep_their_largest_value(num: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("num", "n", "k"), [(0, 64, 128), (1, 72, 200), (17, 130, 384), (70, 64, 128)])
 def test_int8_linear_is_exact(num: int, n: int, k: int) -> None:
-    x, weight = quant_rows(strided_rows(num, k, torch.float32)), quant_rows(weight_of(n, k))
+    x, weight = quant_rows(Draw().part(num, k)), quant_rows(weight_of(n, k))
     exact = (x.data.long() @ weight.data.long().t()).double() * x.scales.double()[:, None] * weight.scales.double()
     stack = Int8(torch.stack((weight.data, weight.data))[1], weight.scales)
     found = int8_linear(x, stack, torch.float32)
@@ -51,7 +52,7 @@ def test_int8_linear_is_exact(num: int, n: int, k: int) -> None:
 
 
 def test_int8_linear_is_close_to_the_product_of_unquantised_operands() -> None:
-    x, weight = strided_rows(33, 512, torch.bfloat16), weight_of(96, 512)
+    x, weight = Draw(dtype=torch.bfloat16).part(33, 512), weight_of(96, 512)
     found = int8_linear(quant_rows(x), quant_rows(weight), torch.float32)
     assert rms_error(found, x.double() @ weight.double().t()) < INT8_LINEAR_TOLERANCE
 
@@ -72,14 +73,14 @@ def blocks_of(n: int, k: int, device: str = "cpu") -> Int8:
 @pytest.mark.parametrize(("num", "n", "k"), [(0, 64, 128), (1, 72, 256), (17, 130, 384), (70, 140, 128)])
 def test_products_with_a_scale_for_each_block(num: int, n: int, k: int) -> None:
     weight = blocks_of(n, k)
-    x = quant_like(strided_rows(num, k, torch.float32), weight)
+    x = quant_like(Draw().part(num, k), weight)
     assert x.by_block and x.scales.shape == (num, k // BLOCK)
     plain = x.data.double() * x.scales.repeat_interleave(BLOCK, 1)
     exact = plain @ dequant_blocks(*weight, torch.float32).double().t()
     found = int8_linear(x, weight, torch.float32)
     with forced(**OURS):
         triton = int8_linear(x, weight, torch.float32)
-        assert torch.equal(linear(strided_rows(num, k, torch.float32), weight), triton)
+        assert torch.equal(linear(Draw().part(num, k), weight), triton)
     assert_close(found, exact)
     assert_close(triton, exact)
     assert torch.equal(dequant(weight, torch.float32), dequant_blocks(*weight, torch.float32))
@@ -121,7 +122,7 @@ def test_experts(num: int, shared: bool, by_block: bool) -> None:
     held, dim, size = 5, 256, 128
     w13, w2 = expert_weights(by_block, held, dim, size)
     weights, ids = chosen(num, held - shared)
-    x = strided_rows(num, dim, torch.float32).contiguous()
+    x = Draw().part(num, dim).contiguous()
     found = moe_experts(Operand(x, None), weights, ids, w13, w2, shared_expert=shared)
     plain = moe_experts(x, weights, ids, dequantised(w13), dequantised(w2), shared_expert=shared)
     assert found.dtype == torch.float32 and found.shape == x.shape
@@ -143,7 +144,7 @@ def test_experts_on_a_gpu(num: int, by_block: bool) -> None:
     the next INT8 value: 1.5 % were seen. There they are as near the experts of the dequantised weights.
     """
     w13, w2 = expert_weights(by_block, 8, 1024, 512, "cuda")
-    x, (weights, ids) = strided_rows(num, 1024, torch.float32).contiguous().cuda(), chosen(num, 8, "cuda")
+    x, (weights, ids) = Draw().part(num, 1024).contiguous().cuda(), chosen(num, 8, "cuda")
     plain = moe_experts(x, weights, ids, dequantised(w13), dequantised(w2))
     with forced(**dict.fromkeys(OURS, "")):
         expected = moe_experts(x, weights, ids, w13, w2)
@@ -158,7 +159,7 @@ def test_experts_on_a_gpu(num: int, by_block: bool) -> None:
 @pytest.mark.parametrize(("n", "k"), [(2112, 7168), (7168, 16384)])
 def test_products_with_a_scale_for_each_block_on_a_gpu(num: int, n: int, k: int) -> None:
     weight = blocks_of(n, k, "cuda")
-    x = quant_like(strided_rows(num, k, torch.bfloat16).cuda(), weight)
+    x = quant_like(Draw(dtype=torch.bfloat16).part(num, k).cuda(), weight)
     with forced(**dict.fromkeys(OURS, "")):
         expected = int8_linear(x, weight, torch.float32)
     assert_close(int8_linear(x, weight, torch.float32), expected, 1e-5)
@@ -168,7 +169,7 @@ def test_products_with_a_scale_for_each_block_on_a_gpu(num: int, n: int, k: int)
 @pytest.mark.parametrize("num", [0, 1, 7, 64, 128, 4096])
 @pytest.mark.parametrize(("n", "k"), [(2112, 7168), (7168, 16384)])
 def test_int8_linear_on_a_gpu(num: int, n: int, k: int) -> None:
-    x, weight = quant_rows(strided_rows(num, k, torch.bfloat16).cuda()), quant_rows(weight_of(n, k, "cuda"))
+    x, weight = quant_rows(Draw(dtype=torch.bfloat16).part(num, k).cuda()), quant_rows(weight_of(n, k, "cuda"))
     with forced(**dict.fromkeys(OURS, "")):
         expected = int8_linear(x, weight, torch.float32)
     assert_close(int8_linear(x, weight, torch.float32), expected, 1e-5)

@@ -17,7 +17,7 @@ from millrace_kernels import mla_decode, mla_prefill
 from millrace_kernels.lib import flash_mla, flashinfer
 from millrace_kernels.testing import attention_inputs
 from millrace_kernels.testing.attention_inputs import Draw
-from millrace_kernels.testing.tolerances import FP8_ATTENTION_TOLERANCE, assert_close
+from millrace_testing.tolerances import FP8_ATTENTION_TOLERANCE, assert_close
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_attention.py runs the libraries")

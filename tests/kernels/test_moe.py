@@ -10,7 +10,7 @@ from millrace_kernels.moe_experts import moe_experts
 from millrace_kernels.moe_gate import moe_gate
 from millrace_kernels.testing.expert_inputs import draw_experts, held_ids, rule_of
 from millrace_kernels.testing.shapes import TINY, V3_TP8, Dims
-from millrace_kernels.testing.tolerances import assert_close
+from millrace_testing.tolerances import assert_close
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

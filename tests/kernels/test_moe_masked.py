@@ -13,16 +13,11 @@ from millrace_kernels.moe_experts import moe_experts
 from millrace_kernels.moe_masked import BLOCK_ROWS, moe_masked
 from millrace_kernels.silu_mul import reference_silu_mul
 from millrace_kernels.testing.expert_inputs import draw_experts
-from millrace_kernels.testing.tolerances import (
-    FP8_EXPERTS_TOLERANCE,
-    FP8_TOLERANCE,
-    assert_close,
-    dequantised,
-    rms_error,
-)
+from millrace_kernels.testing.tolerances import FP8_TOLERANCE, dequantised, rms_error
 from millrace_kernels.triton import moe_masked as kernel
 from millrace_kernels.triton.quant import quant_groups
 from millrace_testing.poison import poison_empty
+from millrace_testing.tolerances import FP8_EXPERTS_TOLERANCE, assert_close
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows that are not there

@@ -11,11 +11,11 @@ from millrace_kernels.expert_slots import expert_slots
 from millrace_kernels.fp8 import Operand, quant_groups
 from millrace_kernels.testing.expert_inputs import Experts, draw_experts, held_ids, rule_of
 from millrace_kernels.testing.shapes import TINY, V3_TP8, Dims
-from millrace_kernels.testing.tolerances import FP8_EXPERTS_TOLERANCE, assert_close
 from millrace_kernels.triton import expert_slots as triton_slots
 from millrace_kernels.triton import moe_gate, moe_grouped, moe_route, moe_small
 from millrace_kernels.triton.moe_grouped import Launch
 from millrace_testing.poison import poison_empty
+from millrace_testing.tolerances import FP8_EXPERTS_TOLERANCE, assert_close
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN in padding rows

@@ -18,9 +18,10 @@ from millrace_kernels.fp8 import Fp8, reference_quant_groups
 from millrace_kernels.peer import reduce_norm
 from millrace_kernels.peer.reduce_norm import WAYS, ReduceNorm, Ways, ways_for
 from millrace_kernels.peer.signals import POLLS_PER_S
-from millrace_kernels.testing.tolerances import assert_close, dequantised, rms_error
+from millrace_kernels.testing.tolerances import dequantised, rms_error
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing import triton_interpreter
+from millrace_testing.tolerances import assert_close
 from model.ranks import Job, run_jobs
 from torch import Tensor
 

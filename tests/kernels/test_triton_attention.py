@@ -8,24 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from kernels.cases import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
 from millrace_kernels import mla_absorb as reference
 from millrace_kernels.backend import SMALL_TOKENS, forced
 from millrace_kernels.fp8 import Fp8, quant_groups
 from millrace_kernels.mla_qkv import mla_qkv_norm
 from millrace_kernels.testing import attention_inputs
 from millrace_kernels.testing.attention_inputs import Draw
-from millrace_kernels.testing.shapes import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
-from millrace_kernels.testing.tolerances import (
-    ATTENTION_TOLERANCE,
-    FP8_TOLERANCE,
-    OP_TOLERANCE,
-    assert_close,
-    dequantised,
-    rms_error,
-)
+from millrace_kernels.testing.tolerances import FP8_TOLERANCE, dequantised, rms_error
 from millrace_kernels.triton import mla_absorb, mla_decode
 from millrace_kernels.triton.mla_absorb import Tile, absorb_q_with, project_v_quant_with
 from millrace_testing.like_reference import assert_like_reference
+from millrace_testing.tolerances import ATTENTION_TOLERANCE, OP_TOLERANCE, assert_close
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_attention.py runs the kernels")

@@ -11,14 +11,15 @@ from millrace_kernels.backend import SMALL_TOKENS, TABLE, forced
 from millrace_kernels.fp8 import Fp8, Operand, dequant_blocks, quant_blocks, quant_groups, small_linear
 from millrace_kernels.scratch import Scratch
 from millrace_kernels.silu_mul import silu_mul
-from millrace_kernels.testing.shapes import strided_rows
-from millrace_kernels.testing.tolerances import FP8_TOLERANCE, assert_close, dequantised, rms_error
+from millrace_kernels.testing.attention_inputs import Draw
+from millrace_kernels.testing.tolerances import FP8_TOLERANCE, dequantised, rms_error
 from millrace_kernels.triton import fp8_linear as mid
 from millrace_kernels.triton import quant as kernels
 from millrace_kernels.triton import rms_norm
 from millrace_kernels.triton import small_linear as small
 from millrace_kernels.triton.gemv import Gemv
 from millrace_kernels.triton.small_linear import SmallLinearConfig, config
+from millrace_testing.tolerances import assert_close
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU test_gpu_dense.py runs the same kernels")
@@ -39,7 +40,7 @@ def assert_column_major(scales: Tensor) -> None:
 
 @shapes
 def test_quant_groups(num: int, width: int, dtype: torch.dtype) -> None:
-    x = strided_rows(num, width, dtype)
+    x = Draw(dtype=dtype).part(num, width)
     expected = quant_groups(x)
     with forced(**OURS):
         fast = quant_groups(x)
@@ -57,7 +58,7 @@ def test_quant_groups_of_zeros_and_of_almost_nothing() -> None:
 
 @shapes
 def test_rms_norm(num: int, width: int, dtype: torch.dtype) -> None:
-    x, residual = strided_rows(num, width, dtype), strided_rows(num, width, dtype, seed=1)
+    x, residual = Draw(dtype=dtype).part(num, width), Draw(dtype=dtype, seed=1).part(num, width)
     weight = torch.randn(width, generator=torch.Generator().manual_seed(2)).to(dtype)
     for added in (None, residual):
         expected, expected_total = norms.rms_norm(x, added, weight, 1e-6)
@@ -73,7 +74,7 @@ def test_rms_norm(num: int, width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("num", "dtype"), [(0, FP32), (1, BF16), (MANY, BF16), (MANY, FP32)])
 def test_norm_without_its_plain_form(num: int, dtype: torch.dtype) -> None:
-    x, weight = strided_rows(num, 256, dtype), torch.randn(256, generator=torch.Generator().manual_seed(2)).to(dtype)
+    x, weight = Draw(dtype=dtype).part(num, 256), torch.randn(256, generator=torch.Generator().manual_seed(2)).to(dtype)
     for target, residual in itertools.product((OURS, dict.fromkeys(OURS, "")), (None, x)):
         with forced(**target):
             wanted, total = norms.rms_norm(x, residual, weight, 1e-6, quant=True)
@@ -94,7 +95,7 @@ def test_norm_without_its_plain_form(num: int, dtype: torch.dtype) -> None:
 def test_norm_in_tiles_is_that_of_the_reference(groups: int, warps: int, plain: bool) -> None:
     """The last tile ends within the row, or beyond it."""
     width, weight = 384, torch.randn(384, generator=torch.Generator().manual_seed(2)).bfloat16()
-    x, residual = (strided_rows(SMALL_TOKENS + 1, width, torch.bfloat16, seed) for seed in (0, 1))
+    x, residual = (Draw(dtype=torch.bfloat16, seed=seed).part(SMALL_TOKENS + 1, width) for seed in (0, 1))
     expected, expected_total = norms.rms_norm(x, residual, weight, 1e-6, quant=True)
     found, total = rms_norm.rms_norm(x, residual, weight, 1e-6, True, plain, (groups, warps))
     assert torch.equal(total, expected_total) and found.fp8 is not None and expected.plain is not None
@@ -118,7 +119,7 @@ def assert_quantised(found: Operand, plain: Tensor) -> None:
 
 @shapes
 def test_silu_mul(num: int, width: int, dtype: torch.dtype) -> None:
-    x = strided_rows(num, 2 * width, dtype)
+    x = Draw(dtype=dtype).part(num, 2 * width)
     exact, _ = silu_mul(x.double())
     with forced(**OURS):
         (plain, nothing), operand = silu_mul(x), silu_mul(x, quant=True)
@@ -134,7 +135,7 @@ def test_silu_mul(num: int, width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("num", "n", "k"), [(0, 200, 200), (1, 40, 1152), (7, 200, 200), (SMALL_TOKENS, 40, 1152)])
 def test_small_linear(num: int, n: int, k: int) -> None:
-    x = strided_rows(num, k, torch.bfloat16)
+    x = Draw(dtype=torch.bfloat16).part(num, k)
     weight = quant_blocks(torch.randn(n, k, generator=torch.Generator().manual_seed(1)))
     stack = Fp8(torch.stack((weight.data, weight.data.clone()))[1], torch.stack((weight.scales, weight.scales))[1])
     exact = x.double() @ dequant_blocks(*weight, torch.float32).double().T
@@ -161,7 +162,7 @@ MID = [
      (17, 72, 200, MID[0]), (65, 136, 256, MID[1]), (17, 72, 384, MID[2]), (65, 72, 384, MID[3])],
 )  # fmt: skip
 def test_fp8_linear(num: int, n: int, k: int, chosen: mid.Fp8LinearConfig | None) -> None:
-    x = kernels.quant_groups(strided_rows(num, k, torch.bfloat16), (1, 1))
+    x = kernels.quant_groups(Draw(dtype=torch.bfloat16).part(num, k), (1, 1))
     weight = quant_blocks(torch.randn(n, k, generator=torch.Generator().manual_seed(1)))
     found = mid.fp8_linear(x, weight, torch.float32, chosen or mid.config(num, n, k))
     assert found.dtype == torch.float32
@@ -197,7 +198,7 @@ def test_a_measured_shape_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 def test_few_rows_in_tiles(num: int, n: int, k: int, chosen: Gemv | SmallLinearConfig) -> None:
     """The last tile ends within the weight, beyond it, or with it; so do the last rows."""
-    x = strided_rows(num, k, torch.bfloat16)
+    x = Draw(dtype=torch.bfloat16).part(num, k)
     weight = quant_blocks(torch.randn(n, k, generator=torch.Generator().manual_seed(1)))
     exact = x.double() @ dequant_blocks(*weight, torch.float32).double().T
     assert_close(small.small_linear(x, weight, chosen), exact)

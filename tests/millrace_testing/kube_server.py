@@ -114,9 +114,6 @@ class KubeServer:
         del self._objects[item["metadata"]["uid"]]
         self._event("DELETED", item)
 
-    def bookmark(self) -> None:
-        self._event("BOOKMARK", {"metadata": {}})
-
     def forget(self) -> None:
         """What has happened until now can no longer be watched."""
         self._oldest = self._version

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from millrace_kernels.backend import forced
 from millrace_kernels.fp8 import Fp8
-from millrace_kernels.testing.tolerances import assert_close, dequantised
+from millrace_kernels.testing.tolerances import dequantised
 from torch import Tensor
+
+from millrace_testing.tolerances import assert_close
 
 Tolerances = dict[torch.dtype, float]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close
 from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
+from millrace_testing.tolerances import MODEL_TOLERANCE, assert_close
 from model.harness import Driver, Seq, random_prompt, random_reference
 from torch import Tensor
 from transformers import DeepseekV3ForCausalLM

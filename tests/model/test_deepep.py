@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from millrace_kernels.fp8 import Fp8, Operand
-from millrace_kernels.testing.tolerances import FP8_EXPERTS_TOLERANCE, rms_error
+from millrace_kernels.testing.tolerances import rms_error
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.eplb.placement import ExpertPlacement
@@ -23,6 +23,7 @@ from millrace_serve.model.quantised import FP8
 from millrace_serve.model.weights import WHOLE, Part, Shape
 from millrace_testing import fake_deep_ep
 from millrace_testing.checkpoint import CONFIG
+from millrace_testing.tolerances import FP8_EXPERTS_TOLERANCE
 from model.ranks import Job, run_jobs
 from torch import Tensor
 

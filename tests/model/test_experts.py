@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_kernels.fp8 import Operand
-from millrace_kernels.testing.tolerances import assert_close
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.eplb.placement import ExpertPlacement, SlotMap
 from millrace_serve.model.experts.held import ExpertLayer, HeldExperts

@@ -14,11 +14,11 @@ import pytest
 import torch
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import dequant_blocks, quant_blocks
-from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close
 from millrace_serve.model.checkpoint.export_quantised import QUANTISED, export
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims
+from millrace_testing.tolerances import MODEL_TOLERANCE, assert_close
 from model.harness import Driver, Reference, Seq, random_prompt, random_reference
 from torch import Tensor
 
@@ -39,34 +39,25 @@ REDUCED: dict[str, Any] = {  # widths and depth; everything else is as published
 }
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 YARN = {"type": "yarn", "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+V3: dict[str, Any] = {  # V3-0324, R1, V3.1 and V3.1-Terminus have the same
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 96,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 2,
+    "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "rope_scaling": {**YARN, "factor": 40, "beta_fast": 32, "beta_slow": 1},
+}
 MEMBERS: dict[str, dict[str, Any]] = {
-    "deepseek-v3": {  # V3-0324, R1, V3.1 and V3.1-Terminus have the same
-        "model_type": "deepseek_v3",
-        "q_lora_rank": 96,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "n_group": 8,
-        "topk_group": 4,
-        "first_k_dense_replace": 2,
-        "routed_scaling_factor": 2.5,
-        "max_position_embeddings": 163840,
-        "rope_theta": 10000,
-        "rope_scaling": {**YARN, "factor": 40, "beta_fast": 32, "beta_slow": 1},
-    },
+    "deepseek-v3": V3,
     "deepseek-v3.2": {  # sparse from 17 tokens on; fewer heads of the indexer would give many keys the same logit 0
+        **V3,
         "model_type": "deepseek_v32",
-        "q_lora_rank": 96,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "n_group": 8,
-        "topk_group": 4,
-        "first_k_dense_replace": 2,
-        "routed_scaling_factor": 2.5,
-        "max_position_embeddings": 163840,
-        "rope_theta": 10000,
-        "rope_scaling": {**YARN, "factor": 40, "beta_fast": 32, "beta_slow": 1},
         "index_n_heads": 32,
         "index_head_dim": 128,
         "index_topk": 16,

@@ -8,7 +8,6 @@ import pytest
 import torch
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Fp8, dequant_blocks, quant_blocks
-from millrace_kernels.testing.tolerances import FP8_MODEL_TOLERANCE
 from millrace_serve.model.checkpoint.export_quantised import export
 from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
 from millrace_serve.model.config import ModelConfig
@@ -18,6 +17,7 @@ from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import FP8, PLAIN, kept_forms, runs_quantised, stack_rows
 from millrace_serve.model.weights import Checkpoint, Part
 from millrace_testing.paths import TINY
+from millrace_testing.tolerances import FP8_MODEL_TOLERANCE
 from model.harness import Driver, Seq, random_prompt
 
 CPU = torch.device("cpu")

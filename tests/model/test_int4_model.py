@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_kernels.fp8 import Fp8, quant_blocks
-from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close
 from millrace_serve.model.checkpoint.headers import check_headers
 from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
 from millrace_serve.model.config import ModelConfig
@@ -22,6 +21,7 @@ from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import kept_forms, plain, unpack_int4
 from millrace_serve.model.weights import Checkpoint, CheckpointError, Part
 from millrace_testing.int4 import pack, rounded, write_int4
+from millrace_testing.tolerances import MODEL_TOLERANCE, assert_close
 from model.checkpoints import Tensors, tensors_of, variant
 from model.harness import Driver, Reference, Seq, random_prompt, random_reference
 from model.test_family import CPU, MEMBERS, MLA, REDUCED, VOCAB

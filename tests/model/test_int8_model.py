@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from millrace_kernels.int8 import Int8
-from millrace_kernels.testing.tolerances import FP8_MODEL_TOLERANCE
 from millrace_serve.model.checkpoint.export_quantised import export
 from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
 from millrace_serve.model.config import ModelConfig
@@ -18,6 +17,7 @@ from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import kept_forms, plain, stack_rows
 from millrace_serve.model.weights import Checkpoint, CheckpointError, Part
 from millrace_testing.paths import TINY
+from millrace_testing.tolerances import FP8_MODEL_TOLERANCE
 from model.checkpoints import Tensors, variant
 from model.harness import Driver, Seq, random_prompt
 

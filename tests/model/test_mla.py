@@ -12,12 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_kernels import mla_decode
-from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close, poisoned
+from millrace_kernels.testing.tolerances import poisoned
 from millrace_serve.model import mla
 from millrace_serve.model.attn_step import FORMS, FormThresholds, prefix_chunks
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.examples import examples
+from millrace_testing.tolerances import MODEL_TOLERANCE, assert_close
 from model.harness import Driver, Seq, random_prompt
 
 LIMIT = FormThresholds(absorb_max_queries=100)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close
 from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import PLAIN
 from millrace_testing.checkpoint import CONFIG
+from millrace_testing.tolerances import MODEL_TOLERANCE, assert_close
 from model.harness import Driver, Seq, random_prompt
 from safetensors.torch import load_file
 from torch import Tensor

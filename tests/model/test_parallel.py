@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.layers import VocabParallel
 from millrace_serve.model.parallel import ParallelDims, init_parallel
 from millrace_serve.model.weights import Checkpoint
 from millrace_testing.checkpoint import CONFIG
+from millrace_testing.tolerances import MODEL_TOLERANCE, assert_close
 from model.harness import Driver, Seq, random_prompt
 from model.ranks import TIMEOUT_S, run_jobs
 from safetensors.torch import save_file

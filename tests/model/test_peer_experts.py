@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from millrace_kernels.fp8 import SMALL_TOKENS, Operand
 from millrace_kernels.peer.exchange import Exchange
-from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close
 from millrace_kernels.triton import quant
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import load_model
@@ -23,6 +22,7 @@ from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import Checkpoint
 from millrace_testing import triton_interpreter
+from millrace_testing.tolerances import MODEL_TOLERANCE, assert_close
 from model.harness import Driver, Seq, random_prompt
 from model.ranks import run_jobs
 from torch import Tensor

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from millrace_kernels.fp8 import Operand
-from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
@@ -17,6 +16,7 @@ from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import PLAIN
 from millrace_testing.checkpoint import CONFIG
+from millrace_testing.tolerances import MODEL_TOLERANCE, assert_close
 from model.harness import Driver, Seq, random_prompt
 from torch import Tensor
 

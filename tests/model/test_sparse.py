@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_kernels.testing.tolerances import MODEL_TOLERANCE, assert_close
 from millrace_serve.engine.config import Execution, Limits
 from millrace_serve.engine.start.startup import kv_layout
 from millrace_serve.model import mla
@@ -22,6 +21,7 @@ from millrace_serve.model.sparse_step import IndexPool
 from millrace_serve.model.weights import Checkpoint
 from millrace_testing.other_weights import write_other
 from millrace_testing.sparse import INDEXER, write_sparse
+from millrace_testing.tolerances import MODEL_TOLERANCE, assert_close
 from model.harness import Driver, Seq, random_prompt
 from model.ranks import run_jobs
 from torch import Tensor

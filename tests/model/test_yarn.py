@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_kernels.testing.tolerances import ROTARY_TOLERANCE, assert_close
 from millrace_serve.model.config import ModelConfig, RopeScaling
 from millrace_serve.model.yarn import BEHIND, inverse_frequencies, rope_tables, softmax_scale
 from millrace_testing.checkpoint import CONFIG
+from millrace_testing.tolerances import ROTARY_TOLERANCE, assert_close
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 

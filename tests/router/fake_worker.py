@@ -183,11 +183,6 @@ class FakeWorker(
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def inject(self, *outputs: worker_pb2.SequenceOutput) -> None:
-        """Send outputs of our own on every Link."""
-        for link in self.links:
-            link.put_nowait(worker_pb2.LinkResponse(outputs=worker_pb2.StepOutputs(outputs=outputs)))
-
     def tell(self, id: common_pb2.AttemptId, *, over: bool) -> None:
         """Say that a request waits here, or goes on."""
         waits = [worker_pb2.Wait(id=id, over=over)]

@@ -166,6 +166,6 @@ def test_file_system_without_room_or_quota_costs_stores_alone(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", no_room)
+        patched.setattr(os, "pwritev", no_room)
         assert not workers[0].store(2) and workers[1].load(1) and not workers[1].load(2)
     works(workers)

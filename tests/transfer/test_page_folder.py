@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from millrace_serve.engine.offload.disk_tier import MAX_STORES, DiskTier, Move
-from millrace_serve.engine.offload.nixl_files import NixlFiles
 from millrace_serve.engine.offload.page_code import LEAST_PART
 from millrace_serve.engine.offload.page_folder import PageFolder
 from millrace_serve.transfer.base import PageBuffer, TransferError
@@ -210,7 +209,7 @@ def test_without_a_secret_pages_survive_a_restart_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES])
-@pytest.mark.parametrize("call", ["open", "pread"])
+@pytest.mark.parametrize("call", ["open", "preadv"])
 def test_page_that_cannot_be_read_now_is_read_later(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
@@ -229,23 +228,12 @@ def failing(number: int) -> Callable[..., Any]:
     return fails
 
 
-def test_page_that_nixl_cannot_read_now_is_read_later(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker.folder.store(BLOCK, 3)
-
-    def fails(*_: Any) -> None:
-        raise TransferError("no memory")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(NixlFiles, "read", fails)
-        with pytest.raises(TransferError, match="no memory"):
-            worker.folder.load(BLOCK, 5)
-    assert worker.folder.load(BLOCK, 5)
-
-
-def test_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("written", [None, PAGE])
+def test_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int | None) -> None:
+    """`written`: bytes for which there is room; None: for none."""
     worker = Worker(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", failing(errno.ENOSPC))
+        patched.setattr(os, "pwritev", failing(errno.ENOSPC) if written is None else lambda *_: written)
         with pytest.raises(TransferError, match="No space left on device"):
             worker.folder.store(BLOCK, 3)
         tier = DiskTier(worker.folder)
@@ -267,7 +255,7 @@ def test_disk_that_fails_does_not_end_the_thread(
     with monkeypatch.context() as patched:
         patched.setattr(os, call, fails)
         if call == "unlink":
-            patched.setattr(os, "pwrite", fails)
+            patched.setattr(os, "pwritev", fails)
         assert tier.store(BLOCK, 3)
         tier.load(OTHER, 5)
         while tier._thread.is_alive() and tier._done.qsize() < 2:

@@ -1,15 +1,8 @@
-"""Shapes that tests and benches share: the head sizes of DeepSeek-V3, token counts at and around tiles."""
+"""Widths of models that tests and benches share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
-
-from millrace_kernels.testing.tolerances import poisoned
-
-TOKENS = (0, 1, 7, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)

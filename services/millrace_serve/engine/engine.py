@@ -25,8 +25,8 @@ from millrace_serve.engine.core import EngineInput, Events, Load, Pause
 from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.health.forecast import Forecast, Kind, kind
 from millrace_serve.engine.lockstep.lockstep import Lockstep
+from millrace_serve.engine.offload.disk_tier import DiskTier
 from millrace_serve.engine.offload.page_copier import PageCopier
-from millrace_serve.engine.offload.page_store import PageStore
 from millrace_serve.engine.schedule.plan import Plan
 from millrace_serve.engine.schedule.scheduler import Scheduler
 from millrace_serve.engine.step.batch import BatchBuilder
@@ -71,7 +71,7 @@ class Engine:
         self._stale = True  # something happened since schedule() last found nothing to do
         self._paused = False
 
-    def keep_in(self, store: PageStore) -> None:
+    def keep_in(self, store: DiskTier) -> None:
         """`store` is the third tier from now on, for pages of the copier's host memory. `close` closes it."""
         if self._disk.store is not None:
             self._disk.store.close()

@@ -30,7 +30,8 @@ class NixlAgent:
     def __init__(self, pool: PageBuffer, ucx: Mapping[str, str], *, progress_thread: bool) -> None:
         """`ucx`: settings without the UCX_ prefix, values without commas: {"NET_DEVICES": "lo"}."""
         self.lib = load_bindings()
-        self.errors = errors_of(self.lib)
+        names = (name for name in dir(self.lib) if name.startswith("nixl") and name.endswith("Error"))
+        self.errors: tuple[type[Exception], ...] = tuple(getattr(self.lib, name) for name in names)
         self.name = f"kv-{uuid.uuid4().hex}"
         self.pool = pool
         self.closed = False
@@ -108,8 +109,3 @@ def new_agent(lib: ModuleType, name: str, progress_thread: bool) -> Any:
     config.pthrDelay = int(WAKE_INTERVAL_S * 1e6)
     config.syncMode = lib.NIXL_THREAD_SYNC_STRICT
     return lib.nixlAgent(name, config)
-
-
-def errors_of(lib: ModuleType) -> tuple[type[Exception], ...]:
-    """What calls of the bindings raise."""
-    return tuple(getattr(lib, name) for name in dir(lib) if name.startswith("nixl") and name.endswith("Error"))

@@ -15,10 +15,9 @@ from millrace_serve.engine.cache.changes import TierChanges
 from millrace_serve.engine.config import GIB, EngineConfig, Role
 from millrace_serve.engine.core import Load, Route, SequenceOutput
 from millrace_serve.engine.offload.disk_moves import DiskMoves
-from millrace_serve.engine.offload.disk_tier import DiskTier
+from millrace_serve.engine.offload.disk_tier import DiskTier, Move
 from millrace_serve.engine.offload.host_tier import Copy, HostTier
 from millrace_serve.engine.offload.page_folder import PageFolder
-from millrace_serve.engine.offload.page_store import Move
 from millrace_serve.engine.sim.factory import sim_layout
 from millrace_serve.transfer.base import PageBuffer
 from millrace_testing.blocks import block, blocks
@@ -28,7 +27,7 @@ from pydantic import ValidationError
 
 
 class Store:
-    """A PageStore whose moves end when the test says so."""
+    """A DiskTier whose moves end when the test says so."""
 
     def __init__(self) -> None:
         self.blocks: set[bytes] = set()

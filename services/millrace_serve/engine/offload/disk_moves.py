@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from millrace_serve.engine.offload.disk_tier import DiskTier
 from millrace_serve.engine.offload.host_tier import Copy, HostTier
-from millrace_serve.engine.offload.page_store import PageStore
 
 
 class DiskMoves:
     def __init__(self, tier: HostTier) -> None:
-        self.store: PageStore | None = None
+        self.store: DiskTier | None = None
         self._num_stored = 0  # pages, ever
         self._num_loaded = 0
         self._num_refused = 0
@@ -96,7 +96,7 @@ class DiskMoves:
                 self._num_stored += move.ok
         self._store_new(self.store)
 
-    def _store_new(self, store: PageStore) -> None:
+    def _store_new(self, store: DiskTier) -> None:
         while self._new:
             copy = self._new[0]
             if self._tier.find([copy.block]) == [copy]:

@@ -1,5 +1,6 @@
-"""The third tier of the prefix cache (engine/offload/page_store.py): a thread that moves pages between the host tier's
-memory and a PageFolder.
+"""The third tier of the prefix cache: a thread that moves pages between the host tier's memory and a PageFolder.
+
+Nothing here makes the engine wait. A slot belongs to a move from `store` or `load` until `take` has returned the move.
 """
 
 from __future__ import annotations
@@ -14,13 +15,20 @@ from collections.abc import Iterable
 import msgspec
 
 from millrace_serve.engine.offload.page_folder import PageFolder
-from millrace_serve.engine.offload.page_store import Move
 from millrace_serve.transfer.base import TransferError
 
 log = logging.getLogger(__name__)
 
 MAX_STORES = 8  # waiting
 WARN_EVERY_S = 60.0
+
+
+class Move(msgspec.Struct, frozen=True):
+    block: bytes
+    slot: int  # of the host tier
+    is_load: bool
+    ok: bool = False  # of a finished one: the slot has the block's content, or the folder has the block
+    refused: bool = False  # of a load: what was there was not what this deployment had stored
 
 
 class DiskTier:
@@ -37,22 +45,27 @@ class DiskTier:
         return self._folder.has(block)
 
     def load(self, block: bytes, slot: int) -> None:
+        """Goes before every store that waits."""
         self._moves.put((0, next(self._order), Move(block, slot, is_load=True)))
 
     def store(self, block: bytes, slot: int) -> bool:
+        """False: the folder is behind, and nothing was begun."""
         if self._moves.qsize() >= MAX_STORES:
             return False
         self._moves.put((1, next(self._order), Move(block, slot, is_load=False)))
         return True
 
     def take(self) -> list[Move]:
+        """The moves that have ended since the last call."""
         return [self._done.get() for _ in range(self._done.qsize())]
 
     def remove(self, blocks: Iterable[bytes]) -> None:
+        """Forget blocks whose content is wrong."""
         for block in blocks:
             self._folder.remove(block)
 
     def close(self) -> None:
+        """Moves that have not begun are dropped."""
         self._moves.put((-1, 0, None))
         self._thread.join()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import Array, c_ubyte
 
 from millrace_common import deployment_secret
 
@@ -25,11 +24,9 @@ class PageCode:
         self._key = deployment_secret.derive(secret, "page code", fingerprint)
         self._threads = ThreadPoolExecutor(THREADS, "page-code")
 
-    def of(self, block: bytes, address: int, nbytes: int) -> bytes:
-        """Of the page at `address`."""
-        size = max(-(-nbytes // THREADS), LEAST_PART)
-        starts = range(0, nbytes, size)
-        parts = [(c_ubyte * min(size, nbytes - start)).from_address(address + start) for start in starts]
+    def of(self, block: bytes, page: memoryview) -> bytes:
+        size = max(-(-len(page) // THREADS), LEAST_PART)
+        parts = [page[start : start + size] for start in range(0, len(page), size)]
         digests = self._threads.map(_digest, parts) if len(parts) > 1 else map(_digest, parts)
         return hashlib.blake2b(block + b"".join(digests), key=self._key, digest_size=CODE_BYTES).digest()
 
@@ -37,5 +34,5 @@ class PageCode:
         self._threads.shutdown()
 
 
-def _digest(part: Array[c_ubyte]) -> bytes:
+def _digest(part: memoryview) -> bytes:
     return hashlib.sha256(part).digest()

@@ -23,9 +23,9 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
+from ctypes import c_ubyte
 from pathlib import Path
 
-from millrace_serve.engine.offload.nixl_files import NixlFiles
 from millrace_serve.engine.offload.page_code import CODE_BYTES, PageCode
 from millrace_serve.transfer.base import PageBuffer, TransferError
 
@@ -43,7 +43,7 @@ class PageFolder:
     """`pool` is the host memory that pages are written from and read into. One thread at a time."""
 
     def __init__(self, folder: Path, fingerprint: str, pool: PageBuffer, max_bytes: int, secret: bytes = b"") -> None:
-        """Raises TransferError when the folder cannot be used safely, or NIXL cannot be used."""
+        """Raises TransferError when the folder cannot be used safely."""
         self.refused = 0  # files that were no page of ours
         self._pool = pool
         self._max_bytes = max_bytes
@@ -51,7 +51,6 @@ class PageFolder:
         self._name, self._fingerprint = f"{folder}/{fingerprint}", fingerprint
         self._code = PageCode(secret, fingerprint)
         self._open = contextlib.ExitStack()
-        self._files = NixlFiles(pool)
         try:
             folder = folder.expanduser()
             with contextlib.suppress(FileExistsError):
@@ -76,15 +75,16 @@ class PageFolder:
     def store(self, block: bytes, page: int) -> None:
         """Write page `page` of the pool as `block`. Raises TransferError and leaves no torn file behind."""
         name, new, size = block.hex(), f".{secrets.token_hex(16)}", self._pool.page_bytes
+        content = self._bytes_of(page)
         try:
             with _opened(new, NEW, self._here()) as fd:
-                self._files.write(page, fd)
-                os.pwrite(fd, self._code_of(block, page), size)
+                if os.pwritev(fd, (content, self._code.of(block, content)), 0) < size + CODE_BYTES:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.rename(new, name, src_dir_fd=self._at, dst_dir_fd=self._at)
             self._uncounted += size
             if self._uncounted >= RECOUNT * self._max_bytes:
                 self._trim()
-        except (OSError, TransferError) as error:
+        except OSError as error:
             with contextlib.suppress(OSError):  # a disk that is read-only now refuses this too
                 os.unlink(new, dir_fd=self._at)
             raise TransferError(f"{self._name}/{name} cannot be written: {error}") from error
@@ -93,22 +93,21 @@ class PageFolder:
         """Read `block` into page `page` of the pool. False: it is not there, or is not what was stored; the page holds
         anything. Raises TransferError when it cannot be read, perhaps only now: then it stays.
         """
-        name = block.hex()
+        name, content, code = block.hex(), self._bytes_of(page), bytearray(CODE_BYTES)
         try:
             with _opened(name, PAGE, self._here()) as fd:
                 good = self._is_ours(os.fstat(fd))
                 if good:
                     os.set_blocking(fd, True)
-                    self._files.read(page, fd)
-                    code = os.pread(fd, CODE_BYTES, self._pool.page_bytes)
-                    good = hmac.compare_digest(code, self._code_of(block, page))
+                    os.preadv(fd, (content, code), 0)
+                    good = hmac.compare_digest(code, self._code.of(block, content))
                 if good:
                     with contextlib.suppress(OSError):  # a disk that is read-only now: what was read is whole
                         os.utime(fd)
         except FileNotFoundError:
             return False
-        except (OSError, TransferError) as error:
-            if getattr(error, "errno", 0) not in NO_PAGE:
+        except OSError as error:
+            if error.errno not in NO_PAGE:
                 raise TransferError(f"{self._name}/{name} cannot be read: {error}") from error
             good = False
         if not good:
@@ -126,7 +125,6 @@ class PageFolder:
                 shutil.rmtree(block.hex(), dir_fd=self._at)
 
     def close(self) -> None:
-        self._files.close()
         self._code.close()
         self._open.close()
 
@@ -148,9 +146,9 @@ class PageFolder:
         whole = facts.st_size == self._pool.page_bytes + CODE_BYTES
         return stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid() and facts.st_nlink <= 1 and whole
 
-    def _code_of(self, block: bytes, page: int) -> bytes:
+    def _bytes_of(self, page: int) -> memoryview:
         size = self._pool.page_bytes
-        return self._code.of(block, self._pool.address + page * size, size)
+        return memoryview((c_ubyte * size).from_address(self._pool.address + page * size))
 
     def _trim(self) -> None:
         """Count the folders of all layouts. Above the bound, delete what was used longest ago, a tenth more than

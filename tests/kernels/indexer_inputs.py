@@ -1,15 +1,14 @@
-"""Inputs of sparse attention's ops as keyword arguments, for tests and benches; memory that must not be read is NaN."""
+"""Inputs of sparse attention's ops as keyword arguments; memory that must not be read is NaN."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-
 from millrace_kernels import indexer
 from millrace_kernels.indexer import IndexRows, cached_rows
 from millrace_kernels.testing.attention_inputs import LATENT, PAGE, ROW, SCALE, Draw, Inputs
+from torch import Tensor
 
 HEADS, WIDTH, LAYERS, CANARY = 64, 128, 3, 64  # V3.2's heads and columns; bytes at a page's end
 PAGE_ROWS = LAYERS * PAGE + 25  # index keys take what is behind the latent rows
