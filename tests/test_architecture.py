@@ -89,7 +89,7 @@ MAY_IMPORT = {
     TRANSFER: {CORE, COMMON},
     WORKER: {STUBS, COMMON, RPC, ENGINE, TRANSFER, PLAN},
     f"{WORKER}.config": {COMMON, LIMITS, f"{ENGINE}.sim", PLAN, f"{MODEL}.config"},
-    f"{WORKER}.messages": {COMMON, CORE, CACHE, f"{HEALTH}.pulse", TRANSFER},
+    f"{WORKER}.messages": {COMMON, CORE, CACHE, f"{HEALTH}.heartbeat", TRANSFER},
     f"{WORKER}.channels": {COMMON, CORE},
     f"{WORKER}.launcher": {f"{WORKER}.config"},
     f"{WORKER}.frontend": {
@@ -101,7 +101,7 @@ MAY_IMPORT = {
             LIMITS,
             CACHE,
             f"{ENGINE}.start.phases",
-            f"{HEALTH}.pulse",
+            f"{HEALTH}.heartbeat",
             f"{HEALTH}.rank_watch",
             f"{TRANSFER}.base",
             f"{TRANSFER}.messages",

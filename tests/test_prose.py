@@ -28,8 +28,8 @@ def lint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
         (f"- {LONG}\n- b\n", "the sentence has 26 words"),
         (f"| a | {LONG} |\n", "the sentence has 26 words"),
         ("| a | " + "Two words. " * 23 + "|\n", "the table cell has 46 words"),
-        ("A captain agrees.\n", "'captain' is a private word"),
-        ("The lender's [drafts](a.md).\n", "'lender' is a private word"),
+        ("A node leader agrees.\n", "'node leader' is a private word"),
+        ("The source's [drafts](a.md).\n", "'source' is a private word"),
         ("a" * 60 + " " + "b" * 60 + "\n", "the line has 121 columns, more than 120"),
         ("a\n\n" * 126, "the page has 252 lines, more than 250"),
     ],
@@ -41,7 +41,7 @@ def test_a_fault_is_found(lint, text: str, found: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        f"```\n{LONG} captain\n```\n",
+        f"```\n{LONG} node leader\n```\n",
         f"<!-- figures: a -->\n| {LONG} |\n<!-- end of figures -->\n",
         "The setting `limits.draft_batches` and a draft token.\n",
         "Read *Routers: Drafts accepted by pair*.\n",

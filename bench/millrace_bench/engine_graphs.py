@@ -53,7 +53,7 @@ def replay_is_exact(engine: Engine, batch: int) -> bool:
     def compare() -> bool:
         with torch.inference_mode():
             _take_all(graphs, key, batch)
-            # A step back: rows at the end of their pages would all write to the sink, which padding rows read.
+            # A step back: rows at the end of their pages would all write to the null page, which padding rows read.
             state.lengths[:batch] -= key.num_queries
             before = state.lengths.clone(), state.last_tokens.clone()
 

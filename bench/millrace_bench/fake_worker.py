@@ -60,7 +60,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def WatchLoad(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.LoadSnapshot]:
         while True:
-            replica = worker_pb2.ReplicaLoad(credits=100_000)
+            replica = worker_pb2.ReplicaLoad(capacity=100_000)
             yield worker_pb2.LoadSnapshot(epoch=self.epoch, state=worker_pb2.WORKER_STATE_READY, replicas=[replica])
             await asyncio.sleep(0.5)
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_router.config import Policy, RouterConfig, Routing, Timeouts
-from millrace_router.flow.flow import AbortLeg, Action, Blame, Flow, Leg, Retry, Stage
+from millrace_router.flow.flow import AbortSubRequest, Action, Blame, Flow, Retry, Stage, SubRequest
 from millrace_router.flow.metrics import build
 from millrace_router.health.workers import WorkerHealth
 from millrace_router.policy.choose import Chooser, Decision, Situation
-from millrace_router.policy.snapshot import Key, Pace, Replica, View, Want
+from millrace_router.policy.snapshot import Key, Pace, PlacementRequest, Replica, View
 from millrace_router.queue.admission import Admission
 from millrace_router.queue.fair_queue import Ticket
 from millrace_rpc.errors import MillraceError
@@ -48,7 +48,7 @@ class Shape:
     max_running: int = 64
     queue_s: float = 60.0  # timeouts.queue
     taught: bool = False  # decode workers have seen outputs before
-    by_room: bool = True  # workers report their room; else only credits, and no waits, as before
+    by_room: bool = True  # workers report their room; else only capacity, and no waits, as before
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ class Part:
 
 
 class Prefill:
-    leg = Leg.PREFILL
+    sub = SubRequest.PREFILL
 
     def __init__(self, name: str, shape: Shape) -> None:
         self.name, self.shape = name, shape
@@ -98,13 +98,13 @@ class Prefill:
         waiting = int(max(self.free_at - now, 0.0) * speed)
         most = int(speed * QUEUE_S) if self.shape.by_room else 1 << 60
         return Replica(
-            self.name, 0, self.name, "f", credits=320 - len(self.parts), tokens=waiting,
+            self.name, 0, self.name, "f", capacity=320 - len(self.parts), tokens=waiting,
             sequences=len(self.parts), room=most - waiting, prompt_tokens_per_s=speed,
         )  # fmt: skip
 
 
 class Decode:
-    leg = Leg.DECODE
+    sub = SubRequest.DECODE
 
     def __init__(self, name: str, shape: Shape, sources: frozenset[str], seen: list[int]) -> None:
         """`seen`: lengths of earlier outputs."""
@@ -178,7 +178,7 @@ class Decode:
                 typical = min(self.outputs.mean, self.shape.max_tokens)
                 free = room(free - sum(map(_held, parts)), sequences, typical)
         return Replica(
-            self.name, 0, self.name, "f", credits=most - len(parts), tokens=0, sequences=len(parts),
+            self.name, 0, self.name, "f", capacity=most - len(parts), tokens=0, sequences=len(parts),
             sources=self.sources, held=sum(map(_held, self.running)), room=free,
             expected_output=self.outputs.mean if self.shape.by_room else 0,
         )  # fmt: skip
@@ -197,7 +197,7 @@ class Job:
         self.shape = shape = fleet.shape
         self.flow = Flow(fleet.timeouts, outputs, 4, None, fleet.now, shape.queue_s, wants_logprobs=False)
         self.place = fleet.admission.place(0)
-        self.placed: dict[Leg, Prefill | Decode] = {}
+        self.placed: dict[SubRequest, Prefill | Decode] = {}
         self.ticket: Ticket | None = None
         self.first_at = self.ended_at = math.inf
 
@@ -216,7 +216,9 @@ class Job:
     def enter(self) -> None:
         if self.flow.stage is Stage.QUEUED:
             flow, most = self.flow, self.shape.max_tokens
-            want = Want(self.shape.prompt + len(flow.outputs), most - len(flow.outputs), attempt=flow.attempt + 1)
+            want = PlacementRequest(
+                self.shape.prompt + len(flow.outputs), most - len(flow.outputs), attempt=flow.attempt + 1
+            )
             self.ticket = Ticket(self.place, want, self.serve, self.refuse, paid=flow.attempt >= 0)
             self.fleet.admission.enter(self.ticket)
 
@@ -225,20 +227,20 @@ class Job:
 
     def serve(self, decision: Decision) -> None:
         fleet, self.ticket = self.fleet, None
-        chosen = {Leg.PREFILL: decision.placement.prefill, Leg.DECODE: decision.placement.decode}
-        self.placed = {leg: fleet.workers[replica.address] for leg, replica in chosen.items() if replica is not None}
+        chosen = {SubRequest.PREFILL: decision.placement.prefill, SubRequest.DECODE: decision.placement.decode}
+        self.placed = {sub: fleet.workers[replica.address] for sub, replica in chosen.items() if replica is not None}
         tokens = self.shape.prompt + len(self.flow.outputs)
         self.flow.assign(frozenset(self.placed), fleet.now)
-        for leg, worker in self.placed.items():
+        for sub, worker in self.placed.items():
             worker.add(Part(self, self.flow.attempt, self.number, fleet.now, tokens), fleet.now)
-            fleet.sent(chosen[leg], tokens, decision.situation.want.outputs)
+            fleet.sent(chosen[sub], tokens, decision.situation.want.outputs)
 
     def hear(self, worker: Prefill | Decode, part: Part, count: int) -> None:
         """`count` more outputs of a part."""
-        if part.attempt != self.flow.attempt or worker.leg not in self.flow.open:
+        if part.attempt != self.flow.attempt or worker.sub not in self.flow.open:
             return
-        if worker.leg is Leg.PREFILL:
-            self.placed[Leg.DECODE].arrived(self)  # type: ignore[union-attr]
+        if worker.sub is SubRequest.PREFILL:
+            self.placed[SubRequest.DECODE].arrived(self)  # type: ignore[union-attr]
             first, end = self.flow.base, False
         else:
             first, end = self.flow.base + part.made - count, part.made == self.outputs
@@ -246,12 +248,12 @@ class Job:
             self.first_at = self.fleet.now
         finish = LENGTH if end else common_pb2.FINISH_REASON_UNSPECIFIED
         out = worker_pb2.SequenceOutput(first_index=first, token_ids=[7] * count, finish_reason=finish)
-        self.perform(self.flow.output(worker.leg, out, self.fleet.now))
+        self.perform(self.flow.output(worker.sub, out, self.fleet.now))
 
     def told(self, worker: Prefill | Decode, part: Part, *, waits: bool) -> None:
         if waits is not part.waits and part.attempt == self.flow.attempt:
             part.waits = waits
-            self.flow.wait(worker.leg, not waits, self.fleet.now)
+            self.flow.wait(worker.sub, not waits, self.fleet.now)
 
     def perform(self, actions: object) -> None:
         for action in actions:  # type: ignore[attr-defined]
@@ -266,10 +268,10 @@ class Job:
     def _do(self, action: Action) -> None:
         fleet = self.fleet
         match action:
-            case AbortLeg(leg, _, _):
-                self.placed[leg].drop(self)
-            case Blame(legs, reason):
-                fleet.health.failed([worker.name for leg, worker in self.placed.items() if leg in legs], reason)
+            case AbortSubRequest(sub, _, _):
+                self.placed[sub].drop(self)
+            case Blame(subs, reason):
+                fleet.health.failed([worker.name for sub, worker in self.placed.items() if sub in subs], reason)
             case Retry(reason, delay_s, _):
                 fleet.retries[reason] += 1
                 fleet.later.append((fleet.now + delay_s, self))
@@ -308,16 +310,16 @@ class Fleet:
         self._numbers = itertools.count()
         self._report()
 
-    def choose(self, want: Want) -> Decision | None:
-        left_out = self.health.left_out()
-        rows = [replace(r, left_out=left_out.get(r.epoch, "")) if left_out else r for r in self.replicas.values()]
+    def choose(self, want: PlacementRequest) -> Decision | None:
+        ejected = self.health.ejected()
+        rows = [replace(r, ejected=ejected.get(r.epoch, "")) if ejected else r for r in self.replicas.values()]
         view = self._view(rows)
         decision = self.chooser.choose(Situation(view, want, dict(self.last)))
         if decision is not None and decision.placement.prefill and decision.placement.decode:
             self.last = {"prefill": decision.placement.prefill.key, "decode": decision.placement.decode.key}
         return decision
 
-    def to_keep(self, want: Want) -> str:
+    def to_keep(self, want: PlacementRequest) -> str:
         return self._view(list(self.replicas.values())).roomiest(want)
 
     def pace(self) -> Pace:
@@ -331,7 +333,7 @@ class Fleet:
         now = self.replicas[replica.address]
         expected = min(outputs, now.expected_output)
         self.replicas[replica.address] = replace(
-            now, credits=now.credits - 1, sequences=now.sequences + 1, room=now.room - tokens - expected,
+            now, capacity=now.capacity - 1, sequences=now.sequences + 1, room=now.room - tokens - expected,
             tokens=now.tokens + (0 if now.sources else tokens), held=now.held + (tokens if now.sources else 0),
         )  # fmt: skip
 

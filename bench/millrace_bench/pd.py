@@ -44,7 +44,7 @@ TOPOLOGIES = {"pair": (1, 1, 0), "unified": (0, 0, 2), "conditional": (1, 1, 0)}
 LOADS = ("4096/256@0.5,1,1.5,2", "1024/512@1,2,3,4", "500/100x5@1,2,4,6")
 POLICIES = ("prefill_policy=kv_aware", "decode_policy=kv_aware")  # of all: conversations find what is cached
 LOAD = re.compile(r"(\d+)/(\d+)(?:x(\d+))?@(\d[\d.]*(?:,\d[\d.]*)*)")
-WAYS = re.compile(r'^millrace_decisions_total\{.*?way="(\w+)".*?\} (\S+)$', re.MULTILINE)
+WAYS = re.compile(r'^millrace_placements_total\{.*?route="(\w+)".*?\} (\S+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from millrace_router.flow.metrics import build
 from millrace_router.policy.kv_index import KvIndex
 from millrace_router.policy.placer import Placer
 from millrace_router.policy.prefix_index import PrefixIndex
-from millrace_router.policy.snapshot import Replica, View, Want
+from millrace_router.policy.snapshot import PlacementRequest, Replica, View
 
 TARGET_US = 300.0
 PAGE_SIZE = 64
@@ -77,7 +77,9 @@ def _decisions(s: Settings, policy: Policy, local: int) -> dict[str, Any]:
     gc.freeze()  # as the router does when it is ready
     for i in range(s.requests):
         pages = rng.choice(prompts) if i % 4 else _pages(rng, s.tokens // PAGE_SIZE)
-        want = Want(s.tokens, session=f"user {i % 500}", pages=pages, page_size=PAGE_SIZE, draw=rng.getrandbits(64))
+        want = PlacementRequest(
+            s.tokens, session=f"user {i % 500}", pages=pages, page_size=PAGE_SIZE, draw=rng.getrandbits(64)
+        )
         start, start_cpu = time.perf_counter_ns(), time.thread_time_ns()
         placer.choose(view, want)
         times.append((time.thread_time_ns() - start_cpu) / 1e3)
@@ -102,7 +104,7 @@ def _view(s: Settings, rng: random.Random) -> View:
                 index=index,
                 epoch=f"{name}/{address}",
                 fingerprint="layout",
-                credits=64,
+                capacity=64,
                 tokens=rng.randrange(20_000),
                 sequences=rng.randrange(32),
                 sources=sources,

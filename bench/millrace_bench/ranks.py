@@ -60,8 +60,8 @@ def peer(config: ModelConfig, dims: ParallelDims, args: argparse.Namespace, devi
 
 
 EXCHANGES: dict[str, Callable[..., Implementation]] = {
-    "none": lambda *site: FoldedExperts,
-    "gather": lambda *site: GatherExperts,
+    "none": lambda *setup: FoldedExperts,
+    "gather": lambda *setup: GatherExperts,
     "deepep": deepep,
     "peer": peer,
 }

@@ -81,7 +81,7 @@ class Engines:
         )
 
     def execution(self, args: argparse.Namespace) -> Execution:
-        own = ["random_weights=true", f"exchange={self.exchange}", f"spare_experts={self.spare}"]
+        own = ["random_weights=true", f"exchange={self.exchange}", f"redundant_experts={self.spare}"]
         if buckets := sorted({count for count, *_ in (*args.decode, *args.mixed)}):
             own.append(f"graphs={buckets}")
         if self.drafts:

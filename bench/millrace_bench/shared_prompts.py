@@ -1,5 +1,6 @@
 """The time to the first token of one long prompt on a worker of R replicas, each on a GPU of its own: computed by one
-replica, or by all of them together (limits.share_prompts). The whole engine runs; V3's widths, random FP8 weights.
+replica, or by all of them together (limits.context_parallel_tokens). The whole engine runs; V3's widths, random FP8
+weights.
 
     one      a single replica with all experts, on one GPU
     own      R replicas; one computes the prompt, the others compute their experts for it
@@ -93,7 +94,7 @@ def measure(rank: Rank, limits: dict[str, int], busy: int, args: argparse.Namesp
     prompts = Prompts(one, min(rank.model.vocab_size, 1000))
     if dist.is_initialized():
         dist.barrier()
-    way = "one" if args.ranks == 1 else "shared" if limits["share_prompts"] else "own"
+    way = "one" if args.ranks == 1 else "shared" if limits["context_parallel_tokens"] else "own"
     row: Row = {"way": way, "prefill_tokens": one.config.max_prefill_tokens, "busy": busy}
     if index == 0:
         times = [prompts.run([args.prompt]) for _ in range(1 if busy else 1 + args.repeats)]
@@ -108,7 +109,9 @@ def measure(rank: Rank, limits: dict[str, int], busy: int, args: argparse.Namesp
 
 
 def build(dims: ParallelDims, args: argparse.Namespace, device: torch.device) -> Rank:
-    """As a start makes it, but without its rehearsals, which compile for minutes: the first prompt is not counted."""
+    """As a start makes it, but without its profiling runs, which compile for minutes: the first prompt is not
+    counted.
+    """
     widths: dict[str, Any] = {**v3.V3, **(v3.TINY if args.tiny else {}), "n_routed_experts": args.experts}
     config = ModelConfig(num_hidden_layers=args.layers, **widths)
     experts = ranks.EXCHANGES[args.exchange](config, dims, args, device) if dims.dp > 1 else None
@@ -140,7 +143,7 @@ def measured(dims: ParallelDims, device: torch.device, args: argparse.Namespace)
     rows, first = [], None
     ways = (0, args.prompt // 8) if args.ranks > 1 else (0,)
     for tokens, busy, share in itertools.product(args.prefill_tokens, (0, *args.busy), ways):
-        row, kv = measure(rank, {"max_prefill_tokens": tokens, "share_prompts": share}, busy, args, index)
+        row, kv = measure(rank, {"max_prefill_tokens": tokens, "context_parallel_tokens": share}, busy, args, index)
         first = kv if first is None else first
         if index == 0:
             row["kv_error"] = kv_error(kv, first)

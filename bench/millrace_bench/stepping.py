@@ -9,8 +9,9 @@ Beside it the same with torch.distributed: an all-gather of gloo, and pickled ba
 cpu_us    CPU time of a rank's process per step, the median of the ranks of a kind, all threads included
 wall_us   per step; with more ranks than cores they wait for the cores, not for each other
 alone_us  the work of one rank after the other in one process, so that nobody waits: post and read of a member; post,
-          collect, send, receive, publish and read of a captain. Their sum, alone_path_us, is the critical path without
-          the wire and the wake-ups: the host time per step that the goals bound (60 us with 8 replicas, 200 with 72).
+          collect, send, receive, publish and read of a node leader. Their sum, alone_path_us, is the critical path
+          without the wire and the wake-ups: the host time per step that the goals bound (60 us with 8 replicas, 200
+          with 72).
 
 The load averages (one minute) before and after the run are in the record: its own ranks raise the second one.
 """
@@ -39,7 +40,7 @@ from millrace_serve.engine.lockstep.join import Exchange
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.lockstep.replicas import Replicas, ReplicaState
 from millrace_serve.engine.schedule.plan import Plan
-from millrace_serve.engine.start.rehearsal import StepShape, batch_of
+from millrace_serve.engine.start.profiling_run import StepShape, batch_of
 
 from millrace_bench.stepping_ranks import Step, joined, measure, threads
 
@@ -75,10 +76,10 @@ def _agreement(kind: str, replicas: int, hosts: int, steps: int) -> Row:
         return lambda: (dist.all_gather_into_tensor(out, torch.tensor(STATE)), out.view(replicas, -1).tolist())
 
     cpu, wall = measure(replicas, make_gloo if kind == "gloo" else make, steps)
-    captains = range(0, replicas, replicas // hosts)
-    members = [rank for rank in range(replicas) if rank not in captains]
+    node_leaders = range(0, replicas, replicas // hosts)
+    members = [rank for rank in range(replicas) if rank not in node_leaders]
     row = {"kind": "agreement", "over": kind, "replicas": replicas, "hosts": hosts, "steps": steps, "wall_us": wall}
-    parts = {"member": members} if kind == "gloo" else {"member": members, "captain": captains}
+    parts = {"member": members} if kind == "gloo" else {"member": members, "captain": node_leaders}
     return row | {f"{name}_cpu_us": round(statistics.median(cpu[r] for r in ranks), 1) for name, ranks in parts.items()}
 
 
@@ -89,15 +90,15 @@ def _wake(replicas: int, hosts: int, steps: int) -> Row:
 
     def make(rank: int, exchange: Exchange) -> Step:
         lockstep = joined(rank, 1, replicas, hosts, exchange)
-        calls, bell = rank == replicas - 1, select.poll()
+        calls, wakeup_pipe = rank == replicas - 1, select.poll()
         for fd in lockstep.fds:
-            bell.register(fd, select.POLLIN)
+            wakeup_pipe.register(fd, select.POLLIN)
 
         def step() -> float:
             if calls:
                 time.sleep(PAUSE_S)
             while not (calls or lockstep.due()):
-                bell.poll()
+                wakeup_pipe.poll()
             started = time.perf_counter()
             lockstep.agree(Plan([], [], wants_turn=True) if calls else None, False)
             seconds = time.perf_counter() - started
@@ -133,9 +134,9 @@ def alone(replicas: int, hosts: int, steps: int = 300) -> Row:
     """Median microseconds of the parts of a step, one rank after the other."""
     joined_ranks = threads(replicas, hosts)
     ranks = [_replicas(lockstep) for lockstep in joined_ranks]
-    captain, member = ranks[0], ranks[1]
+    node_leader, member = ranks[0], ranks[1]
     others = [rank for index, rank in enumerate(ranks) if index > 1]
-    captains = [rank for rank in others if rank._host.rank == rank._captain]
+    node_leaders = [rank for rank in others if rank._host.rank == rank._node_leader]
     times: list[tuple[float, float]] = []
     for _ in range(steps):
         marks = [time.perf_counter()]
@@ -144,18 +145,18 @@ def alone(replicas: int, hosts: int, steps: int = 300) -> Row:
         for rank in others:
             rank._post(STATE)
         marks.append(time.perf_counter())
-        captain._post(STATE)
-        captain._collect()
-        captain._send()
+        node_leader._post(STATE)
+        node_leader._collect()
+        node_leader._send()
         marks.append(time.perf_counter())
-        for rank in captains:
+        for rank in node_leaders:
             rank._send()
         marks.append(time.perf_counter())
-        captain._receive()
-        captain._published.raise_to(captain._step)
-        captain._read()
+        node_leader._receive()
+        node_leader._published.raise_to(node_leader._step)
+        node_leader._read()
         marks.append(time.perf_counter())
-        for rank in captains:
+        for rank in node_leaders:
             rank._receive()
         marks.append(time.perf_counter())
         member._read()

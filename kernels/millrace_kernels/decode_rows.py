@@ -3,7 +3,7 @@
     row i of a sequence    token last_tokens[slot, column + i] at position p = lengths[slot] + ahead + i
     place of its KV        page_table[slot, p // page_size] * page_size + p % page_size
 
-A row at or behind `capacity` has no page: its KV goes to the sink, place 0. Letters: N slots, K tokens of each, B
+A row at or behind `capacity` has no page: its KV goes to the null page, place 0. Letters: N slots, K tokens of each, B
 sequences, q rows of each, P pages of the longest.
 """
 

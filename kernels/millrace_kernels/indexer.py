@@ -91,7 +91,7 @@ def index_store(
 ) -> None:
     """cache[slot // page_size, slot % page_size] = rotated_rows(layer_norm(k)), in place; the norm's eps is 1e-6.
 
-    Args: slots: int64 [T]; of tokens that share one, which only the sink page has, any is stored. k: [T, I],
+    Args: slots: int64 [T]; of tokens that share one, which only the null page has, any is stored. k: [T, I],
         contiguous. norm: weight and bias, float32 [I]. cos, sin: float32 [T, R/2].
     """
     assert k.shape == (slots.shape[0], cache.data.shape[2]) and k.is_contiguous(), (k.shape, cache.data.shape)

@@ -35,7 +35,7 @@ def mla_qkv_norm(
         q_weight: [Q]; None passes q through as it is, a model without q_lora_rank has no such norm.
         kv_weight: [C].
         cos, sin: float32 [T, R/2].
-        slots: int64 [T]; several tokens may share a slot of the sink page, which then holds any one of them.
+        slots: int64 [T]; several tokens may share a slot of the null page, which then holds any one of them.
         kv: [num_pages, page_size, C+R], any page stride; bf16, float32, or E4M3 with scale 1, saturated at 448.
         plain: False leaves q's plain form out, as in `rms_norm`.
     Returns:
@@ -58,7 +58,7 @@ def mla_qkv_norm(
 
 def kv_store(kv: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
     """kv[slot // page_size, slot % page_size] = [c_kv | k_pe], in place; E4M3 saturates. Of several tokens that share
-    a slot, which only the sink page has, any one is stored.
+    a slot, which only the null page has, any one is stored.
     """
     page_size = kv.shape[1]
     rows = torch.cat((c_kv, k_pe), dim=-1)

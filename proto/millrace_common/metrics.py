@@ -73,7 +73,7 @@ ROUTER = (
     gauge("ejected", "millrace_ejected_workers", "Workers that get no requests for a while.", ("role",)),
     counter("ejections", "millrace_ejections_total", "Ejections, for failures in a row.", ("role", "why")),
     gauge("workers", "millrace_workers", "Discovered, healthy and routable workers.", ("role", "state")),
-    gauge("pairs", "millrace_pairs", "Pairs of workers by how far their hooks are.", ("state",)),
+    gauge("pairs", "millrace_pairs", "Pairs of workers by the stage of their warm-up.", ("state",)),
     gauge(
         "discovery_synced",
         "millrace_discovery_last_sync_timestamp_seconds",
@@ -81,12 +81,12 @@ ROUTER = (
     ),
     counter("discovery_changes", "millrace_discovery_changes_total", "Workers that discovery changed.", ("change",)),
     counter("discovery_troubles", "millrace_discovery_troubles_total", "Looks that failed.", ("kind",)),
-    counter("hooks", "millrace_hooks_total", "Warm-up and GC-freeze hooks run.", ("hook", "outcome")),
+    counter("warmups", "millrace_warmups_total", "Warm-up and GC-freeze calls to workers.", ("call", "outcome")),
     counter(
-        "decisions",
-        "millrace_decisions_total",
+        "placements",
+        "millrace_placements_total",
         "Placements of attempts: pair, prefill_only, local or unified.",
-        ("way", "prefill_policy", "decode_policy"),
+        ("route", "prefill_policy", "decode_policy"),
     ),
     counter(
         "expected_cached_tokens",
@@ -126,7 +126,7 @@ WORKER = (
     gauge("sequences", "millrace_sequences", "Sequences by what they do.", ("replica", "doing")),
     gauge("pages", "millrace_kv_pages", "KV pages by use.", ("replica", "use")),
     gauge("waiting_tokens", "millrace_waiting_tokens", "Prompt tokens still to be computed.", ("replica",)),
-    gauge("credits", "millrace_credits", "Further requests the replica is willing to take.", ("replica",)),
+    gauge("capacity", "millrace_capacity_requests", "Further requests that the replica takes.", ("replica",)),
     gauge("host_pages", "millrace_host_pages", "Room for copies of KV pages in the host's memory.", ("replica", "use")),
     counter("host_bytes", "millrace_host_bytes_total", "KV bytes copied to or from the host tier.", ("replica", "way")),
     counter("host_seconds", "millrace_host_copy_seconds_total", "Time that these copies took.", ("replica", "way")),
@@ -160,10 +160,16 @@ WORKER = (
         ("reason",),
         known=tuple((reason,) for reason in KV_FAULTS),
     ),
-    counter("loan_pages", "millrace_loan_pages_total", "Cached pages borrowed and lent.", ("direction",)),
-    histogram("loan", "millrace_loan_seconds", "Of a loan, without its time in the queue.", _GAPS),
-    counter("loan_failures", "millrace_loan_failures_total", "Loans that ended without pages.", ("reason",)),
-    gauge("leases", "millrace_leases", "Parked prompts, and loans."),
+    counter(
+        "prefix_fetch_pages", "millrace_prefix_fetch_pages_total", "Cached pages fetched and served.", ("direction",)
+    ),
+    histogram(
+        "prefix_fetch", "millrace_prefix_fetch_seconds", "Prefix fetches, without their time in the queue.", _GAPS
+    ),
+    counter(
+        "prefix_fetch_failures", "millrace_prefix_fetch_failures_total", "Prefix fetches without pages.", ("reason",)
+    ),
+    gauge("leases", "millrace_leases", "Held prompts and prefix fetches."),
     counter(
         "leases_ended",
         "millrace_leases_ended_total",

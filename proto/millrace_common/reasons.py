@@ -15,7 +15,7 @@ class Reason(enum.StrEnum):
     NOT_FOUND = "NOT_FOUND"
     QUEUE_FULL = "QUEUE_FULL"  # the router's queue
     RATE_LIMITED = "RATE_LIMITED"  # the API key's own limit
-    OVERLOADED = "OVERLOADED"  # a worker without credits
+    OVERLOADED = "OVERLOADED"  # a worker without capacity
     SLOW_CLIENT = "SLOW_CLIENT"  # the client did not read its stream
     NO_WORKERS = "NO_WORKERS"  # no routable pair
     NOT_READY = "NOT_READY"

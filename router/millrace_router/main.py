@@ -56,7 +56,7 @@ from millrace_router.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0  # for connections, once every stream has ended
-PUMP_REST = 4.0  # times as long as the look at the queue before took
+PUMP_PAUSE = 4.0  # times as long as the look at the queue before took
 PARTING_S = 1.0  # until GOAWAY, which cancels a call that crosses it: clients that watch the health leave before
 
 
@@ -176,7 +176,7 @@ class Router:
         self._pump, began = None, time.perf_counter()
         self.admission.pump()
         now = time.perf_counter()
-        self._pump_at = now + PUMP_REST * (now - began)
+        self._pump_at = now + PUMP_PAUSE * (now - began)
 
     def _follow_readiness(self) -> None:
         """The health service follows the registry."""

@@ -43,7 +43,7 @@ def row(worker: admin_pb2.WorkerStatus) -> dict[str, str]:
         "running": str(sum(r.running for r in replicas)),
         "waiting": str(sum(r.waiting for r in replicas)),
         "pages free": f"{free}/{sum(r.pages_total for r in replicas)}",
-        "credits": str(sum(r.credits for r in replicas)),
+        "capacity": str(sum(r.capacity for r in replicas)),
         "in flight": str(worker.in_flight),
         "drafts accepted": drafts_accepted,
         "accept length": accept_length,

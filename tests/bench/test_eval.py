@@ -440,7 +440,7 @@ def test_rows_of_the_matrix_on_a_gpu() -> None:
     assert matrix.ranks_on(1) == ()
     two = matrix.rows(str(TINY), 256, "cuda", matrix.ranks_on(2))
     assert two[: len(plan)] == plan and {row.name for row in two[len(plan) :]} == {
-        "unified tp=2", "unified dp=2 limits.share_prompts=256",
+        "unified tp=2", "unified dp=2 limits.context_parallel_tokens=256",
         *(f"unified dp=2 exchange={name}" for name in ("peer", "gather")),
     }  # fmt: skip
     for row in two[len(plan) :]:

@@ -39,7 +39,7 @@ def test_of_a_burst_nothing_fails_that_a_worker_took(decodes: int, requests: int
 
 
 def test_workers_that_report_no_room_show_the_fault() -> None:
-    """The same burst, with credits alone and without a word about waits: the fleet is able to fail."""
+    """The same burst, with capacity alone and without a word about waits: the fleet is able to fail."""
     fleet = burst(replace(BURST, by_room=False), 30, 600)
     assert fleet.ejections and fleet.retries and fleet.computed > 1.5 * 30 * BURST.prompt
     assert any(job.flow.stage is Stage.FAILED and job.flow.attempt >= 0 for job in fleet.jobs)

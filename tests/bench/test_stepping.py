@@ -44,9 +44,9 @@ def counted(replicas: int, hosts: int, steps: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("replicas", "hosts"), [(2, 1), (8, 1), (8, 2), (72, 9)])
 def test_the_work_of_a_step_is_counted(replicas: int, hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`alone_path_us` is the time of this work: a member wakes its captain; a captain sends once to every other host,
-    receives once from it, and wakes its members (in the bench one captain does this last thing). The difference of two
-    runs is that of their steps, without the joining.
+    """`alone_path_us` is the time of this work: a member wakes its node leader; a node leader sends once to every other
+    host, receives once from it, and wakes its members (in the bench one node leader does this last thing). The
+    difference of two runs is that of their steps, without the joining.
     """
     few, many = (counted(replicas, hosts, steps, monkeypatch) for steps in (WARM_STEPS, STEPS))
     messages = hosts * (hosts - 1)
@@ -71,5 +71,5 @@ def test_rows_of_few_ranks(tmp_path: Path) -> None:
     ]
     ours = rows[3]
     assert (ours["replicas"], ours["hosts"], ours["steps"]) == (8, 2, 40)
-    assert ours["alone_path_us"] > ours["alone_captain_us"] > ours["alone_member_us"] > 0
+    assert ours["alone_path_us"] > ours["alone_node_leader_us"] > ours["alone_member_us"] > 0
     assert all(row["wall_us"] > 0 for row in rows)

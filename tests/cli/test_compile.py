@@ -44,7 +44,7 @@ def test_caches_are_of_the_worker_that_comes(tmp_path: Path) -> None:
     model, file = write_folder(tmp_path / "v3", "v3", 61), tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump({"role": "prefill", "device": "cuda", "dp": 8, "model": str(model)}))
     worker, warm = load(WorkerConfig, file), settings(file, [], random_weights=True)
-    assert worker.limits.draft_tokens > 0 and worker.spare_experts == 1
+    assert worker.limits.draft_tokens > 0 and worker.redundant_experts == 1
     assert (warm.role, warm.random_weights) == (Role.UNIFIED, True)
     assert warm.model_copy(update={"role": worker.role, "random_weights": False}) == worker
     assert settings(None, [f"model={model}"], random_weights=False).role is Role.UNIFIED

@@ -23,17 +23,17 @@ def v3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_plan_says_what_is_chosen_what_fits_and_how_long_it_takes(
     v3: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan(v3, "h200", (1, 8), Role.DECODE, Goal.THROUGHPUT, ["limits.max_model_len=8192", "spare_experts=2"])
+    plan(v3, "h200", (1, 8), Role.DECODE, Goal.THROUGHPUT, ["limits.max_model_len=8192", "redundant_experts=2"])
     text = capsys.readouterr().out
     lines = {line.split()[0]: line for line in text.splitlines() if line}
     assert "float8_e4m3fn" in lines["kv_dtype"] and "h200/shard-ep8.json" in lines["kv_dtype"]
-    assert "set; the plan has 0" in lines["spare_experts"]
+    assert "set; the plan has 0" in lines["redundant_experts"]
     assert "sequences at once:" in text and "decode, ms" in text and "8 ranks exchange as 2" in text
     # A worker on such GPUs logs the same lines, but for memory, which it measures.
     monkeypatch.setattr(main, "gpu_here", lambda: "H200")
     items = ["role=decode", "goal=throughput", "device=cuda", f"model={v3}", "dp=8", "limits.max_model_len=8192"]
     with caplog.at_level("INFO"):
-        main._log_plan(load(WorkerConfig, None, [*items, "spare_experts=2"]))
+        main._log_plan(load(WorkerConfig, None, [*items, "redundant_experts=2"]))
     logged = caplog.records[-1].lines.splitlines()  # type: ignore[attr-defined]
     assert len(logged) > 15 and set(logged) <= set(text.splitlines())
 

@@ -37,7 +37,7 @@ def test_name_follows_the_rules(row: Metric) -> None:
         ("itl", 60),
         ("kv_transfer", 60),
         ("kv_read", 60),
-        ("loan", 60),
+        ("prefix_fetch", 60),
         ("gc_pause", 10),
         ("loop_lag", 10),
     ],

@@ -106,7 +106,7 @@ async def test_host_that_is_cut_off_is_noticed(tmp_path: Path) -> None:
         group.publish()
         await group.ready(READY_S)
         group.cut()
-        ended = rf"ended \(on {group.follower.ip}: ActorDiedError: "  # by Ray, or by the pulses that do not come
+        ended = rf"ended \(on {group.follower.ip}: ActorDiedError: "  # by Ray, or by the heartbeats that do not come
         await group.until(group.leader, rf"rank \d ({ended}|hangs: no sign of its process)", SOON_S)
         assert await group.leader.ended(SOON_S) == 1
 

@@ -86,7 +86,7 @@ async def placed(client: Client, name: str) -> str:
     async with asyncio.timeout(120):
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):  # NOT_FOUND
-                return (await decision(client, name)).way
+                return (await decision(client, name)).route
             await asyncio.sleep(0.01)
 
 
@@ -105,12 +105,12 @@ async def test_short_prompts_bypass_the_prefill_worker_with_the_same_tokens() ->
         answers = [await ask_and_settle(client, f"r{len(prompt)}", prompt) for prompt in prompts]
         assert answers == [expected(prompt, 8) for prompt in prompts]
         found = [await decision(client, f"r{length}") for length in lengths]
-        assert [entry.way for entry in found] == ["local"] * 5 + ["pair"] * 2
+        assert [entry.route for entry in found] == ["local"] * 5 + ["pair"] * 2
         assert await reported(client, before + 128 + 300) == before + 128 + 300
         longer = [*prompts[-1], *answers[-1], 77]  # a second turn: all but its end is cached where it was decoded
         assert await ask_and_settle(client, "turn 2", longer) == expected(longer, 8)
         second = await decision(client, "turn 2")
-        assert (second.way, second.cached_tokens) == ("local", 256)
+        assert (second.route, second.cached_tokens) == ("local", 256)
         await client.wait_whole()
 
 

@@ -60,7 +60,9 @@ MAY_BE_EMPTY = {
     "Messages for unknown attempts": "no message was late",
     "Stale messages": "no message was late",
     **dict.fromkeys(("Accepted by place", "Drafts verified", "Drafts accepted by pair", "Accept length"), "no drafts"),
-    **dict.fromkeys(("Pages on their way back", "Loans without pages"), "routers name no lender with this policy"),
+    **dict.fromkeys(
+        ("Pages on their way back", "Prefix fetches without pages"), "routers name no source with this policy"
+    ),
     "Ejections": "nobody is far off the others where there is one of each role",
 }
 

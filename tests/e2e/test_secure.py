@@ -133,7 +133,9 @@ async def info(address: str, identity: Identity | None, token: str = "") -> Reas
 
 @pytest.mark.long
 async def test_system_without_tls_has_one_secret(tmp_path: Path) -> None:
-    """Routing, warm-up, transfer and loans between workers, the tools: all show the secret, and nobody else gets in."""
+    """Routing, warm-up, transfer and prefix fetches between workers, the tools: all show the secret, and nobody else
+    gets in.
+    """
     ours, other = tmp_path / "secret", tmp_path / "other"
     ours.write_text("of this deployment: 7c1f")
     other.write_text("of another deployment: 7c")
@@ -202,6 +204,6 @@ async def _the_tree_of_spans(collector: Collector) -> None:
     assert {prefill.parent, transfer.parent, decode.parent} == {attempt.id}
     assert one(spans, "prefill", "queue").parent == prefill.id
     assert one(spans, "decode", "queue").parent == transfer.id
-    assert attempt.attributes["millrace.route.way"] == "pair" and attempt.attributes["millrace.output_tokens"] == 6
+    assert attempt.attributes["millrace.route.kind"] == "pair" and attempt.attributes["millrace.output_tokens"] == 6
     assert transfer.end <= decode.start < decode.end and root.start <= attempt.start < prefill.end
     assert all(span.start <= span.end and not span.error for span in spans)

@@ -95,8 +95,12 @@ async def test_conversation_is_computed_once() -> None:
             answer = await ask(client, f"turn {turn}", prompt, 200)
             assert answer.tokens == expected(prompt, 200)
             if turn:
-                loan = (await explained(client, f"turn {turn}")).loan
-                assert loan.taken and loan.address == decode and loan.fetch_seconds < loan.compute_seconds, loan
+                prefix_fetch = (await explained(client, f"turn {turn}")).prefix_fetch
+                assert (
+                    prefix_fetch.taken
+                    and prefix_fetch.address == decode
+                    and prefix_fetch.fetch_seconds < prefix_fetch.compute_seconds
+                ), prefix_fetch
                 assert answer.usage.cached_prompt_tokens >= 0.95 * len(history)
             history = [*prompt, *answer.tokens]
             await until_known(client, cluster, before + (len(history) - 1) // PAGE)

@@ -16,7 +16,7 @@ from millrace_serve.engine.core import (
     EngineInput,
     Events,
     FinishReason,
-    KvPart,
+    KvChunk,
     KvReserved,
     Request,
     RequestId,
@@ -118,9 +118,9 @@ class Driver:
         self.requests: dict[RequestId, Request] = {}
         self.tokens: dict[RequestId, list[int]] = {}  # outputs of the room, those before this engine included
         self.finish: dict[RequestId, SequenceOutput] = {}
-        self.parts: dict[RequestId, list[KvPart]] = {}
+        self.parts: dict[RequestId, list[KvChunk]] = {}
         self.reserved: dict[RequestId, KvReserved] = {}
-        self.lent: dict[RequestId, KvPart] = {}  # answers to Lend
+        self.served: dict[RequestId, KvChunk] = {}  # answers to Serve
         self.arrived: dict[RequestId, int] = {}  # first tokens that the other worker sampled
 
     def submit(self, request: Request) -> None:
@@ -135,9 +135,9 @@ class Driver:
         events = self.engine.step()
         for output in events.outputs:
             self._take(output)
-        for part in events.parts:
+        for part in events.chunks:
             if part.id.room == 0:
-                self.lent[part.id] = part
+                self.served[part.id] = part
                 continue
             parts = self.parts.setdefault(part.id, [])
             assert not (parts and parts[-1].last), f"a part of {part.id} after the last one"
@@ -198,7 +198,7 @@ class Driver:
     def check_whole(self) -> None:
         """Everything is over: no sequence, no page, no slot is left behind."""
         assert not self.engine.has_work() and not self.copying()
-        assert not self.scheduler.loans
+        assert not self.scheduler.served_pages
         assert not self.here.live and not self.scheduler.leaving and not len(self.here.waiting)
         assert self.here.num_active == 0
         load = self.engine.load()
@@ -272,7 +272,7 @@ def request(
     prior: int = 0,
     priority: int = 0,
     timeout_s: float | None = None,
-    borrows: bool = False,
+    fetches_prefix: bool = False,
     salt: bytes = b"",
     **sampling: object,
 ) -> Request:
@@ -285,6 +285,6 @@ def request(
         num_prior_outputs=prior,
         priority=priority,
         timeout_s=timeout_s,
-        borrows=borrows,
+        fetches_prefix=fetches_prefix,
         cache_salt=salt,
     )

@@ -52,7 +52,7 @@ def _fill(one: Engine, key: Key, count: int, position: int) -> None:
     state, graphs = one._runner.slots, one._runner._graphs
     slots, places = torch.arange(count), torch.arange(state.last_tokens.shape[1])
     state.last_tokens[:count] = (10 + position + 7 * slots[:, None] + places).to(state.last_tokens.device)
-    state.page_table[:count, 0] = 1 + slots.to(state.page_table)  # page 0 is the sink
+    state.page_table[:count, 0] = 1 + slots.to(state.page_table)  # page 0 is the null page
     state.lengths[:count], state.capacity[:count] = position, state.page_size
     graphs._slots[: key.bucket] = state.padding
     graphs._slots[:count] = slots.to(graphs._slots)

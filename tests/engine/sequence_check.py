@@ -10,7 +10,7 @@ TRANSFERS = {
     Phase.IMPORTING: {Transfer.READING},
     Phase.READY: {Transfer.NONE},
     Phase.RUNNING: {Transfer.NONE},
-    Phase.PARKED: {Transfer.NONE},
+    Phase.HELD: {Transfer.NONE},
     Phase.DONE: set(Transfer),
 }
 

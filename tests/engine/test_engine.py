@@ -15,8 +15,8 @@ from millrace_serve.engine.core import (
     FinishReason,
     FlushCache,
     KvArrived,
+    KvChunk,
     KvOffered,
-    KvPart,
     LeaseEnded,
     Request,
     RequestId,
@@ -118,14 +118,14 @@ def hand_over(source: Engine, sink: Engine, batch: list[Request]) -> list[Sequen
     """EXPORT on `source`, copy the pages, IMPORT on `sink`; everything that a client would see, in order."""
     exports = [Request(**{**fields(one), "route": Route.EXPORT}) for one in batch]
     imports = {one.id: Request(**{**fields(one), "route": Route.IMPORT}) for one in batch}
-    parts: dict[RequestId, list[KvPart]] = {one.id: [] for one in batch}
+    parts: dict[RequestId, list[KvChunk]] = {one.id: [] for one in batch}
     seen: list[SequenceOutput] = []
     for one in exports:
         source.submit(Submit(one))
     while source.has_work():
         events = source.step()
         seen += events.outputs
-        for part in events.parts:
+        for part in events.chunks:
             parts[part.id].append(part)
     for id, one in imports.items():
         sink.submit(Submit(one))

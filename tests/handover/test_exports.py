@@ -1,4 +1,4 @@
-"""Fan-out of parts to Fetch streams, and the leases behind it, on a loop whose time is the next timer's."""
+"""Fan-out of chunks to Fetch streams, and the leases behind it, on a loop whose time is the next timer's."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from millrace_rpc.errors import MillraceError
 from millrace_serve.engine.core import (
     Failure,
     FinishReason,
-    KvPart,
+    KvChunk,
     LeaseEnded,
-    Lend,
     RequestId,
     SequenceOutput,
+    ServePrefix,
     TokenOutput,
 )
 from millrace_serve.handover import exports as exports_module
@@ -35,7 +35,7 @@ FINAL = SequenceOutput(ID, 0, [TokenOutput(1)], FinishReason.STOP)
 
 class Bench:
     def __init__(self, **timeouts: float) -> None:
-        self.sent: list[tuple[int, LeaseEnded | Lend]] = []
+        self.sent: list[tuple[int, LeaseEnded | ServePrefix]] = []
         self.metrics = catalogue.Metrics(catalogue.WORKER, CollectorRegistry())
         send = lambda replica, message: self.sent.append((replica, message))  # noqa: E731
         self.exports = Exports(WorkerTimeouts(**{"stall": 10.0, "lease": 500.0, **timeouts}), self.metrics, send)
@@ -45,8 +45,8 @@ class Bench:
         return [(replica, message.id) for replica, message in self.sent if isinstance(message, LeaseEnded)]
 
     def publish(self, first_page: int, last: bool, first: SequenceOutput | None = FIRST, id: RequestId = ID) -> None:
-        part = KvPart(id, first_page, [first_page + 1], [block(0)], 64, last, first if last else None)
-        self.exports.publish(2, part)
+        chunk = KvChunk(id, first_page, [first_page + 1], [block(0)], 64, last, first if last else None)
+        self.exports.publish(2, chunk)
 
     def outcomes(self) -> dict[str, float]:
         """Counted ends, and the live leases."""
@@ -55,7 +55,7 @@ class Bench:
         return {**counts, "live": self.metrics.leases._value.get()}
 
     async def fetch(self, id: RequestId = ID) -> list[int | str]:
-        """Pages of the parts, and "source"; without heartbeats."""
+        """Pages of the chunks, and "source"; without heartbeats."""
         items = [item async for item in self.exports.fetch(id) if item is not None]
         return ["source" if isinstance(item, Export) else item.first_page for item in items]
 
@@ -141,7 +141,7 @@ async def test_part_behind_the_abort_gives_its_pages_back() -> None:
     bench.exports.expect(ID, 1)
     assert bench.exports.fail(ID, ABORTED) and not bench.exports.fail(ID, ABORTED)
     bench.publish(0, last=True)
-    assert bench.ended[0] == (1, ID) and len(bench.ended) == 2  # the engine parks the pages only with the last part
+    assert bench.ended[0] == (1, ID) and len(bench.ended) == 2  # the engine holds the pages only with the last chunk
     assert not bench.exports.leases.release(ID)
 
 
@@ -171,13 +171,15 @@ async def test_ended_attempts_are_remembered_up_to_a_limit() -> None:
 
 
 @run
-async def test_loan_counts_its_pages_and_is_never_renewed() -> None:
+async def test_prefix_fetch_counts_its_pages_and_is_never_renewed() -> None:
     bench = Bench(lease=20.0)
-    id = bench.exports.lend(1, [block(1), block(2)])
-    assert bench.sent == [(1, Lend(id, [block(1), block(2)]))]
-    bench.exports.publish(1, KvPart(id, 0, [4, 5], [block(1), block(2)], 128, True))
+    id = bench.exports.serve_prefix(1, [block(1), block(2)])
+    assert bench.sent == [(1, ServePrefix(id, [block(1), block(2)]))]
+    bench.exports.publish(1, KvChunk(id, 0, [4, 5], [block(1), block(2)], 128, True))
     fetch = asyncio.create_task(bench.fetch(id))
     await asyncio.sleep(15)
-    assert bench.metrics.loan_pages.labels(direction="lent")._value.get() == 2 and bench.outcomes() == {"live": 1}
+    assert bench.metrics.prefix_fetch_pages.labels(direction="served")._value.get() == 2 and bench.outcomes() == {
+        "live": 1
+    }
     assert await bench.refusal(fetch) is Reason.KV_EXPIRED
     assert id not in bench.exports and bench.outcomes() == {"expired": 1, "live": 0}

@@ -142,14 +142,14 @@ async def test_abort_at_every_stage_reaches_the_other_side(slow: list[Worker]) -
         assert (await both.to_prefill.finish(r)).finish_reason == ABORT
         assert (await both.to_decode.finish(r)).failure.reason == Reason.CANCELLED
         await until_metric(decode, "millrace_kv_failures_total", failed + 1, reason="CANCELLED")  # once it is final
-        # on D while P computes and a part has come: D gives the pages back, and P stops
+        # on D while P computes and a chunk has come: D gives the pages back, and P stops
         num_bytes = await decode.metric("millrace_kv_bytes_total")
         r = both.submit(request(prompt_of(8000)))
         await until_metric(decode, "millrace_kv_bytes_total", num_bytes + 1)
         both.to_decode.abort(r)
         assert (await both.to_decode.finish(r)).finish_reason == ABORT
         assert (await both.to_prefill.finish(r)).finish_reason == ERROR
-        # parked on P, and nobody fetches it
+        # held on P, and nobody fetches it
         r = request(prompt_of(100))
         both.to_prefill.submit(r)
         await both.to_prefill.first(r)
@@ -305,13 +305,13 @@ async def test_fetch_twice_gives_the_same_pages_until_the_release(pair: list[Wor
         fetch = kv_pb2.FetchOpen(id=r.id, epoch=source.epoch, fingerprint=source.fingerprint)
 
         async def pages(release: bool = False) -> tuple[list[int], bool]:
-            """Of one Fetch, up to its last part or its end; whether they were held."""
+            """Of one Fetch, up to its last chunk or its end; whether they were held."""
             call, found, held = stub.Fetch(timeout=10), [], False
             await call.write(kv_pb2.FetchRequest(open=fetch))
             async for response in call:
-                found += response.part.page_ids
+                found += response.chunk.page_ids
                 held |= response.HasField("held")
-                if response.part.last:
+                if response.chunk.last:
                     if not release:
                         call.cancel()
                         break
@@ -388,7 +388,7 @@ async def test_worker_whose_pages_nobody_can_read_ends(pair: list[Worker], tmp_p
         assert await asyncio.wait_for(prefill.process.wait(), 120) == 1
 
 
-async def test_drain_with_parked_prompts_waits_for_their_readers(pair: list[Worker], tmp_path: Path) -> None:
+async def test_drain_with_held_prompts_waits_for_their_readers(pair: list[Worker], tmp_path: Path) -> None:
     _, decode = pair
     async with workers(tmp_path, "prefill") as [prefill]:
         async with FakePair(prefill, decode) as both:

@@ -24,9 +24,9 @@ from millrace_serve.engine.core import (
     Failure,
     FinishReason,
     KvArrived,
+    KvChunk,
     KvFailed,
     KvOffered,
-    KvPart,
     KvReserved,
     Request,
     RequestId,
@@ -57,7 +57,7 @@ class Peer:
         self.dropped = False
         self.reports: list[kv_pb2.ReadFailed] = []
         self.said: asyncio.Queue[Any] = asyncio.Queue()
-        self.answer: Any = kv_pb2.Held()  # to a release; None: the stream ends
+        self.answer: Any = kv_pb2.ReleaseConfirmed()  # to a release; None: the stream ends
         self.released = 0
         self.ended = False
         self.watch: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -145,7 +145,7 @@ class Bench:
         """To both ranks reading the pages."""
         hashes = page_hashes(PROMPT, 64)
         self.peer.said.put_nowait(SOURCES)
-        self.peer.said.put_nowait(KvPart(ID, 0, [7, 8], hashes, 100, True, FIRST, drafts))
+        self.peer.said.put_nowait(KvChunk(ID, 0, [7, 8], hashes, 100, True, FIRST, drafts))
         await self.settle()
         assert self.engine == [KvOffered(ID)]
         self.imports.on_reserved(KvReserved(ID, [3, 4], 0))
@@ -180,10 +180,10 @@ async def test_held_after_every_rank_has_read(bench: Bench) -> None:
 async def test_quarantine_counts_pages_of_reads_under_way_alone(bench: Bench) -> None:
     hashes = page_hashes(PROMPT, 64)
     bench.peer.said.put_nowait(SOURCES)
-    bench.peer.said.put_nowait(KvPart(ID, 0, [7], hashes[:1], 64, False))
+    bench.peer.said.put_nowait(KvChunk(ID, 0, [7], hashes[:1], 64, False))
     await bench.settle()
     bench.imports.on_reserved(KvReserved(ID, [3, 4], 0))
-    bench.peer.said.put_nowait(KvPart(ID, 1, [8], hashes[1:], 100, True, FIRST))
+    bench.peer.said.put_nowait(KvChunk(ID, 1, [8], hashes[1:], 100, True, FIRST))
     await bench.settle()
     for rank in (0, 1):
         bench.imports.on_read_done(rank, ReadDone(ID, 0, "", 1))
@@ -198,7 +198,7 @@ async def test_final_first_token_goes_out_without_the_end(bench: Bench) -> None:
     """The engine says the end, which is counted and delivered once."""
     final = msgspec.structs.replace(FIRST, finish=FinishReason.STOP)
     bench.peer.said.put_nowait(SOURCES)
-    bench.peer.said.put_nowait(KvPart(ID, 0, [7, 8], page_hashes(PROMPT, 64), 100, True, final))
+    bench.peer.said.put_nowait(KvChunk(ID, 0, [7, 8], page_hashes(PROMPT, 64), 100, True, final))
     await bench.settle()
     assert bench.engine == [KvArrived(ID, final)] and bench.outputs == [FIRST]
 
@@ -270,11 +270,11 @@ async def test_failure_of_ours_is_told_at_once_while_reads_are_in_flight(bench: 
 
 
 async def test_answer_that_nobody_understands_ends_the_import(bench: Bench) -> None:
-    bench.peer.said.put_nowait(ValueError("a part that cannot be read"))
+    bench.peer.said.put_nowait(ValueError("a chunk that cannot be read"))
     await bench.settle()
     [failed] = bench.engine
     assert isinstance(failed, KvFailed) and failed.failure.reason == Reason.INTERNAL
-    assert "ValueError: a part that cannot be read" in failed.failure.message and len(bench.imports) == 0
+    assert "ValueError: a chunk that cannot be read" in failed.failure.message and len(bench.imports) == 0
 
 
 async def test_broken_stream_during_reads(bench: Bench) -> None:
@@ -332,12 +332,12 @@ async def test_nothing_but_held_is_good(bench: Bench, answer: MillraceError | No
 
 async def test_pages_are_reserved_while_the_prompt_is_computed(bench: Bench) -> None:
     bench.peer.said.put_nowait(SOURCES)
-    bench.peer.said.put_nowait(KvPart(ID, 0, [], [], 0, False))
+    bench.peer.said.put_nowait(KvChunk(ID, 0, [], [], 0, False))
     await bench.settle()
     assert bench.engine == [KvOffered(ID)]
     bench.imports.on_reserved(KvReserved(ID, [3, 4], 0))
     assert bench.transfer == []
-    bench.peer.said.put_nowait(KvPart(ID, 0, [7, 8], page_hashes(PROMPT, 64), 100, True, FIRST))
+    bench.peer.said.put_nowait(KvChunk(ID, 0, [7, 8], page_hashes(PROMPT, 64), 100, True, FIRST))
     await bench.settle()
     assert [message for _, message in bench.transfer if isinstance(message, ReadPages)] == [
         ReadPages(ID, 0, [7, 8], [3, 4], f"p{rank}") for rank in (0, 1)

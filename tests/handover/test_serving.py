@@ -1,4 +1,4 @@
-"""What a Fetch that asks for a loan gets, and what it leaves behind; the call and the engine are the test."""
+"""What a Fetch that asks for a prefix fetch gets, and what it leaves behind; the call and the engine are the test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millrace.v1 import kv_pb2
 from millrace_common import metrics as catalogue
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
-from millrace_serve.engine.core import KvPart, LeaseEnded, Lend
+from millrace_serve.engine.core import KvChunk, LeaseEnded, ServePrefix
 from millrace_serve.handover.exports import Exports
 from millrace_serve.handover.failed_reads import FailedReads
 from millrace_serve.handover.serving import KvServicer
@@ -25,10 +25,10 @@ BLOCKS = [block(1), block(2)]
 
 
 class Call:
-    """One Fetch for a loan; it releases what it has got."""
+    """One Fetch for a prefix fetch; it releases what it has got."""
 
     def __init__(self, admitted: bool = True) -> None:
-        self.engine: list[Lend | LeaseEnded] = []
+        self.engine: list[ServePrefix | LeaseEnded] = []
         self.ends: list[Callable[[object], None]] = []  # what is to be done when the call is over
         self.add_done_callback = self.ends.append
         metrics = catalogue.Metrics(catalogue.WORKER, CollectorRegistry())
@@ -53,44 +53,44 @@ class Call:
         yield kv_pb2.FetchRequest(release=kv_pb2.FetchRelease())
 
     async def run(self, num_pages: int) -> list[str]:
-        """The answers, by kind; the engine lends so many pages."""
+        """The answers, by kind; the engine serves so many pages."""
         answers = []
         fetch = self._servicer.Fetch(self._requests(), self)  # type: ignore[arg-type]
-        asyncio.get_running_loop().call_soon(self._lend, num_pages)
+        asyncio.get_running_loop().call_soon(self._serve_prefix, num_pages)
         async for answer in fetch:
             answers.append(str(answer.WhichOneof("message")))
-            if answers[-1] == "part":
+            if answers[-1] == "chunk":
                 self._released.set()
         return answers
 
-    def _lend(self, num_pages: int) -> None:
-        [lend] = self.engine
+    def _serve_prefix(self, num_pages: int) -> None:
+        [serve_prefix] = self.engine
         pages, fingerprints = [*range(3, 3 + num_pages)], BLOCKS[:num_pages]
-        self.exports.publish(1, KvPart(lend.id, 0, pages, fingerprints, 64 * num_pages, True))
+        self.exports.publish(1, KvChunk(serve_prefix.id, 0, pages, fingerprints, 64 * num_pages, True))
 
 
-@pytest.mark.parametrize(("num_pages", "answers"), [(2, ["source", "part", "held"]), (0, ["part"])])
-async def test_loan_without_a_page_tells_no_memory(num_pages: int, answers: list[str]) -> None:
+@pytest.mark.parametrize(("num_pages", "answers"), [(2, ["source", "chunk", "held"]), (0, ["chunk"])])
+async def test_prefix_fetch_without_a_page_tells_no_memory(num_pages: int, answers: list[str]) -> None:
     call = Call()
     assert await call.run(num_pages) == answers
-    assert [type(message) for message in call.engine] == [Lend, LeaseEnded] and call.exports.leases.num_live == 0
+    assert [type(message) for message in call.engine] == [ServePrefix, LeaseEnded] and call.exports.leases.num_live == 0
 
 
-async def test_loan_while_the_worker_drains_is_refused() -> None:
+async def test_prefix_fetch_while_the_worker_drains_is_refused() -> None:
     call = Call(admitted=False)
     with pytest.raises(MillraceError) as caught:
         await call.run(2)
     assert caught.value.reason is Reason.DRAINING and call.engine == []
 
 
-async def test_loan_ends_with_its_call() -> None:
+async def test_prefix_fetch_ends_with_its_call() -> None:
     call = Call()
     fetch = call._servicer.Fetch(call._requests(), call)  # type: ignore[arg-type]
-    asyncio.get_running_loop().call_soon(call._lend, 2)
+    asyncio.get_running_loop().call_soon(call._serve_prefix, 2)
     await anext(fetch)
     assert call.exports.leases.num_live == 1
     for end in call.ends:
         end(None)
-    [lend, ended] = call.engine
-    assert ended == LeaseEnded(lend.id) and call.exports.leases.num_live == 0
+    [serve_prefix, ended] = call.engine
+    assert ended == LeaseEnded(serve_prefix.id) and call.exports.leases.num_live == 0
     await fetch.aclose()

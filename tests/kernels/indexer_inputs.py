@@ -62,7 +62,7 @@ def mla_sparse(draw: Draw, lens: Sequence[int], topk: int, heads: int, kv_dtype:
         chosen[row, : len(slots)] = slots // PAGE * PAGE_ROWS + slots % PAGE
         raw = kv.view(torch.uint8) if item == 1 else kv
         raw[slots // PAGE, slots % PAGE] = draw(len(slots), ROW).to(kv_dtype).view(raw.dtype)
-    pool.view(torch.uint8)[0] = 0  # the sink page
+    pool.view(torch.uint8)[0] = 0  # the null page
     call = {"q": draw(len(lens), heads, ROW), "kv": kv, "chosen": chosen, "lens": (chosen >= 0).sum(1).int()}
     return {**call, "scale": SCALE, "kv_lora_rank": LATENT}
 

@@ -113,7 +113,7 @@ def test_flash_mla_decodes_bf16(library: FlashMla, queries: int, planned: bool) 
 def test_flash_mla_decodes_fp8_and_never_sees_a_length_of_0(library: FlashMla) -> None:
     call = attention_inputs.mla_decode(Draw(dtype=BF16), (70, 0, 128), 1, 2, E4M3)
     call["q"][0, 0, 0, 0] = 1000.0  # more than E4M3 holds
-    call["kv"][0] = 0.0  # the sink page, which stands in for what a sequence of length 0 does not have
+    call["kv"][0] = 0.0  # the null page, which stands in for what a sequence of length 0 does not have
     plan = flash_mla.schedule(call["seq_lens"], 1, 2, E4M3)
     out, _ = flash_mla.mla_decode(**call, plan=plan)
     call["q"].clamp_(-448, 448)

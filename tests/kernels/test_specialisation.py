@@ -10,7 +10,7 @@ import pytest
 from millrace_kernels import triton
 
 # Scalars that follow the number of tokens, of sequences, or the longest sequence. Triton compiles a kernel again for a
-# multiple of 16, and a request would wait for the compiler: the rehearsed sizes are not of every kind, since strides of
+# multiple of 16, and a request would wait for the compiler: the warmed sizes are not of every kind, since strides of
 # scales are rounded up to 4. Whole steps are compared in tests/engine/start/test_every_request.py.
 SIZES = {
     "num_tokens", "tokens", "num_queries", "num_seqs", "page_table_row",

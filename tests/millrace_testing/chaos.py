@@ -5,7 +5,7 @@ says that trying again may help, after nothing but a prefix of these tokens. Any
 included, is a violation.
 
 All tiers of KV are on: a pool too small for the clients' conversations, pages in the host's memory, and a folder that
-workers share, which runs full, is emptied, and whose files are torn. Prefill workers borrow from decode workers.
+workers share, which runs full, is emptied, and whose files are torn. Prefill workers fetch from decode workers.
 
 For each fault, from the moment it strikes until the next one:
 
@@ -54,14 +54,14 @@ TIERS = ("limits.num_pages=257", "limits.host_cache_gib=0.002", "limits.disk_cac
 WORKER_SET = (*SIM_SET, *TIERS, "timeouts.lease=3")
 ROUTER_SET = (
     *("timeouts.silence=2", "timeouts.handover=8", "timeouts.stall=8", "timeouts.prefill=15"),
-    "prefill_policy=kv_aware",  # which names lenders
+    "prefill_policy=kv_aware",  # which names sources
 )
 COUNTS = {  # what the workers say of their tiers -> the name in the report
     'millrace_engine_total{.*what="cached_tokens"': "cached_tokens",
     'millrace_engine_total{.*what="host_cached_tokens"': "host_cached_tokens",
     'millrace_disk_pages_total{.*way="store"': "disk_stored_pages",
     'millrace_disk_pages_total{.*way="load"': "disk_loaded_pages",
-    'millrace_loan_pages_total{.*direction="borrowed"': "borrowed_pages",
+    'millrace_prefix_fetch_pages_total{.*direction="fetched"': "fetched_pages",
 }
 COUNT_S = 2.0  # between two looks at them
 MOST_TURNS = 2000  # tokens of a conversation that goes on
@@ -80,7 +80,7 @@ CALM_S = 1.0  # between a healed fault and the next one
 @dataclass(frozen=True, slots=True)
 class Fault:
     name: str
-    hold_s: float
+    launch_delay_s: float
     strike: Callable[[System, str], Awaitable[None]]  # both are given the victim's name
     heal: Callable[[System, str], Awaitable[None]]
 
@@ -163,8 +163,8 @@ async def _drain(system: System, name: str) -> None:
 
 
 FAULTS = tuple(
-    Fault(f"{what} {role}", hold_s, strike, heal)
-    for what, hold_s, strike, heal, roles in (
+    Fault(f"{what} {role}", launch_delay_s, strike, heal)
+    for what, launch_delay_s, strike, heal, roles in (
         ("kill", 0.0, _kill, _start, ("prefill", "decode", "router")),
         ("pause", HOLD_S, _pause, _resume, ("prefill", "decode")),
         ("stop rank of", 0.0, _stop_rank, _replace, ("prefill", "decode")),
@@ -410,7 +410,7 @@ async def strike(system: System, fault: Fault, rng: random.Random, calm_s: float
     before = await retries(system)
     observed = Observed(fault.name, time.monotonic())
     await fault.strike(system, victim)
-    await asyncio.sleep(fault.hold_s)
+    await asyncio.sleep(fault.launch_delay_s)
     await fault.heal(system, victim)
     await system.whole()
     observed.whole_s = time.monotonic() - observed.at

@@ -26,7 +26,7 @@ STATEFUL_SET = {
 
 
 def refused(before: Iterable[Object], after: Iterable[Object]) -> Iterator[str]:
-    """Why an upgrade from one render to the next would be refused. Hooks are left out: Helm deletes those first."""
+    """Why an upgrade from one render to the next would be refused. Warmups are left out: Helm deletes those first."""
     known = {_key(item): item for item in before}
     for item in after:
         old = known.get(_key(item))

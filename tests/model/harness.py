@@ -1,6 +1,6 @@
 """Drives a model the way an engine does, with everything that it must not read poisoned.
 
-The pool is NaN but for the sink page, page ids are dealt in shuffled order, and freed pages are poisoned again.
+The pool is NaN but for the null page, page ids are dealt in shuffled order, and freed pages are poisoned again.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def test_contiguous_experts() -> None:
 def test_spare_slots_begin_with_experts_of_the_next_rank() -> None:
     placement = ExpertPlacement.contiguous(1, 6, 3, 1)
     assert [placement.experts[0, rank].tolist() for rank in range(3)] == [[0, 1, 2], [2, 3, 4], [4, 5, 0]]
-    with pytest.raises(ValueError, match="spare_experts=1: other ranks have only 0 experts"):
+    with pytest.raises(ValueError, match="redundant_experts=1: other ranks have only 0 experts"):
         ExpertPlacement.contiguous(1, 6, 1, 1)
 
 

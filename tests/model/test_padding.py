@@ -28,7 +28,7 @@ LAYER, EXPERTS = 1, 16
 
 
 def step(rows: int, **fields: Any) -> ForwardInput:
-    """Every row is a sequence of its own with one token, in the sink page."""
+    """Every row is a sequence of its own with one token, in the null page."""
     zeros = torch.zeros(rows, dtype=torch.int64)
     attn = AttnPlan(rows, zeros.int() + 1, zeros.int()[:, None], (1,) * rows, (0,) * rows)
     return replace(ForwardInput(zeros, zeros, zeros, attn, zeros[:0]), **fields)

@@ -187,8 +187,8 @@ def test_ranks_say_what_one_says(sparse: Path, tmp_path: Path) -> None:
 
 
 def test_prompts_are_not_shared(model: DeepseekV3) -> None:
-    limits = Limits(share_prompts=4096, num_pages=8, max_model_len=256)
-    with pytest.raises(ValueError, match=r"^limits.share_prompts=4096: must be 0 .*index_topk"):
+    limits = Limits(context_parallel_tokens=4096, num_pages=8, max_model_len=256)
+    with pytest.raises(ValueError, match=r"^limits.context_parallel_tokens=4096: must be 0 .*index_topk"):
         kv_layout(limits, Execution(), model.config, "hash", torch.bfloat16)
 
 

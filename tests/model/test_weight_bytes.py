@@ -32,7 +32,7 @@ def test_size_is_exact(dtype: torch.dtype) -> None:
         ParallelDims(rank=1, tp=2),
         ParallelDims(rank=1, tp=2, expert_tp=True),
         ParallelDims(rank=1, dp=2),
-        ParallelDims(rank=1, dp=2, spare_experts=1),
+        ParallelDims(rank=1, dp=2, redundant_experts=1),
     ],
 )
 def test_size_of_a_shard_is_exact(dims: ParallelDims, kept: Kept) -> None:

@@ -58,8 +58,8 @@ def test_choices_as_measured() -> None:
     assert chosen(tp=2, dp=1, goal=Goal.LATENCY)["expert_tp"], "faster with 1 and 16 sequences"
     assert not chosen(tp=2, dp=1)["expert_tp"], "slower with 64"
     assert chosen(dp=2)["chunk_graph_tokens"] == 1024 and chosen(tp=2, dp=1)["chunk_graph_tokens"] == 2048
-    assert chosen(role=Role.PREFILL)["spare_experts"] == 1 and chosen()["spare_experts"] == 0
-    assert chosen(role=Role.PREFILL, dp=1)["spare_experts"] == 0, "there are no other ranks"
+    assert chosen(role=Role.PREFILL)["redundant_experts"] == 1 and chosen()["redundant_experts"] == 0
+    assert chosen(role=Role.PREFILL, dp=1)["redundant_experts"] == 0, "there are no other ranks"
 
 
 def test_what_a_model_lacks_is_not_chosen() -> None:
@@ -99,7 +99,7 @@ def test_auto_is_what_an_absent_key_is(key: str, where: str, v3: Path) -> None:
         ("limits.draft_tokens", 0),
         ("limits.draft_batches", (1, 1)),
         ("expert_tp", False),
-        ("spare_experts", 0),
+        ("redundant_experts", 0),
         ("memory_fraction", 0.5),
         ("limits.host_cache_gib", 0.0),
     ],

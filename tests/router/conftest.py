@@ -10,7 +10,7 @@ import httpx
 import pytest
 from millrace.v1 import admin_pb2_grpc, inference_pb2_grpc
 from millrace_router.config import RouterConfig
-from millrace_router.fleet.hooks import PairStage
+from millrace_router.fleet.warmups import PairStage
 from millrace_router.main import Router
 from millrace_rpc.client import channel
 from router.fake_worker import DECODE, PREFILL, FakeWorker
@@ -53,7 +53,7 @@ async def cluster(model_folder: Path) -> AsyncIterator[Callable]:
             if wait:
                 await made.until(lambda: all(status.routable for status in router.registry.status()))
                 # A worker is routable with its first pair; until the others are ready, not every worker is a choice.
-                busy, progress = {PairStage.WARMING, PairStage.FREEZING}, router.registry.hooks.progress
+                busy, progress = {PairStage.WARMING, PairStage.FREEZING}, router.registry.warmups.progress
                 await made.until(lambda: not any(it.stage in busy for it in progress.values()))
             return made
 

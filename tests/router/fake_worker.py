@@ -119,8 +119,8 @@ class FakeWorker(
     decode_pb2_grpc.DecodeServiceServicer,
     worker_pb2_grpc.WorkerServiceServicer,
 ):
-    def __init__(self, role: int, credits: int = 64, layout: str = "layout-a", step_s: float = 0.0) -> None:
-        self.role, self.credits, self.layout, self.step_s = role, credits, layout, step_s
+    def __init__(self, role: int, capacity: int = 64, layout: str = "layout-a", step_s: float = 0.0) -> None:
+        self.role, self.capacity, self.layout, self.step_s = role, capacity, layout, step_s
         self.counts: dict[str, int | list[int]] = {}  # of its load
         self.model, self.weights = MODEL, "weights-a"
         self.context = CONTEXT
@@ -206,7 +206,7 @@ class FakeWorker(
         while True:
             changed = self._changed
             if not self.silent:
-                load = {"credits": self.credits, "running": len(self.active), "pages_free": 1000} | self.counts
+                load = {"capacity": self.capacity, "running": len(self.active), "pages_free": 1000} | self.counts
                 replica = worker_pb2.ReplicaLoad(**load)
                 yield worker_pb2.LoadSnapshot(
                     epoch=self.epoch, state=self.state, replicas=[replica], busy=self.busy, starved=self.starved

@@ -32,9 +32,9 @@ def test_uvicorn_is_the_release_whose_protocol_is_extended() -> None:
     assert uvicorn.__version__.startswith(TESTED), "see TESTED, and the pin in pyproject.toml"
     extended, base = inspect.getsource(http_connection.Connection), inspect.getsource(HttpToolsProtocol)
     own = set(re.findall(r"(?:self\.|def |^    )(_\w+)", extended, re.M)) - {"_unset_keepalive_if_required"}
-    borrowed = set(re.findall(r"\bself\.(\w+)", extended)) - own
-    assert "cycle" in borrowed and "flow" in borrowed
-    assert {name for name in borrowed if not re.search(rf"(self\.|def ){name}\b", base)} == set()
+    fetched = set(re.findall(r"\bself\.(\w+)", extended)) - own
+    assert "cycle" in fetched and "flow" in fetched
+    assert {name for name in fetched if not re.search(rf"(self\.|def ){name}\b", base)} == set()
 
 
 async def hello(request: Request) -> PlainTextResponse:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from millrace_serve.engine.core import KvPart, RequestId
+from millrace_serve.engine.core import KvChunk, RequestId
 from millrace_serve.transfer.lease import LeaseEnd, LeaseTable
 from millrace_testing.blocks import block
 from millrace_testing.examples import examples
@@ -12,9 +12,9 @@ A, B = RequestId(7, 0), RequestId(7, 1)
 LEASE_S, MAX_LEASE_S = 10.0, 25.0
 
 
-def part(id: RequestId, first_page: int = 0, num_pages: int = 2, last: bool = True) -> KvPart:
+def chunk(id: RequestId, first_page: int = 0, num_pages: int = 2, last: bool = True) -> KvChunk:
     pages = list(range(first_page, first_page + num_pages))
-    return KvPart(id, first_page, pages, [block(0)] * num_pages, 64 * (first_page + num_pages), last)
+    return KvChunk(id, first_page, pages, [block(0)] * num_pages, 64 * (first_page + num_pages), last)
 
 
 class Bench:
@@ -36,18 +36,18 @@ def bench() -> Bench:
 
 
 def test_held_once(bench: Bench) -> None:
-    bench.table.publish(part(A, 0, 2, last=False))
-    bench.table.publish(part(A, 2, 1))
+    bench.table.publish(chunk(A, 0, 2, last=False))
+    bench.table.publish(chunk(A, 2, 1))
     assert [bench.table.release(A) for _ in range(3)] == [True, False, False]
     assert bench.ended == [(A, LeaseEnd.RELEASED)]
     assert bench.table.num_live == 0
 
 
 def test_deadline_runs_from_the_last_part(bench: Bench) -> None:
-    bench.table.publish(part(A, 0, 2, last=False))
+    bench.table.publish(chunk(A, 0, 2, last=False))
     bench.wait(1000.0)
     assert bench.table.num_live == 1 and bench.table.next_deadline() is None
-    bench.table.publish(part(A, 2, 1))
+    bench.table.publish(chunk(A, 2, 1))
     assert bench.table.next_deadline() == 1010.0
     bench.wait(9.9)
     assert bench.ended == []
@@ -57,13 +57,13 @@ def test_deadline_runs_from_the_last_part(bench: Bench) -> None:
 
 
 def test_late_but_not_swept_is_still_held(bench: Bench) -> None:
-    bench.table.publish(part(A))
+    bench.table.publish(chunk(A))
     bench.now = 50.0
     assert bench.table.release(A)
 
 
 def test_renewal_is_bounded(bench: Bench) -> None:
-    bench.table.publish(part(A))
+    bench.table.publish(chunk(A))
     for _ in range(2):
         bench.wait(9.0)
         bench.table.renew(A)
@@ -75,22 +75,22 @@ def test_renewal_is_bounded(bench: Bench) -> None:
 
 
 def test_attempt_is_not_its_successor(bench: Bench) -> None:
-    bench.table.publish(part(A))
+    bench.table.publish(chunk(A))
     bench.table.abort(A)
-    bench.table.publish(part(B))
+    bench.table.publish(chunk(B))
     assert not bench.table.release(A)
     assert bench.table.release(B)
 
 
 def test_giving_up_an_open_lease_stops_it(bench: Bench) -> None:
-    bench.table.publish(part(A, last=False))
+    bench.table.publish(chunk(A, last=False))
     assert not bench.table.release(A)
     assert bench.ended == [(A, LeaseEnd.ABORTED)] and bench.table.num_live == 0
 
 
 def test_open_lease_is_renewed_without_a_deadline(bench: Bench) -> None:
     """Heartbeats come while the prompt is computed, however long that takes."""
-    bench.table.publish(part(A, last=False))
+    bench.table.publish(chunk(A, last=False))
     bench.table.renew(A)
     bench.wait(1000.0)
     assert bench.ended == []
@@ -118,7 +118,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def publish(self, id: RequestId, last: bool) -> None:
         if id in self.freed or id in self.published_at:
             return  # handover/exports.py publishes nothing of an ended attempt
-        self.table.publish(part(id, last=last))
+        self.table.publish(chunk(id, last=last))
         self.begun.add(id)
         if last:
             self.published_at[id] = self.now

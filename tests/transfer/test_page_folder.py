@@ -71,7 +71,7 @@ def test_another_layout_shares_nothing(worker: Worker, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page_bytes", [PAGE, 3 * LEAST_PART + 5])
 def test_flipped_bit_anywhere_is_found(tmp_path: Path, page_bytes: int) -> None:
-    """In the page and in its code, at the ends of each part that is hashed."""
+    """In the page and in its code, at the ends of each chunk that is hashed."""
     worker = Worker(tmp_path, page_bytes=page_bytes)
     worker.folder.store(BLOCK, 3)
     [file] = files(tmp_path)

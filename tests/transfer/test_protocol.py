@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from millrace_serve.engine.core import Failure, KvPart, RequestId, SequenceOutput, TokenOutput
+from millrace_serve.engine.core import Failure, KvChunk, RequestId, SequenceOutput, TokenOutput
 from millrace_serve.transfer.base import ReadOp, ReadState, TransferError
 from millrace_serve.transfer.importer import Action, AskRelease, AskReserve, Done, KvImport, Over
 from millrace_serve.transfer.lease import LeaseEnd, LeaseTable
@@ -40,7 +40,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.leases = LeaseTable(10.0, 300.0, lambda: self.now, self.on_lease_ended)
         self.lease_ends: list[LeaseEnd] = []
         self.machine = KvImport(ID, HASHES)
-        self.sent: list[KvPart] = []
+        self.sent: list[KvChunk] = []
         self.num_published = self.num_delivered = 0
         self.ops: dict[int, ReadOp] = {}
         self.todo: list[Action] = []
@@ -77,7 +77,7 @@ class ProtocolMachine(RuleBasedStateMachine):
                 self.answer()
             elif self.num_delivered < len(self.sent):
                 self.num_delivered += 1
-                self.do(self.machine.on_part(self.sent[self.num_delivered - 1]))
+                self.do(self.machine.on_chunk(self.sent[self.num_delivered - 1]))
             elif self.num_published < NUM_PAGES:
                 self.publish(2)
             else:
@@ -90,17 +90,17 @@ class ProtocolMachine(RuleBasedStateMachine):
         start, end = self.num_published, min(self.num_published + count, NUM_PAGES)
         last = end == NUM_PAGES
         first = SequenceOutput(ID, 0, [TokenOutput(5)]) if last else None
-        part = KvPart(ID, start, self.src_pages[start:end], HASHES[start:end], 64 * end, last, first)
+        chunk = KvChunk(ID, start, self.src_pages[start:end], HASHES[start:end], 64 * end, last, first)
         if not self.lease_ends:
-            self.leases.publish(part)
-            self.sent.append(part)
+            self.leases.publish(chunk)
+            self.sent.append(chunk)
             self.num_published = end
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
     def deliver(self, data: st.DataObject) -> None:
-        """Any published part, in any order, any number of times."""
-        self.do(self.machine.on_part(data.draw(st.sampled_from(self.sent))))
+        """Any published chunk, in any order, any number of times."""
+        self.do(self.machine.on_chunk(data.draw(st.sampled_from(self.sent))))
 
     @precondition(lambda self: self.todo)
     @rule()
@@ -112,7 +112,9 @@ class ProtocolMachine(RuleBasedStateMachine):
                 self.do(self.machine.on_reserved(range(NUM_PAGES), self.cached))
             case AskRelease():
                 expired = Failure("KV_EXPIRED", "")
-                self.do(self.machine.on_held() if self.leases.release(ID) else self.machine.on_abort(expired))
+                self.do(
+                    self.machine.on_release_confirmed() if self.leases.release(ID) else self.machine.on_abort(expired)
+                )
 
     @rule(times=st.integers(1, 10))
     def poll(self, times: int) -> None:

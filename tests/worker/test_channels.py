@@ -15,7 +15,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.engine.core import Abort, LeaseEnded, RequestId
-from millrace_serve.engine.health.pulse import Pulse
+from millrace_serve.engine.health.heartbeat import RankHeartbeat
 from millrace_serve.worker import channels
 from millrace_serve.worker.channels import Receiver, Sender, channel_key
 from millrace_serve.worker.messages import FreezeGc, FromRank, RankFailed, Stop, ToEngine
@@ -124,9 +124,9 @@ class Frontend:
     def hears(self) -> list[FromRank]:
         """What has come before a message of the rank that is sent now."""
         rank: Sender[FromRank] = Sender(self.context, self.receiver.endpoint, KEY)
-        rank.send(FromRank(0, Pulse(7, True, 0, 1.0, "")))
+        rank.send(FromRank(0, RankHeartbeat(7, True, 0, 1.0, "")))
         heard: list[FromRank] = []
-        while not heard or heard[-1].report != Pulse(7, True, 0, 1.0, ""):
+        while not heard or heard[-1].report != RankHeartbeat(7, True, 0, 1.0, ""):
             heard += (new := self.receiver.receive(20.0))
             assert new, "the rank is not heard any more"
         rank.close()
@@ -249,7 +249,8 @@ def test_keys_differ_with_the_start_and_with_the_secret(tmp_path: Path) -> None:
 
 
 VALID = [
-    msgspec.msgpack.encode(message) for message in (LAST_WORDS, FromRank(2, Pulse(1, True, 3, 0.5, "x", {"y": 1})))
+    msgspec.msgpack.encode(message)
+    for message in (LAST_WORDS, FromRank(2, RankHeartbeat(1, True, 3, 0.5, "x", {"y": 1})))
 ]
 DEEP = b"\x92\x00" + b"\x81\xa1a" * 5000 + b"\x00"
 

@@ -1,4 +1,4 @@
-"""Compilations in the pulses of ranks: those after READY are counted."""
+"""Compilations in the heartbeats of ranks: those after READY are counted."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import msgspec
 from millrace_common.metrics import WORKER, Metrics
+from millrace_serve.engine.health.heartbeat import RankHeartbeat
+from millrace_serve.engine.health.heartbeat_thread import HeartbeatThread
 from millrace_serve.engine.health.progress import Progress
-from millrace_serve.engine.health.pulse import Pulse
-from millrace_serve.engine.health.pulse_thread import PulseThread
 from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.lifecycle import State
 from millrace_serve.worker.messages import FromRank
@@ -38,9 +38,9 @@ def test_those_after_ready_are_counted() -> None:
     assert [value(library) for library in ("triton", "deep_gemm", "flashinfer")] == [2, 2, 0]
 
 
-def test_pulse_carries_them() -> None:
-    progress, sent = Progress(), list[Pulse]()
-    with PulseThread(progress, sent.append):
+def test_heartbeat_carries_them() -> None:
+    progress, sent = Progress(), list[RankHeartbeat]()
+    with HeartbeatThread(progress, sent.append):
         progress.compiled = lambda: {"triton": 3}
         with progress.busy("the compilation of a kernel"):
             pass

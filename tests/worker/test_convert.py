@@ -9,7 +9,7 @@ from millrace_serve.engine.core import (
     FinishReason,
     Grammar,
     GrammarKind,
-    KvPart,
+    KvChunk,
     Load,
     RequestId,
     Route,
@@ -88,13 +88,13 @@ def test_failure_on_the_wire_has_its_wait_in_milliseconds(reason: Reason) -> Non
 def test_parts_and_memory_survive_the_round_trip() -> None:
     first = SequenceOutput(ID, 0, [TokenOutput(1)])
     for part in (
-        KvPart(ID, 0, [4, 5], blocks(2**256 - 1, 0), 128, False),
-        KvPart(ID, 2, [], [], 128, True, first),
-        KvPart(ID, 2, [], [], 128, True, first, (7, 0, 7)),
+        KvChunk(ID, 0, [4, 5], blocks(2**256 - 1, 0), 128, False),
+        KvChunk(ID, 2, [], [], 128, True, first),
+        KvChunk(ID, 2, [], [], 128, True, first, (7, 0, 7)),
     ):
-        assert convert.core_part(ID, convert.wire_part(part)) == part
-    many = convert.wire_part(KvPart(ID, 2, [], [], 128, True, first, (7, 0, 7, 1, 2)))
-    assert convert.core_part(ID, many).drafts == (7, 0, 7)
+        assert convert.core_chunk(ID, convert.wire_chunk(part)) == part
+    many = convert.wire_chunk(KvChunk(ID, 2, [], [], 128, True, first, (7, 0, 7, 1, 2)))
+    assert convert.core_chunk(ID, many).drafts == (7, 0, 7)
     handle = MemoryHandle("nixl", "agent", b"\0\1", 2**63, 4096, 10, 1, "VRAM")
     assert convert.core_memory(convert.wire_memory(handle)) == handle
 

@@ -68,7 +68,7 @@ async def said(link: FakeLink, r: worker_pb2.EngineRequest) -> Continuation:
 @pytest.mark.long
 async def test_data_parallel_replicas_step_together(tmp_path: Path, reference: list[Continuation]) -> None:
     async with (
-        workers(tmp_path, "unified", sets=(*MODEL, "dp=2", "spare_experts=1")) as [worker],
+        workers(tmp_path, "unified", sets=(*MODEL, "dp=2", "redundant_experts=1")) as [worker],
         FakeLink(worker) as link,
     ):
         assert_same(await generate(link, 2), reference)
@@ -78,7 +78,7 @@ async def test_data_parallel_replicas_step_together(tmp_path: Path, reference: l
 @pytest.mark.long
 async def test_replicas_that_share_a_prompt_hand_it_over(tmp_path: Path, reference: list[Continuation]) -> None:
     async with (
-        workers(tmp_path, "prefill", sets=(*MODEL, "dp=2", "limits.share_prompts=60")) as [prefill],
+        workers(tmp_path, "prefill", sets=(*MODEL, "dp=2", "limits.context_parallel_tokens=60")) as [prefill],
         workers(tmp_path, "decode", sets=MODEL) as [decode],
         FakePair(prefill, decode) as both,
     ):

@@ -397,5 +397,5 @@ async def test_watch_load_sends_at_least_each_interval(unified: Worker) -> None:
     async with asyncio.timeout(120):
         snapshots = [await call.read() for _ in range(4)]
     assert all(s is not grpc.aio.EOF and s.epoch == unified.epoch for s in snapshots)
-    assert snapshots[0].replicas[0].credits > 0
+    assert snapshots[0].replicas[0].capacity > 0
     call.cancel()

@@ -1,4 +1,4 @@
-"""Which rank hangs, by the pulses of all."""
+"""Which rank hangs, by the heartbeats of all."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.pace import LEAST_S, TICK_S
-from millrace_serve.engine.health.pulse import PULSE_S, Pulse
+from millrace_serve.engine.health.heartbeat import HEARTBEAT_S, RankHeartbeat
 from millrace_serve.engine.health.rank_watch import LEAST_COUNTED, RankWatch
 from millrace_testing.examples import examples
 
 CEILING_S = 600.0
-LATE_S = PULSE_S + 3 * TICK_S  # by which a hang may be found later than it could
+LATE_S = HEARTBEAT_S + 3 * TICK_S  # by which a hang may be found later than it could
 
 
 @dataclass
@@ -25,19 +25,19 @@ class Fake:
     limit_s: float = LEAST_S
     waiting: bool = False
     doing: str = ""
-    pulses: bool = True
+    heartbeats: bool = True
     stuck: bool = False
     launched_less: int = 0  # than the others
     marks: int = 0
-    next_pulse: float = 0.0
+    next_heartbeat: float = 0.0
     starved: float = 0.0
     told: float | None = None  # how starved it says that it is, if that is not the truth
 
-    def pulse(self, now: float) -> Pulse:
+    def heartbeat(self, now: float) -> RankHeartbeat:
         if not self.stuck:
             self.marks = int(now / self.step_s)
         told = self.starved if self.told is None else self.told
-        return Pulse(self.marks, self.waiting, 7 - self.launched_less, self.limit_s, self.doing, starved=told)
+        return RankHeartbeat(self.marks, self.waiting, 7 - self.launched_less, self.limit_s, self.doing, starved=told)
 
 
 class Worker:
@@ -52,9 +52,9 @@ class Worker:
         while self.now < end:
             self.now += TICK_S
             for rank, fake in enumerate(self.ranks):
-                if fake.pulses and self.now >= fake.next_pulse:
-                    self.watch.heard(rank, fake.pulse(self.now), self.now)
-                    fake.next_pulse = self.now + PULSE_S
+                if fake.heartbeats and self.now >= fake.next_heartbeat:
+                    self.watch.heard(rank, fake.heartbeat(self.now), self.now)
+                    fake.next_heartbeat = self.now + HEARTBEAT_S
             if why := self.watch.hung(self.now):
                 return why
         return ""
@@ -75,7 +75,7 @@ def test_rank_that_stops_is_always_lost_within_the_bound(victim: int, step_s: fl
     worker = Worker(*ranks)
     assert worker.run(5) == ""
     if stopped:
-        ranks[victim].pulses = False
+        ranks[victim].heartbeats = False
     else:
         for rank in ranks:
             rank.stuck = True
@@ -85,11 +85,11 @@ def test_rank_that_stops_is_always_lost_within_the_bound(victim: int, step_s: fl
     assert worker.now - at <= (LEAST_S if stopped else limit_s) + LATE_S
 
 
-def test_idle_rank_owes_nothing_but_pulses() -> None:
+def test_idle_rank_owes_nothing_but_heartbeats() -> None:
     idle = Fake(waiting=True, stuck=True)
     worker = Worker(idle)
     assert worker.run(3600) == ""
-    idle.pulses = False
+    idle.heartbeats = False
     assert worker.run(10) == "rank 0 hangs: no sign of its process for 2.1 s"
 
 
@@ -106,7 +106,7 @@ def test_of_ranks_in_a_collective_the_stopped_one_is_named() -> None:
     leader, follower = Fake(), Fake()
     worker = Worker(leader, follower)
     assert worker.run(60) == ""
-    follower.pulses, leader.stuck = False, True
+    follower.heartbeats, leader.stuck = False, True
     assert worker.run(60).startswith("rank 1 hangs: no sign of its process")
 
 
@@ -125,10 +125,10 @@ def test_while_one_rank_announces_none_owes_progress() -> None:
     assert worker.run(60) == ""
     compiling.doing, compiling.stuck, other.stuck = "the compilation of a kernel", True, True
     assert worker.run(0.5) == ""
-    compiling.pulses = False  # a compiler may keep the interpreter's lock
+    compiling.heartbeats = False  # a compiler may keep the interpreter's lock
     assert worker.run(CEILING_S - 10) == "" and worker.watch.busy
-    compiling.doing, compiling.pulses = "", True
-    assert worker.run(LEAST_S - PULSE_S) == "" and not worker.watch.busy  # all get the time of a step again
+    compiling.doing, compiling.heartbeats = "", True
+    assert worker.run(LEAST_S - HEARTBEAT_S) == "" and not worker.watch.busy  # all get the time of a step again
     compiling.stuck = False
     assert worker.run(10).startswith("rank 1 hangs")
 
@@ -177,17 +177,17 @@ def test_hang_of_starved_ranks_is_found_in_unstarved_time(starved: float, stoppe
     assert worker.run(5) == ""
     for rank in ranks:
         rank.stuck = True
-    ranks[1].launched_less, ranks[1].pulses = 1, not stopped
+    ranks[1].launched_less, ranks[1].heartbeats = 1, not stopped
     at = worker.now
     assert worker.run(1000).startswith("rank 1 hangs")
     assert worker.now - at <= (LEAST_S + LATE_S) / (1 - starved) + LATE_S
 
 
-def test_rank_whose_pulses_get_no_cpu_is_no_hang() -> None:
+def test_rank_whose_heartbeats_get_no_cpu_is_no_hang() -> None:
     rank = Fake(waiting=True)
     worker = Worker(rank)
     assert worker.run(5) == ""
-    rank.starved, rank.pulses = 1.0, False
+    rank.starved, rank.heartbeats = 1.0, False
     assert worker.run(9) == "", "it is seen to wait for a CPU"
     rank.starved = 0.0
     assert worker.run(5).startswith("rank 0 hangs: no sign of its process")
@@ -199,7 +199,7 @@ def test_stopped_rank_is_not_starved_any_more(seen: bool) -> None:
     rank = Fake(waiting=True, told=0.5)
     worker = Worker(rank, seen=seen)
     assert worker.run(5) == ""
-    rank.pulses, at = False, worker.now
+    rank.heartbeats, at = False, worker.now
     assert worker.run(60).startswith("rank 0 hangs: no sign of its process")
     assert worker.now - at <= (LEAST_S + 0.8 if seen else 2 * LEAST_S) + LATE_S
 

@@ -15,10 +15,10 @@ import zmq
 from millrace_common.pace import LEAST_S
 from millrace_rpc.errors import MillraceError
 from millrace_serve.engine.core import Events, Load
-from millrace_serve.engine.health import pulse_thread as pulse_module
+from millrace_serve.engine.health import heartbeat_thread as heartbeat_module
+from millrace_serve.engine.health.heartbeat import RankHeartbeat
+from millrace_serve.engine.health.heartbeat_thread import HeartbeatThread
 from millrace_serve.engine.health.progress import Progress
-from millrace_serve.engine.health.pulse import Pulse
-from millrace_serve.engine.health.pulse_thread import PulseThread
 from millrace_serve.engine.sim.factory import sim_layout
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.worker import main as worker_main
@@ -122,13 +122,13 @@ async def test_rank_that_hangs_ends_the_worker(
     assert not ranks.busy
     await asyncio.wait_for(starting, 120)
     for doing in ("a profile", ""):
-        rank.send(FromRank(0, Pulse(marks=5, waiting=False, launched=3, limit_s=0.3, doing=doing)))
+        rank.send(FromRank(0, RankHeartbeat(marks=5, waiting=False, launched=3, limit_s=0.3, doing=doing)))
         async with asyncio.timeout(120):
             while ranks.busy != bool(doing):
                 await asyncio.sleep(0.01)
     asking = asyncio.create_task(ranks.freeze_gc())
     while not lost.done():
-        rank.send(FromRank(0, Pulse(marks=5, waiting=False, launched=3, limit_s=0.3, doing="")))
+        rank.send(FromRank(0, RankHeartbeat(marks=5, waiting=False, launched=3, limit_s=0.3, doing="")))
         rank.send(FromRank(0, Events(load=Load(running=1))))
         await asyncio.sleep(0.01)
     assert "rank 0 hangs: no " in lost.result()
@@ -271,8 +271,8 @@ async def test_ranks_may_be_stopped_by_two_at_once() -> None:
 
 def test_announcement_is_with_the_frontend_before_the_work_begins() -> None:
     """Also one from another thread. Then the work may keep the interpreter's lock for as long as it likes."""
-    progress, sent = Progress(), list[Pulse]()
-    with PulseThread(progress, sent.append):
+    progress, sent = Progress(), list[RankHeartbeat]()
+    with HeartbeatThread(progress, sent.append):
         for _ in range(20):
             with progress.busy("a compilation"):
                 assert sent[-1].doing == "a compilation"
@@ -287,37 +287,37 @@ def test_announcement_is_with_the_frontend_before_the_work_begins() -> None:
         assert len(sent) == count
 
 
-def test_pulses_come_by_themselves_and_say_how_far_the_rank_is() -> None:
-    progress, pulses = Progress(), queue.Queue[Pulse]()
-    with PulseThread(progress, pulses.put):
-        assert pulses.get(timeout=120).waiting
+def test_heartbeats_come_by_themselves_and_say_how_far_the_rank_is() -> None:
+    progress, heartbeats = Progress(), queue.Queue[RankHeartbeat]()
+    with HeartbeatThread(progress, heartbeats.put):
+        assert heartbeats.get(timeout=120).waiting
         with progress.waits():
             pass
-        while (pulse := pulses.get(timeout=120)).marks < 2:
+        while (heartbeat := heartbeats.get(timeout=120)).marks < 2:
             pass
-        assert (pulse.marks, pulse.waiting, pulse.limit_s) == (2, False, LEAST_S)
+        assert (heartbeat.marks, heartbeat.waiting, heartbeat.limit_s) == (2, False, LEAST_S)
 
 
 def test_rank_that_comes_no_further_writes_its_stacks_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits, or is announced, is no reason."""
-    monkeypatch.setattr(pulse_module, "PULSE_S", 0.02)
-    progress, written, pulses = Progress(), queue.Queue[str](), queue.Queue[Pulse]()
+    monkeypatch.setattr(heartbeat_module, "HEARTBEAT_S", 0.02)
+    progress, written, heartbeats = Progress(), queue.Queue[str](), queue.Queue[RankHeartbeat]()
     progress.limit_s = 0.0
 
-    def few_pulses() -> None:
-        for _ in range(pulses.qsize() + 3):
-            pulses.get(timeout=120)
+    def few_heartbeats() -> None:
+        for _ in range(heartbeats.qsize() + 3):
+            heartbeats.get(timeout=120)
 
-    with PulseThread(progress, pulses.put, lambda: written.put(caplog.messages[-1])):
-        few_pulses()
+    with HeartbeatThread(progress, heartbeats.put, lambda: written.put(caplog.messages[-1])):
+        few_heartbeats()
         with progress.waits(), progress.busy("a compilation"):
-            few_pulses()
+            few_heartbeats()
         assert written.empty()
         for _ in range(2):
             assert "no step has ended" in written.get(timeout=120)
-            few_pulses()
+            few_heartbeats()
             assert written.empty()
             with progress.waits():
                 pass

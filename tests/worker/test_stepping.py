@@ -66,10 +66,10 @@ class Loop:
         EngineLoop(engine, self.inbox, self._report, Upkeep(0, self._report, engine.progress, no_weights)).run()
 
     def ring(self) -> None:
-        """Its bell, as another replica would."""
+        """Its wake-up pipe, as another replica would."""
         assert self.lockstep._replicas is not None
         host = self.lockstep._replicas._host
-        host.bells[host.rank].ring()
+        host.wakeup_pipes[host.rank].ring()
 
     def _report(self, report: Report) -> None:
         if isinstance(report, Events):
@@ -131,7 +131,7 @@ def test_replica_that_starts_late_is_waited_for(loops: list[Loop]) -> None:
 
 @pytest.mark.parametrize("hosts", ["aa", "ab"])
 def test_loop_that_is_called_while_a_step_runs_does_not_spin(hosts: str, tmp_path: Path) -> None:
-    """A replica that begins to work by itself never answers the bell that rings for the same step."""
+    """A replica that begins to work by itself never answers the wake-up pipe that rings for the same step."""
     slow = SETTINGS.model_copy(update={"step_s": 0.05})
     with zmq.Context() as context:
         loops = [Loop(one, tmp_path, i, context, slow) for i, one in enumerate(join_all(1, hosts))]

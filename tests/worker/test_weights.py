@@ -184,7 +184,7 @@ async def through(prefill: Worker, decode: Worker, prompt: list[int]) -> None:
 
 
 async def test_sleep_with_a_lease_ends_it_and_then_the_worker_stops(tmp_path: Path) -> None:
-    """Pages of a prompt are parked for a decode worker that does not come."""
+    """Pages of a prompt are held for a decode worker that does not come."""
     async with workers(tmp_path, "prefill", sets=(*SIM, "timeouts.lease=100")) as [worker]:
         async with FakeLink(worker) as link:
             one = request(prompt_of(300))
@@ -459,7 +459,7 @@ async def test_tiers_find_pages_of_the_same_version_alone(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [("dp=2", "spare_experts=1"), ("tp=2",)])
+@pytest.mark.parametrize("ranks", [("dp=2", "redundant_experts=1"), ("tp=2",)])
 async def test_load_changes_all_ranks(
     ranks: Sequence[str], other: Path, references: list[list[list[int]]], tmp_path: Path
 ) -> None:

@@ -47,14 +47,14 @@ TWO_RANKS = (
     "dp=2",
     "tp=2 expert_tp=true",
     "tp=2 dense_tp=1",
-    "dp=2 spare_experts=1",
-    "dp=2 limits.share_prompts=256",
+    "dp=2 redundant_experts=1",
+    "dp=2 limits.context_parallel_tokens=256",
 )
 # The padding of graphs runs without a GPU too. Fewer buckets are fewer compilations.
 PADDED = ("graphs=[1,4,8]",)
 COMPILED = (*PADDED, "compile_max_batch=8")
 # Not DeepEP, which takes rows of 2,048 columns and more: the trained model's have 256 (tests/model/test_deepep.py).
-TWO_GPUS = ("tp=2", "dp=2 limits.share_prompts=256", "dp=2 exchange=peer", "dp=2 exchange=gather")
+TWO_GPUS = ("tp=2", "dp=2 limits.context_parallel_tokens=256", "dp=2 exchange=peer", "dp=2 exchange=gather")
 # Copies of pages in the host's memory, for which this pool is too small.
 HOST_TIER = ("limits.num_pages=200", "limits.host_cache_gib=0.5")
 # What is chosen otherwise serves the op here for some numbers of tokens or all.

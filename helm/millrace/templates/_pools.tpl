@@ -42,7 +42,7 @@ millrace/revision: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* Seconds from the beginning of preStop to the end of the last process. A worker also waits for parked pages that others
+{{/* Seconds from the beginning of preStop to the end of the last process. A worker also waits for held pages that others
      still read (timeouts.lease); 15 are for ranks, servers and the container to end. */}}
 {{- define "millrace.grace" -}}
 {{- $lease := 0.0 -}}

@@ -135,7 +135,7 @@ def paged(
     draw: Draw, seq_lens: Sequence[int], dtype: torch.dtype, layers: int = LAYERS, contiguous: bool = False
 ) -> tuple[Tensor, Tensor]:
     """kv [num_pages, page, W], layer 1 of a page-major pool (or a pool of its own) whose pages are shuffled and whose
-    unused rows are NaN; page_table int32 [B, P], padded with the sink page 0.
+    unused rows are NaN; page_table int32 [B, P], padded with the null page 0.
     """
     counts = [-(-num // PAGE) for num in seq_lens]
     width, used = max(counts, default=0), sum(counts)

@@ -77,7 +77,7 @@ def _estimated_noise(bits):
     return -tl.log(inner)
 
 
-@triton.jit(do_not_specialize=["filters"])  # a rehearsal compiles it for every batch
+@triton.jit(do_not_specialize=["filters"])  # a profiling run compiles it for every batch
 def _draw(
     scores, best_ids, logits, temperature, values, lasts, seeds, output_index, stride, vocab, filters,
     BLOCK: tl.constexpr,

@@ -23,7 +23,7 @@ from millrace_router.admin.traffic import Recent
 from millrace_router.fleet.registry import Registry
 from millrace_router.fleet.worker import Worker
 from millrace_router.policy.choose import Decision
-from millrace_router.policy.snapshot import LoanOffer
+from millrace_router.policy.snapshot import PrefixFetch
 
 SERVICE = "millrace.v1.Admin"
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
                 attempts=progress.attempts,
                 detail=progress.detail,
             )
-            for progress in self._registry.hooks.progress.values()
+            for progress in self._registry.warmups.progress.values()
         ]
         router = pb.RouterStatus(
             ready=self._registry.ready,
@@ -69,7 +69,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
         return drained[0]
 
     async def WarmUp(self, request: pb.WarmUpRequest, context: object = None) -> pb.WarmUpResponse:
-        return pb.WarmUpResponse(pairs=await self._registry.hooks.rerun(self._registry.workers.values()))
+        return pb.WarmUpResponse(pairs=await self._registry.warmups.rerun(self._registry.workers.values()))
 
     async def FreezeGcAll(self, request: pb.FreezeGcAllRequest, context: object = None) -> worker_pb2.FreezeGcResponse:
         own = self._gc.freeze()
@@ -142,22 +142,22 @@ def _explained(decision: Decision) -> pb.PlacementDecision:
     want = decision.situation.want
     return pb.PlacementDecision(
         attempt=want.attempt,
-        way=decision.way,
+        route=decision.route,
         prompt_tokens=want.tokens,
         cached_tokens=decision.cached_tokens,
         selections=decision.explain(),
-        loan=_loan(decision.placement.loan),
+        prefix_fetch=_prefix_fetch(decision.placement.prefix_fetch),
     )
 
 
-def _loan(loan: LoanOffer | None) -> pb.Loan | None:
-    if loan is None:
+def _prefix_fetch(prefix_fetch: PrefixFetch | None) -> pb.PrefixFetch | None:
+    if prefix_fetch is None:
         return None
-    return pb.Loan(
-        address=loan.lender.address,
-        replica=loan.lender.index,
-        num_pages=loan.num_pages,
-        fetch_seconds=loan.fetch_s,
-        compute_seconds=loan.compute_s,
-        taken=loan.worthwhile,
+    return pb.PrefixFetch(
+        address=prefix_fetch.source.address,
+        replica=prefix_fetch.source.index,
+        num_pages=prefix_fetch.num_pages,
+        fetch_seconds=prefix_fetch.fetch_s,
+        compute_seconds=prefix_fetch.compute_s,
+        taken=prefix_fetch.worthwhile,
     )

@@ -16,7 +16,7 @@ from millrace_router.apis.reading import Reading, call_id
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import Delta
 from millrace_router.text.call_arguments import NONE, as_object
-from millrace_router.text.message import Said
+from millrace_router.text.message import ParsedOutput
 
 
 class Kind(enum.Enum):
@@ -58,10 +58,10 @@ class ContentBlocks:
         self.all: list[Block] = []
         self._open: Block | None = None
 
-    def push(self, said: Said, last: bool) -> Iterator[Change]:
-        """What `said` changes; after the last one no block is open. Run it to its end."""
-        yield from self._write(Kind.THOUGHTS, said.thoughts)
-        for part in said.parts:
+    def push(self, parsed: ParsedOutput, last: bool) -> Iterator[Change]:
+        """What `parsed` changes; after the last one no block is open. Run it to its end."""
+        yield from self._write(Kind.THOUGHTS, parsed.thoughts)
+        for part in parsed.parts:
             if isinstance(part, str):
                 yield from self._write(Kind.TEXT, part)
                 continue
@@ -136,7 +136,7 @@ class BlockForm(ABC):
     def ended(self) -> dict[str, Any]: ...
 
     def _read(self, delta: Delta) -> list[Change]:
-        said = self.reading.read(delta)
+        parsed = self.reading.read(delta)
         if not self._shows_thoughts:
-            said.thoughts = ""
-        return list(self.blocks.push(said, last=bool(delta.finish_reason)))
+            parsed.thoughts = ""
+        return list(self.blocks.push(parsed, last=bool(delta.finish_reason)))

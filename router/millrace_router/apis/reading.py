@@ -7,7 +7,7 @@ import secrets
 from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import Delta
 from millrace_router.text.call_stream import CallDelta
-from millrace_router.text.message import Said
+from millrace_router.text.message import ParsedOutput
 from millrace_router.text.tokenizer import Tokenizer
 
 
@@ -28,17 +28,17 @@ class Reading:
         latest: Delta | None = getattr(self, "latest", None)
         return "" if latest is None else latest.version
 
-    def read(self, delta: Delta) -> Said:
+    def read(self, delta: Delta) -> ParsedOutput:
         self.latest, self.cached_tokens = delta, max(self.cached_tokens, delta.cached_tokens)
-        said = delta.said
-        self.called = self.called or bool(said.calls)
-        if self._thinking or said.thoughts:
+        parsed = delta.parsed
+        self.called = self.called or bool(parsed.calls)
+        if self._thinking or parsed.thoughts:
             ended = self._tokenizer.thoughts_end(delta.token_ids)
             self.reasoning_tokens += self._before + (len(delta.token_ids) if ended is None else ended)
             self._before, self._thinking = 0, ended is None
         elif not self.reasoning_tokens:
             self._before += len(delta.token_ids)
-        return said
+        return parsed
 
 
 def call_id(call: CallDelta) -> str:

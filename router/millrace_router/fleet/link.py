@@ -1,9 +1,10 @@
 """One worker's Link: a long-lived stream with all requests of this router to that worker, and their outputs.
 
 1. `connect` opens the stream, says hello with the worker's epoch and waits for the welcome.
-2. `submit` registers a leg under its room and queues the message; a writer task sends what is queued.
-3. `run` reads outputs and hands each to its leg. Outputs of unknown rooms or stale attempts are counted and dropped.
-4. The stream ends (`run` raises) or `close` is called: every registered leg fails with WORKER_LOST at once.
+2. `submit` registers a sub-request under its room and queues the message; a writer task sends what is queued.
+3. `run` reads outputs and hands each to its sub-request. Outputs of unknown rooms or stale attempts are counted and
+   dropped.
+4. The stream ends (`run` raises) or `close` is called: every registered sub-request fails with WORKER_LOST at once.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ Source: TypeAlias = prefill_pb2.KvPrefixRef | worker_pb2.KvSourceRef | None
 PREFILL, DECODE, UNIFIED = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE, worker_pb2.ROLE_UNIFIED
 
 
-class LegSink(Protocol):
-    """The receiver of one leg's outputs."""
+class OutputReceiver(Protocol):
+    """The receiver of one sub-request's outputs."""
 
     attempt: int
     heard: bool  # it has had tokens
@@ -47,7 +48,7 @@ class Link:
         self._message = prefill_pb2.PrefillLinkRequest if role == PREFILL else decode_pb2.DecodeLinkRequest
         self._stub = prefill_pb2_grpc.PrefillServiceStub if role == PREFILL else decode_pb2_grpc.DecodeServiceStub
         self._stale = metrics.stale.labels(kind="output")
-        self._legs: dict[int, LegSink] = {}
+        self._subs: dict[int, OutputReceiver] = {}
         self._outgoing: asyncio.Queue[prefill_pb2.PrefillLinkRequest | decode_pb2.DecodeLinkRequest] = asyncio.Queue()
         self._call: grpc.aio.StreamStreamCall | None = None
         self._writer: asyncio.Task[None] | None = None
@@ -56,13 +57,13 @@ class Link:
 
     @property
     def streams(self) -> bool:
-        """Whether there are running legs that have had tokens, and do not wait for others."""
-        return any(leg.heard and not leg.waits for leg in self._legs.values())
+        """Whether there are running sub-requests that have had tokens, and do not wait for others."""
+        return any(sub.heard and not sub.waits for sub in self._subs.values())
 
     @property
     def in_flight(self) -> int:
-        """Number of running legs."""
-        return len(self._legs)
+        """Number of running sub-requests."""
+        return len(self._subs)
 
     async def connect(self, channel: grpc.aio.Channel, hello: worker_pb2.LinkHello) -> None:
         self._outgoing.put_nowait(self._message(hello=hello))
@@ -75,29 +76,29 @@ class Link:
     async def run(self) -> None:
         """Read until the stream ends; never returns normally."""
         loop = asyncio.get_running_loop()
-        legs = self._legs
+        subs = self._subs
         while True:
             response = await self._read()
             now = loop.time()
             self.on_message()
             for out in response.outputs.outputs:
                 identity = out.id
-                leg = legs.get(identity.room)
-                if leg is not None and leg.attempt == identity.attempt:
-                    leg.on_output(out, now)
+                sub = subs.get(identity.room)
+                if sub is not None and sub.attempt == identity.attempt:
+                    sub.on_output(out, now)
                 elif out.finish_reason != common_pb2.FINISH_REASON_ABORT:  # which answers our own Abort
                     self._stale.inc()
             for wait in response.outputs.waits:
-                leg = legs.get(wait.id.room)
-                if leg is not None and leg.attempt == wait.id.attempt:
-                    leg.on_wait(wait.over, now)
+                sub = subs.get(wait.id.room)
+                if sub is not None and sub.attempt == wait.id.attempt:
+                    sub.on_wait(wait.over, now)
 
-    def submit(self, request: worker_pb2.EngineRequest, source: Source, leg: LegSink) -> None:
+    def submit(self, request: worker_pb2.EngineRequest, source: Source, sub: OutputReceiver) -> None:
         """`source` has KV for the request: cached pages for a prefill worker, all of the prompt for a decode worker."""
         if self._closed is not None:
-            leg.on_failure(self._closed)
+            sub.on_failure(self._closed)
             return
-        self._legs[request.id.room] = leg
+        self._subs[request.id.room] = sub
         if self._message is prefill_pb2.PrefillLinkRequest:
             submit = prefill_pb2.PrefillRequest(request=request, prefix=source)
         else:
@@ -105,25 +106,25 @@ class Link:
         self._outgoing.put_nowait(self._message(submit=submit))
 
     def forget(self, room: int) -> None:
-        """Drop a leg whose last output has arrived."""
-        self._legs.pop(room, None)
+        """Drop a sub-request whose last output has arrived."""
+        self._subs.pop(room, None)
 
     def abort(self, room: int, attempt: int, reason: str) -> None:
-        self._legs.pop(room, None)
+        self._subs.pop(room, None)
         identity = common_pb2.AttemptId(room=room, attempt=attempt)
         self._outgoing.put_nowait(self._message(abort=worker_pb2.AbortRequest(id=identity, reason=reason)))
 
     def close(self, error: MillraceError) -> None:
-        """Fail every leg. Nothing is sent or received any more."""
+        """Fail every sub-request. Nothing is sent or received any more."""
         if self._closed is not None:
             return
         self._closed = error
         if self._call is not None and self._writer is not None:
             self._writer.cancel()
             self._call.cancel()
-        legs, self._legs = list(self._legs.values()), {}
-        for leg in legs:
-            leg.on_failure(error)
+        subs, self._subs = list(self._subs.values()), {}
+        for sub in subs:
+            sub.on_failure(error)
 
     async def _send(self) -> None:
         """Write the queued messages. Returns when the stream is broken; `run` raises the reason."""

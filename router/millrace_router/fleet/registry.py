@@ -31,14 +31,14 @@ from millrace_router.discovery.base import TROUBLES, Target, diff
 from millrace_router.discovery.factory import make_source
 from millrace_router.fleet import states
 from millrace_router.fleet.cache_feed import CacheFeeds
-from millrace_router.fleet.hooks import Hooks
 from millrace_router.fleet.link import DECODE, PREFILL, UNIFIED
+from millrace_router.fleet.warmups import Warmups
 from millrace_router.fleet.worker import Worker
 from millrace_router.health.workers import WorkerHealth
 from millrace_router.policy.cache_key import CacheKey
 from millrace_router.policy.choose import Decision
 from millrace_router.policy.placer import Placer
-from millrace_router.policy.snapshot import Pace, Replica, View, Want
+from millrace_router.policy.snapshot import Pace, PlacementRequest, Replica, View
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Registry:
     ) -> None:
         """`identity`: ours towards the workers; None: plain. Raises OSError when the secret's file is unusable."""
         self._identity = identity
-        self.hooks = Hooks(config.timeouts, metrics, self._changed)
+        self.warmups = Warmups(config.timeouts, metrics, self._changed)
         self.workers: dict[str, Worker] = {}  # by address
         self._leaving: set[Worker] = set()
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
@@ -77,7 +77,7 @@ class Registry:
         self._source.start(self)
 
     async def stop(self) -> None:
-        self.hooks.stop()
+        self.warmups.stop()
         self._feeds.stop()
         await self._source.stop()
         tasks = list(self._tasks.values())
@@ -114,24 +114,24 @@ class Registry:
         """Return why no request goes to this worker; empty when it is routable."""
         if (why := worker.unhealthy or worker.withheld) or worker.epoch in self._routable:
             return why
-        if any(worker.epoch in (pair.source, pair.worker) for pair in self.hooks.ready):
+        if any(worker.epoch in (pair.source, pair.worker) for pair in self.warmups.ready):
             if self._serves(worker):
                 return "no partner of it is routable"
             name = self.model.model
             other = worker.info.model != name
             return f"{name!r} is served, not its model" if other else f"{name!r} is served, of other weights than its"
-        return self.hooks.why_not(worker.epoch)
+        return self.warmups.why_not(worker.epoch)
 
     def view(self, weights: str) -> View:
         """The view of the model with these weights."""
         roles: dict[int, list[Replica]] = {PREFILL: [], DECODE: [], UNIFIED: []}
-        left_out = self.health.left_out()
+        ejected = self.health.ejected()
         for worker, sources in self._able:
             if worker.weights == weights:
-                roles[worker.role] += worker.replicas(sources, left_out.get(worker.epoch, ""))
+                roles[worker.role] += worker.replicas(sources, ejected.get(worker.epoch, ""))
         return View(tuple(roles[PREFILL]), tuple(roles[DECODE]), tuple(roles[UNIFIED]), self._first)
 
-    def choose(self, want: Want) -> Decision | None:
+    def choose(self, want: PlacementRequest) -> Decision | None:
         """Choose a placement; None: wait. Raises NO_WORKERS when the model that began the answer is gone."""
         served = "" if self._model is None else self._model.layout.model
         weights = want.weights or served
@@ -141,7 +141,7 @@ class Registry:
             raise MillraceError(Reason.NO_WORKERS, f"{text} to {now}")
         return self.placer.choose(self.view(weights), want)
 
-    def to_keep(self, want: Want) -> str:
+    def to_keep(self, want: PlacementRequest) -> str:
         """The worker whose room should be kept for a request that others overtake; empty: none."""
         return self.view(want.weights or self.model.layout.model).roomiest(want)
 
@@ -228,11 +228,11 @@ class Registry:
     def _changed(self) -> None:
         """A worker, or a pair, is in another state."""
         workers = self.workers.values()
-        self.hooks.reconcile(workers)
-        able = states.routable(workers, self.hooks.ready)
+        self.warmups.reconcile(workers)
+        able = states.routable(workers, self.warmups.ready)
         self._model = self._served(able)
         self._routable = frozenset(w.epoch for w in workers if w.epoch in able and self._serves(w))
-        sources = states.sources(self.hooks.ready)
+        sources = states.sources(self.warmups.ready)
         serving = sorted((w for w in workers if w.epoch in able), key=lambda w: w.address)
         self._able = [(worker, sources.get(worker.epoch, frozenset())) for worker in serving]
         self._promise(states.longest(filter(self._serves, serving), sources))

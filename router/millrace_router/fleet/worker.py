@@ -7,8 +7,8 @@
 4. When any of these fails, or the process at the address is another one: close the Link, which fails every attempt
    there at once; back to 1 after a pause, unless discovery has dropped it.
 
-hooks.py pairs and warms workers; registry.py decides which are routable. `on_change` is called when the worker's state
-may have changed, `on_load` when only numbers have.
+warmups.py pairs and warms workers; registry.py decides which are routable. `on_change` is called when the worker's
+state may have changed, `on_load` when only numbers have.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Worker:
         self.load: worker_pb2.LoadSnapshot | None = None  # None: not reachable
         self.link: Link | None = None  # None: not linked
         self._control: worker_pb2_grpc.WorkerServiceStub | None = None
-        self.resumed_at = 0.0  # when it was last excused; by the loop's clock
+        self.resumed_at = 0.0  # when its last long operation ended; by the loop's clock
         self.drained_epoch = ""  # the process that an operator told to drain
         self.trouble = "not connected yet"  # why the latest session ended
         self._router = router  # the same to every worker; the epoch is that of the session
@@ -125,7 +125,7 @@ class Worker:
         return self.load is not None and self.load.state == PAUSED
 
     @property
-    def excused(self) -> bool:
+    def long_operation(self) -> bool:
         """It says itself why its streams stand still: a pause, or what a rank does that takes long."""
         return self.paused or (self.load is not None and self.load.busy)
 
@@ -159,16 +159,16 @@ class Worker:
         self._claims.append((time.monotonic(), replica, tokens + held + outputs))
         self._made_from = None
 
-    def replicas(self, sources: frozenset[str], left_out: str) -> tuple[Replica, ...]:
+    def replicas(self, sources: frozenset[str], ejected: str) -> tuple[Replica, ...]:
         """A snapshot of each replica for the policy; the same objects until something changes."""
-        made_from = (self.load, self.target, sources, left_out)
+        made_from = (self.load, self.target, sources, ejected)
         if self._made_from is None or any(a is not b for a, b in zip(made_from, self._made_from, strict=True)):
             loads = enumerate(self.load.replicas if self.load else ())
-            self._replicas = tuple(self._replica(index, load, sources, left_out) for index, load in loads)
+            self._replicas = tuple(self._replica(index, load, sources, ejected) for index, load in loads)
             self._made_from = made_from
         return self._replicas
 
-    def _replica(self, index: int, load: worker_pb2.ReplicaLoad, sources: frozenset[str], left_out: str) -> Replica:
+    def _replica(self, index: int, load: worker_pb2.ReplicaLoad, sources: frozenset[str], ejected: str) -> Replica:
         requests, tokens, held = self._sent.get(index, (0, 0, 0))
         filled = load.pages_running * self.info.layout.page_size - load.begun_tokens
         room = load.room if load.HasField("room") else UNLIMITED
@@ -177,7 +177,7 @@ class Worker:
             index=index,
             epoch=self.epoch,
             fingerprint=self.info.layout.fingerprint,
-            credits=load.credits - requests,
+            capacity=load.capacity - requests,
             tokens=load.waiting_tokens + tokens,
             sequences=load.running + load.waiting + load.importing + requests,
             sources=sources,
@@ -187,12 +187,12 @@ class Worker:
             context=self.info.max_context,
             labels=self.target.topology,
             revision=self.target.revision,
-            left_out=left_out,
+            ejected=ejected,
             page_bytes=self.info.layout.page_bytes,
             prompt_tokens_per_s=load.prompt_tokens_per_s,
             output_tokens_per_s=load.output_tokens_per_s,
             read_bytes_per_s=self.load.read_bytes_per_s if self.load else 0.0,
-            loan_s=self.load.loan_seconds if self.load else 0.0,
+            prefix_fetch_s=self.load.prefix_fetch_seconds if self.load else 0.0,
         )
 
     async def run(self) -> None:
@@ -258,7 +258,7 @@ class Worker:
             if load.epoch != self.epoch:
                 raise MillraceError(Reason.EPOCH_CHANGED, "another process answers at its address")
             news = self._moves_again(load) or self.load is None or load.state != self.load.state
-            if self.excused:
+            if self.long_operation:
                 self.resumed_at = asyncio.get_running_loop().time()
             self.load = load
             self._sent.clear()
@@ -286,7 +286,7 @@ class Worker:
             await _first_end(link.run(), *watch)
         finally:
             self.link = None
-            self._on_change()  # before its legs fail: they choose again at once
+            self._on_change()  # before its sub-requests fail: they choose again at once
             link.close(MillraceError(Reason.WORKER_LOST, f"worker {self.address} was lost"))
 
     async def _watch_progress(self, link: Link) -> None:
@@ -294,7 +294,7 @@ class Worker:
         clock = PatientClock()
         progress = WorkerProgress(self._timeouts.stall, clock.now())
         self._on_step = link.on_message = lambda: progress.moved(clock.now())
-        while not (why := progress.look(link.streams and not self.excused, clock.tick(), self.starved)):
+        while not (why := progress.look(link.streams and not self.long_operation, clock.tick(), self.starved)):
             await asyncio.sleep(TICK_S)
         self._stuck = self.load
         raise MillraceError(Reason.WORKER_LOST, why)

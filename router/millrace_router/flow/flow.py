@@ -1,23 +1,24 @@
 """The life of one continuation: the work of each worker, the outputs for the client, and the retries. Pure: events in,
 actions out.
 
-1. QUEUED    waits for workers. After `assign` the attempt goes to its legs at once: a prefill and a decode worker, only
-             a prefill worker (one token to go), or a unified one (the decode leg alone).
-2. PREFILL   no output yet. The first token comes from whichever leg is faster.
+1. QUEUED    waits for workers. After `assign` the attempt goes to its sub-requests at once: a prefill and a decode
+             worker, only a prefill worker (one token to go), or a unified one (the decode sub-request alone).
+2. PREFILL   no output yet. The first token comes from whichever sub-request is faster.
 3. HANDOVER  the prefill worker's token is out, the decode worker is still reading the KV.
-4. DECODE    the decode leg produces. Its outputs begin with the first token again; what overlaps must be equal.
-5. DONE, FAILED, CANCELLED  absorb everything. Every open leg has got an abort, and in HANDOVER the prefill worker
+4. DECODE    the decode sub-request produces. Its outputs begin with the first token again; what overlaps must be equal.
+5. DONE, FAILED, CANCELLED  absorb everything. Every open sub-request has got an abort, and in HANDOVER the prefill
+   worker
              too: its outputs are complete, but it holds pages for a reader that may never come.
 
 A worker says when a request waits there because others have what it needs. Meanwhile no progress is due of it.
 
-Back to QUEUED: a leg failed for a reason that another attempt may cure (by the table of errors) or made no
-progress in time. The other leg is aborted, the attempt number rises, and the next attempt replays prompt + `outputs`.
-Bounds are `max_attempts`, the client's deadline and the budget that all requests share (`give_up`).
+Back to QUEUED: a sub-request failed for a reason that another attempt may cure (by the table of errors) or made no
+progress in time. The other sub-request is aborted, the attempt number rises, and the next attempt replays prompt +
+`outputs`. Bounds are `max_attempts`, the client's deadline and the budget that all requests share (`give_up`).
 
-`outputs` are the tokens of the room by position. The client takes them with `take`; a disagreement between the legs
-is retried only while the client has seen nothing of the attempt, else it ends the request: a wrong token is never
-sent knowingly.
+`outputs` are the tokens of the room by position. The client takes them with `take`; a disagreement between the
+sub-requests is retried only while the client has seen nothing of the attempt, else it ends the request: a wrong token
+is never sent knowingly.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Stage(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
-class Leg(enum.StrEnum):
+class SubRequest(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -65,19 +66,19 @@ _TRANSITIONS = Transitions(LEGAL)
 
 
 @dataclass(frozen=True, slots=True)
-class AbortLeg:
-    """Send an abort of the attempt to the leg's worker."""
+class AbortSubRequest:
+    """Send an abort of the attempt to the sub-request's worker."""
 
-    leg: Leg
+    sub: SubRequest
     attempt: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """The attempt failed because of the worker of this leg, or of one of these."""
+    """The attempt failed because of the worker of this sub-request, or of one of these."""
 
-    legs: frozenset[Leg]
+    subs: frozenset[SubRequest]
     reason: Reason
 
 
@@ -92,17 +93,17 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """Count an output that changes nothing: it is "duplicate", or its leg is closed ("output")."""
+    """Count an output that changes nothing: it is "duplicate", or its sub-request is closed ("output")."""
 
     kind: str
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Count a disagreement between the legs."""
+    """Count a disagreement between the sub-requests."""
 
 
-Action = AbortLeg | Blame | Retry | Stale | Mismatch
+Action = AbortSubRequest | Blame | Retry | Stale | Mismatch
 NOTHING: tuple[Action, ...] = ()
 
 
@@ -118,8 +119,9 @@ class Flow:
     stage: Stage = Stage.QUEUED
     attempt: int = -1  # of the latest submit
     refusals: int = 0  # attempts that workers were too busy to take
-    open: set[Leg] = field(default_factory=set)  # legs that may still send outputs
-    waiting: set[Leg] = field(default_factory=set)  # legs that wait for others at their worker, by its own word
+    open: set[SubRequest] = field(default_factory=set)  # sub-requests that may still send outputs
+    # sub-requests that wait for others at their worker, by its own word
+    waiting: set[SubRequest] = field(default_factory=set)
     outputs: list[int] = field(default_factory=list)  # token ids of the room
     logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)  # as many as outputs, when asked for
     base: int = 0  # outputs that the latest attempt was given
@@ -181,17 +183,17 @@ class Flow:
 
     # ------------------------------------------------------------------------------------- what workers do
 
-    def assign(self, legs: frozenset[Leg], now: float) -> None:
-        """The attempt is sent to these legs."""
-        assert legs and self.stage is Stage.QUEUED
+    def assign(self, subs: frozenset[SubRequest], now: float) -> None:
+        """The attempt is sent to these sub-requests."""
+        assert subs and self.stage is Stage.QUEUED
         self.attempt += 1
         self.base = len(self.outputs)
-        self.open, self.waiting = set(legs), set()
+        self.open, self.waiting = set(subs), set()
         self._move(Stage.PREFILL, now)
 
-    def output(self, leg: Leg, out: worker_pb2.SequenceOutput, now: float) -> Sequence[Action]:
+    def output(self, sub: SubRequest, out: worker_pb2.SequenceOutput, now: float) -> Sequence[Action]:
         """An output of the latest attempt. The common case, the next token of a running decode, must stay short."""
-        if leg not in self.open:
+        if sub not in self.open:
             return (Stale("output"),)
         tokens, outputs = out.token_ids, self.outputs
         known = len(outputs) - out.first_index  # how many of its tokens we have (tokens always follow on)
@@ -201,37 +203,37 @@ class Flow:
                 if self.wants_logprobs:  # to look at an empty field takes longer than the rest
                     self.logprobs.extend(out.logprobs)
             elif known < 0 or tokens[:known] != outputs[out.first_index : out.first_index + len(tokens)]:
-                return self._disagree(leg, out, now)
+                return self._disagree(sub, out, now)
             else:
                 outputs.extend(tokens[known:])
                 self.logprobs.extend(out.logprobs[known:])
             self.progress = now
-        if leg is Leg.DECODE and self.stage is Stage.DECODE and not out.finish_reason:
+        if sub is SubRequest.DECODE and self.stage is Stage.DECODE and not out.finish_reason:
             return NOTHING if known == 0 else (Stale("duplicate"),)
-        return self._turn(leg, out, now)
+        return self._turn(sub, out, now)
 
-    def wait(self, leg: Leg, over: bool, now: float) -> None:
-        """The leg's worker says that the request waits there for others, or goes on."""
+    def wait(self, sub: SubRequest, over: bool, now: float) -> None:
+        """The sub-request's worker says that the request waits there for others, or goes on."""
         if not over:
-            self.waiting.add(leg)
-        elif leg in self.waiting:
-            self.waiting.remove(leg)
+            self.waiting.add(sub)
+        elif sub in self.waiting:
+            self.waiting.remove(sub)
             self.progress = now
 
-    def leg_failed(self, leg: Leg, error: MillraceError, now: float) -> Sequence[Action]:
-        """The leg is over without a proper end: its worker refused, failed or went away."""
-        if leg not in self.open:
+    def sub_failed(self, sub: SubRequest, error: MillraceError, now: float) -> Sequence[Action]:
+        """The sub-request is over without a proper end: its worker refused, failed or went away."""
+        if sub not in self.open:
             return NOTHING
-        waited = leg in self.waiting
-        self.open.discard(leg)
-        if leg is Leg.PREFILL and self.stage is Stage.DECODE:
+        waited = sub in self.waiting
+        self.open.discard(sub)
+        if sub is SubRequest.PREFILL and self.stage is Stage.DECODE:
             return NOTHING  # the decode worker has the whole KV
         if waited and error.reason is Reason.KV_EXPIRED:
             return self._fail(error, frozenset(), now)  # the prompt's pages were held as long as they can be
-        return self._fail(error, _BOTH if error.reason in _TWO_SIDED else frozenset({leg}), now)
+        return self._fail(error, _BOTH if error.reason in _TWO_SIDED else frozenset({sub}), now)
 
     def tick(self, now: float, routable: bool) -> Sequence[Action]:
-        """Time passed. `routable`: some placement exists, if not now then when credits return."""
+        """Time passed. `routable`: some placement exists, if not now then when capacity returns."""
         if self.ended or now < self.expires:
             return NOTHING
         if self.deadline is not None and now >= self.deadline:
@@ -248,38 +250,40 @@ class Flow:
         error = MillraceError(Reason.STALLED, f"no progress for {now - self.progress:.1f} s in stage {self.stage}")
         return self._fail(error, self._culprits(), now)
 
-    def _turn(self, leg: Leg, out: worker_pb2.SequenceOutput, now: float) -> Sequence[Action]:
-        """An output that moves the stage or closes the leg."""
+    def _turn(self, sub: SubRequest, out: worker_pb2.SequenceOutput, now: float) -> Sequence[Action]:
+        """An output that moves the stage or closes the sub-request."""
         finish = out.finish_reason
-        if leg is Leg.DECODE and out.token_ids and self.stage is not Stage.DECODE:
+        if sub is SubRequest.DECODE and out.token_ids and self.stage is not Stage.DECODE:
             self._move(Stage.DECODE, now)  # it has the KV
         if finish == common_pb2.FINISH_REASON_ERROR:
             failure = out.failure
             error = MillraceError(failure.reason, failure.message, retry_after_s=failure.retry_after_ms / 1000 or None)
-            return self.leg_failed(leg, error, now)
+            return self.sub_failed(sub, error, now)
         if finish == common_pb2.FINISH_REASON_ABORT:
-            return self.leg_failed(leg, MillraceError(Reason.CANCELLED, f"aborted by the {leg} worker"), now)
+            return self.sub_failed(sub, MillraceError(Reason.CANCELLED, f"aborted by the {sub} worker"), now)
         if finish:
             if out.token_ids and out.first_index + len(out.token_ids) != len(self.outputs):
-                return self._disagree(leg, out, now)
-            self.open.discard(leg)
+                return self._disagree(sub, out, now)
+            self.open.discard(sub)
             return self._end(Stage.DONE, "finished", finish_reason=finish)
-        if leg is Leg.PREFILL:
-            self.open.discard(leg)  # its outputs are complete
+        if sub is SubRequest.PREFILL:
+            self.open.discard(sub)  # its outputs are complete
             if self.stage is Stage.PREFILL:
                 self._move(Stage.HANDOVER, now)
         return NOTHING
 
-    def _disagree(self, leg: Leg, out: worker_pb2.SequenceOutput, now: float) -> Sequence[Action]:
+    def _disagree(self, sub: SubRequest, out: worker_pb2.SequenceOutput, now: float) -> Sequence[Action]:
         where = f"position {out.first_index} (of {len(self.outputs)})"
-        error = MillraceError(Reason.INTERNAL, f"the {leg} worker's tokens at {where} contradict earlier tokens")
+        error = MillraceError(Reason.INTERNAL, f"the {sub} worker's tokens at {where} contradict earlier tokens")
         seen = self.taken > self.base
         del self.outputs[max(self.base, self.taken) :], self.logprobs[max(self.base, self.taken) :]
         if seen:
             return (Mismatch(), *self._end(Stage.FAILED, "mismatch", error=error))
         return (Mismatch(), *self._fail(error, _BOTH, now, curable=True))
 
-    def _fail(self, error: MillraceError, blame: frozenset[Leg], now: float, curable: bool = False) -> Sequence[Action]:
+    def _fail(
+        self, error: MillraceError, blame: frozenset[SubRequest], now: float, curable: bool = False
+    ) -> Sequence[Action]:
         """The attempt is over: start the next one, if it may help and is allowed."""
         self.error = error
         blamed = Blame(blame, error.reason)
@@ -300,11 +304,17 @@ class Flow:
         self.queue_s = self.timeouts.queue
         return (*aborts, blamed, Retry(error.reason, pause, refused))
 
-    def _culprits(self) -> frozenset[Leg]:
+    def _culprits(self) -> frozenset[SubRequest]:
         """The workers that may cause a silence: a first token needs the prefill worker alone, a handover both."""
         if self.stage is Stage.HANDOVER:
             return _BOTH
-        return frozenset({Leg.PREFILL if self.stage is Stage.PREFILL and Leg.PREFILL in self.open else Leg.DECODE})
+        return frozenset(
+            {
+                SubRequest.PREFILL
+                if self.stage is Stage.PREFILL and SubRequest.PREFILL in self.open
+                else SubRequest.DECODE
+            }
+        )
 
     def _final(self, error: MillraceError, why: str) -> MillraceError:
         """The error for the client, which may retry."""
@@ -326,9 +336,9 @@ class Flow:
         return aborts
 
     def _abort_open(self, why: str) -> tuple[Action, ...]:
-        holding = {Leg.PREFILL} if self.stage is Stage.HANDOVER else set()
-        legs, self.open = sorted(self.open | holding), set()
-        return tuple(AbortLeg(leg, self.attempt, why) for leg in legs)
+        holding = {SubRequest.PREFILL} if self.stage is Stage.HANDOVER else set()
+        subs, self.open = sorted(self.open | holding), set()
+        return tuple(AbortSubRequest(sub, self.attempt, why) for sub in subs)
 
     def _move(self, stage: Stage, now: float) -> None:
         self.stage = _TRANSITIONS.move(self.stage, stage, "continuation")
@@ -336,7 +346,7 @@ class Flow:
         self.began.setdefault(stage, now)
 
 
-_BOTH = frozenset(Leg)
+_BOTH = frozenset(SubRequest)
 # When the decode worker reports these, the prefill worker may be at fault.
 _TWO_SIDED = frozenset(
     {

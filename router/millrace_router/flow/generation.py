@@ -1,7 +1,8 @@
 """Execution of the decisions of a pure flow (flow.py): one `Generation` per continuation.
 
-Events come from the queue (`_serve`), the Links (`_Leg`), the clock (`_tick`) and the client (`stop`, `cancel`); the
-flow's actions go out in `perform`. Whatever happened, `_settle` moves the timer and wakes the client's stream.
+Events come from the queue (`_serve`), the Links (`_LinkedSubRequest`), the clock (`_tick`) and the client (`stop`,
+`cancel`); the flow's actions go out in `perform`. Whatever happened, `_settle` moves the timer and wakes the client's
+stream.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from millrace_router.config import RouterConfig
 from millrace_router.fleet.link import Link, Source
 from millrace_router.fleet.registry import Registry
 from millrace_router.fleet.worker import Worker
-from millrace_router.flow.flow import AbortLeg, Action, Blame, Flow, Leg, Mismatch, Retry, Stage, Stale
+from millrace_router.flow.flow import AbortSubRequest, Action, Blame, Flow, Mismatch, Retry, Stage, Stale, SubRequest
 from millrace_router.flow.spans import ContinuationSpans
 from millrace_router.policy.choose import Decision
-from millrace_router.policy.snapshot import LoanOffer, Replica, Want
+from millrace_router.policy.snapshot import PlacementRequest, PrefixFetch, Replica
 from millrace_router.queue.admission import Admission
 from millrace_router.queue.fair_queue import Place, Ticket
 from millrace_router.queue.tenant import Tenant
@@ -100,9 +101,9 @@ class Generation:
         self._cache_salt = backend.registry.cache_key.salt(job.tenant.cache_group)
         self._spans = spans
         self._ticket: Ticket | None = None
-        self._placed: dict[Leg, Replica] = {}
-        self._workers: dict[Leg, Worker] = {}  # also those that discovery has dropped since
-        self._links: dict[Leg, Link] = {}
+        self._placed: dict[SubRequest, Replica] = {}
+        self._workers: dict[SubRequest, Worker] = {}  # also those that discovery has dropped since
+        self._links: dict[SubRequest, Link] = {}
         self._avoid: frozenset[str] = frozenset()  # addresses of workers that failed it before
         self._weights = ""  # of the model that was asked last
         self.version = ""  # of these weights
@@ -126,10 +127,10 @@ class Generation:
     def perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case AbortLeg(leg, attempt, reason):
-                    self._links[leg].abort(self.room, attempt, reason)
-                case Blame(legs, reason):
-                    blamed = [replica for leg, replica in self._placed.items() if leg in legs]
+                case AbortSubRequest(sub, attempt, reason):
+                    self._links[sub].abort(self.room, attempt, reason)
+                case Blame(subs, reason):
+                    blamed = [replica for sub, replica in self._placed.items() if sub in subs]
                     self._avoid |= {replica.address for replica in blamed}
                     self._health.failed([replica.epoch for replica in blamed], reason)
                 case Retry():
@@ -154,11 +155,11 @@ class Generation:
         self._ticket = None
         self.cancel(error)
 
-    def _want(self) -> Want:
+    def _want(self) -> PlacementRequest:
         job, flow, registry = self.job, self.flow, self._backend.registry
         token_ids = job.token_ids + flow.outputs if flow.outputs else job.token_ids
         page_size = max(registry.model.layout.page_size, 1)
-        return Want(
+        return PlacementRequest(
             tokens=len(token_ids),
             outputs=flow.remaining,
             least=max(job.least_outputs - len(flow.outputs), 0),
@@ -176,8 +177,8 @@ class Generation:
     def _serve(self, decision: Decision) -> None:
         self._ticket = None
         self._spans.placed(self._loop.time(), self.flow.attempt + 1, decision)
-        legs = {Leg.PREFILL: decision.placement.prefill, Leg.DECODE: decision.placement.decode}
-        self._placed = {leg: replica for leg, replica in legs.items() if replica is not None}
+        subs = {SubRequest.PREFILL: decision.placement.prefill, SubRequest.DECODE: decision.placement.decode}
+        self._placed = {sub: replica for sub, replica in subs.items() if replica is not None}
         self.flow.assign(frozenset(self._placed), self._loop.time())
         self._submit(decision)
         self._settle()
@@ -196,14 +197,17 @@ class Generation:
     # ------------------------------------------------------------------------------------- the workers
 
     def _submit(self, decision: Decision) -> None:
-        """Send the attempt to its legs. A Link that is gone fails its leg at once, which ends the attempt half-way."""
+        """Send the attempt to its sub-requests. A Link that is gone fails its sub-request at once, which ends the
+        attempt half-way.
+        """
         prompt = array("I", self.job.token_ids)
         prompt.extend(self.flow.outputs)
-        source: Source = self._prefix(decision.loan)  # the prefill leg comes first and is the decode leg's source
-        for leg, replica in self._placed.items():
-            if leg not in self.flow.open:
+        # the prefill sub-request comes first and is the decode sub-request's source
+        source: Source = self._prefix(decision.prefix_fetch)
+        for sub, replica in self._placed.items():
+            if sub not in self.flow.open:
                 return
-            self._workers[leg] = worker = self._backend.registry.workers[replica.address]
+            self._workers[sub] = worker = self._backend.registry.workers[replica.address]
             self._weights, self.version = worker.weights, worker.info.weights_version
             request = self._request(replica.index)
             if worker.info.packed_prompts:
@@ -211,22 +215,24 @@ class Generation:
             else:  # a worker of an earlier version
                 request.token_ids.extend(prompt)
             length = len(prompt)
-            computes = leg is Leg.PREFILL or source is None
-            outputs = 0 if leg is Leg.PREFILL else min(self.flow.remaining, replica.expected_output)
+            computes = sub is SubRequest.PREFILL or source is None
+            outputs = 0 if sub is SubRequest.PREFILL else min(self.flow.remaining, replica.expected_output)
             worker.note_sent(
                 replica.index, *((length - decision.cached_tokens, 0) if computes else (0, length)), outputs
             )
             assert worker.link is not None, "the policy chose a worker that is not linked"
-            self._links[leg] = link = worker.link
-            link.submit(request, source, _Leg(self, leg, link))
+            self._links[sub] = link = worker.link
+            link.submit(request, source, _LinkedSubRequest(self, sub, link))
             source = worker.source()
 
-    def _prefix(self, loan: LoanOffer | None) -> prefill_pb2.KvPrefixRef | None:
+    def _prefix(self, prefix_fetch: PrefixFetch | None) -> prefill_pb2.KvPrefixRef | None:
         """Where the prefill worker gets leading pages of the prompt."""
-        if loan is None:
+        if prefix_fetch is None:
             return None
-        source = self._backend.registry.workers[loan.lender.address].source()
-        return prefill_pb2.KvPrefixRef(worker=source, replica=loan.lender.index, num_pages=loan.num_pages)
+        source = self._backend.registry.workers[prefix_fetch.source.address].source()
+        return prefill_pb2.KvPrefixRef(
+            worker=source, replica=prefix_fetch.source.index, num_pages=prefix_fetch.num_pages
+        )
 
     def _request(self, replica: int) -> worker_pb2.EngineRequest:
         """All but the token ids."""
@@ -251,16 +257,16 @@ class Generation:
             begun.weights, begun.version = self._weights, self.version
         return begun.weights == self._weights
 
-    def heard(self, leg: Leg) -> None:
-        """A leg's first output."""
-        self._health.spoke(self._placed[leg].epoch)
+    def heard(self, sub: SubRequest) -> None:
+        """A sub-request's first output."""
+        self._health.spoke(self._placed[sub].epoch)
 
     def drafted(self, out: worker_pb2.SequenceOutput) -> None:
         """The last output of an attempt says how many drafts there were."""
         self.drafted_tokens += out.drafted_tokens
         self.accepted_tokens += out.accepted_draft_tokens
         metrics, placed = self._backend.metrics, self._placed
-        pair = [placed[leg].address if leg in placed else NO_WORKER for leg in (Leg.PREFILL, Leg.DECODE)]
+        pair = [placed[sub].address if sub in placed else NO_WORKER for sub in (SubRequest.PREFILL, SubRequest.DECODE)]
         metrics.drafted_tokens.labels(*pair).inc(out.drafted_tokens)
         metrics.accepted_draft_tokens.labels(*pair).inc(out.accepted_draft_tokens)
 
@@ -270,8 +276,8 @@ class Generation:
         stage = self.flow.stage
         if stage is not self.stage:
             self.stage = stage
-            for leg, link in self._links.items():  # of a handover that is over
-                if leg not in self.flow.open and stage is not Stage.HANDOVER:
+            for sub, link in self._links.items():  # of a handover that is over
+                if sub not in self.flow.open and stage is not Stage.HANDOVER:
                     link.forget(self.room)
             if self.flow.ended:
                 self._finish()
@@ -301,13 +307,13 @@ class Generation:
             self._arm()
 
     def _due_since(self, now: float) -> float:
-        """Since when progress is due: while a worker is excused, or the request waits for others, none is, and
-        afterwards the time begins again.
+        """Since when progress is due: during a long operation of a worker, or the request waits for others, none is,
+        and afterwards the time begins again.
         """
         if self.flow.waits:
             return now
-        found = (self._workers[leg] for leg in self.flow.open)
-        pauses = (now if worker.excused else worker.resumed_at for worker in found)
+        found = (self._workers[sub] for sub in self.flow.open)
+        pauses = (now if worker.long_operation else worker.resumed_at for worker in found)
         return max([self.flow.progress, *pauses])
 
     def _finish(self) -> None:
@@ -327,24 +333,24 @@ class Generation:
         self._spans.over(self._loop.time(), tokens, error)
 
 
-class _Leg:
-    """One leg of one attempt, registered on its Link."""
+class _LinkedSubRequest:
+    """One sub-request of one attempt, registered on its Link."""
 
-    __slots__ = ("_flow", "_generation", "_leg", "_link", "attempt", "heard", "waits")
+    __slots__ = ("_flow", "_generation", "_link", "_sub", "attempt", "heard", "waits")
 
-    def __init__(self, generation: Generation, leg: Leg, link: Link) -> None:
+    def __init__(self, generation: Generation, sub: SubRequest, link: Link) -> None:
         self.attempt = generation.flow.attempt
         self._generation = generation
         self._flow = generation.flow
         self.heard = self.waits = False
-        self._leg = leg
+        self._sub = sub
         self._link = link
 
     def on_output(self, out: worker_pb2.SequenceOutput, now: float) -> None:
         flow, generation = self._flow, self._generation
         if not self.heard and out.token_ids:
             self.heard = True
-            generation.heard(self._leg)
+            generation.heard(self._sub)
         if generation.tokens_at is None and out.token_ids:
             if not generation.begins():
                 self._link.abort(generation.room, self.attempt, "other weights")
@@ -354,8 +360,8 @@ class _Leg:
             generation.cached_tokens = out.cached_tokens
         if out.drafted_tokens:
             generation.drafted(out)
-        actions = flow.output(self._leg, out, now)
-        if self._leg not in flow.open and flow.stage is not Stage.HANDOVER:  # there the worker's pages are still read
+        actions = flow.output(self._sub, out, now)
+        if self._sub not in flow.open and flow.stage is not Stage.HANDOVER:  # there the worker's pages are still read
             self._link.forget(generation.room)
         if actions or flow.stage is not generation.stage:
             generation.perform(actions)
@@ -364,8 +370,8 @@ class _Leg:
 
     def on_wait(self, over: bool, now: float) -> None:
         self.waits = not over
-        self._flow.wait(self._leg, over, now)
+        self._flow.wait(self._sub, over, now)
 
     def on_failure(self, error: MillraceError) -> None:
         loop = asyncio.get_running_loop()
-        self._generation.perform(self._flow.leg_failed(self._leg, error, loop.time()))
+        self._generation.perform(self._flow.sub_failed(self._sub, error, loop.time()))

@@ -17,20 +17,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-LONGEST_REST_S = 0.02
+LONGEST_FLUSH_DELAY_S = 0.02
 SLICE_S = 0.0002
 
 
 Turn = Callable[[], bool]  # whether all is done; else tasks were woken
 
 
-def rest_s(took_s: float, behind: float, interval_s: float) -> float:
+def flush_delay_s(took_s: float, behind: float, interval_s: float) -> float:
     """Seconds from the end of a round that took `took_s` to the next one. Rounds begin at least `interval_s` apart.
 
     Args:
         behind: share of the streams that got more news before their turn, 0 to 1.
     """
-    return max(min(took_s, LONGEST_REST_S) * behind, interval_s - took_s)
+    return max(min(took_s, LONGEST_FLUSH_DELAY_S) * behind, interval_s - took_s)
 
 
 class Rounds:
@@ -76,4 +76,4 @@ class Rounds:
 
     def _end(self) -> None:
         behind, self._waited = min(self._waited / self._turns, 1.0), 0
-        self._loop.call_later(rest_s(self._clock() - self._began, behind, self._interval_s), self._begin)
+        self._loop.call_later(flush_delay_s(self._clock() - self._began, behind, self._interval_s), self._begin)

@@ -28,7 +28,7 @@ from millrace_rpc.errors import FieldError, MillraceError
 from millrace_router.flow.flow import Stage
 from millrace_router.flow.generation import Generation
 from millrace_router.flow.rounds import Rounds
-from millrace_router.text.message import ContentStop, MessageParser, Said, joined
+from millrace_router.text.message import ContentStop, MessageParser, ParsedOutput, joined
 from millrace_router.text.tokenizer import Tokenizer
 
 
@@ -37,7 +37,7 @@ class Delta:
     """`finish_reason` is set on a continuation's last delta. `completion_tokens` counts from its beginning."""
 
     index: int
-    said: Said
+    parsed: ParsedOutput
     token_ids: list[int]
     logprobs: list[common_pb2.TokenLogprobs]
     finish_reason: common_pb2.FinishReason
@@ -75,28 +75,28 @@ class AnswerText:
         self.stopped = False
         self.stopped_by = ""  # the stop string that ended it
 
-    def push(self, ids: list[int]) -> tuple[Said, int]:
+    def push(self, ids: list[int]) -> tuple[ParsedOutput, int]:
         """What they say, and how many of them were used: up to the one with which it is certain that the text ends."""
         if self._stop is None and not self._one_call:
             return self._parser.push(self._decode(ids), last=False), len(ids)
-        said: list[Said] = []
+        parsed: list[ParsedOutput] = []
         for token in ids:
-            said.append(self._cut(self._parser.push(self._decode((token,)), last=False)))
+            parsed.append(self._cut(self._parser.push(self._decode((token,)), last=False)))
             if self.stopped:
                 break
-        return joined(said), len(said)
+        return joined(parsed), len(parsed)
 
-    def flush(self, cut: bool = False) -> Said:
+    def flush(self, cut: bool = False) -> ParsedOutput:
         """The output has ended, `cut`: by its length."""
-        said = self._cut(self._parser.push(self._decoder.decode(b"", final=True), last=True, cut=cut))
-        return said if self._stop is None or self.stopped else joined((said, self._stop.flush()))
+        parsed = self._cut(self._parser.push(self._decoder.decode(b"", final=True), last=True, cut=cut))
+        return parsed if self._stop is None or self.stopped else joined((parsed, self._stop.flush()))
 
-    def _cut(self, said: Said) -> Said:
+    def _cut(self, parsed: ParsedOutput) -> ParsedOutput:
         if self._stop is not None:
-            said = self._stop.push(said)
+            parsed = self._stop.push(parsed)
             self.stopped_by = self._stop.matched
         self.stopped = bool(self.stopped_by) or (self._one_call and self._parser.called)
-        return said
+        return parsed
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._decoder.decode(self._tokenizer.token_bytes(ids, self._keep_special))
@@ -135,10 +135,10 @@ class Continuation:
             if not flow.ended:
                 return None
             raise self._error()
-        said, used = self._text.push(tokens)
+        parsed, used = self._text.push(tokens)
         finish_reason = flow.finish_reason
         if finish_reason and not self._text.stopped:
-            said = joined((said, self._text.flush(cut=finish_reason == common_pb2.FINISH_REASON_LENGTH)))
+            parsed = joined((parsed, self._text.flush(cut=finish_reason == common_pb2.FINISH_REASON_LENGTH)))
         if self._text.stopped:
             self.generation.stop()
             finish_reason = common_pb2.FINISH_REASON_STOP
@@ -147,7 +147,7 @@ class Continuation:
         self.completion_tokens += used
         return Delta(
             self._index,
-            said,
+            parsed,
             tokens[:used],
             logprobs[:used],
             finish_reason,

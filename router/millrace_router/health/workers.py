@@ -1,8 +1,8 @@
 """The record of each worker, and the workers that the policies leave out.
 
-Every leg of every attempt reports its first output here, and the failure that the flow blames on its worker. FAULTS are
-the failures that count: neither a mistake in the request nor a worker that is full or leaving is one. Of a failure that
-either of two workers may have caused none is to blame.
+Every sub-request of every attempt reports its first output here, and the failure that the flow blames on its worker.
+FAULTS are the failures that count: neither a mistake in the request nor a worker that is full or leaving is one. Of a
+failure that either of two workers may have caused none is to blame.
 
 If every routable worker of a role would be left out, none of them is, because then the cause is elsewhere.
 """
@@ -60,7 +60,7 @@ class WorkerHealth:
             self._roles[role][epoch] = self._records[epoch]
         self._routable = tuple(routable)
 
-    def left_out(self) -> Mapping[str, str]:
+    def ejected(self) -> Mapping[str, str]:
         """Epochs of the workers to be left out now, and why."""
         if not self._ejected:
             return NONE

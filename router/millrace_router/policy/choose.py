@@ -4,12 +4,12 @@
                    would wait for too long at every prefill worker (`local_prefill_wait`)
 2. pair            a prefill replica with an open decode partner; then, near it, a decode replica that has been warmed
                    with it and has an equal KV layout. One token to go: the prefill replica alone. Where another
-                   replica has more of the prompt cached, the prefill replica may fetch it (loans.py)
+                   replica has more of the prompt cached, the prefill replica may fetch it (prefix_fetches.py)
 3. unified         one replica for both phases
 
-The first of these with a replica that has credits is taken; within it the role's policy scores the candidates
-(scoring.py). Workers in `Want.avoid` are candidates only when no other is left, ejected ones (resilience/) not even
-then. While the view names a revision that is asked first, the others get what it has no room for.
+The first of these with a replica that has capacity is taken; within it the role's policy scores the candidates
+(scoring.py). Workers in `PlacementRequest.avoid` are candidates only when no other is left, ejected ones (resilience/)
+not even then. While the view names a revision that is asked first, the others get what it has no room for.
 
 A `Decision` costs nothing when it is made: it keeps the immutable situation, and because choosing is a pure function,
 choosing once more with notes explains it.
@@ -25,11 +25,11 @@ from millrace.v1.admin_pb2 import Candidate, Selection
 
 from millrace_router.config import Policy, Routing
 from millrace_router.policy.holders import Process
-from millrace_router.policy.loans import START_TOKENS_PER_S, Lenders, best_loan, lenders
+from millrace_router.policy.prefix_fetches import START_TOKENS_PER_S, PrefixSources, best_prefix_fetch, prefix_sources
 from millrace_router.policy.scoring import SCORERS, Inputs, best, far
-from millrace_router.policy.snapshot import Key, LoanOffer, Placement, Replica, View, Want
+from millrace_router.policy.snapshot import Key, Placement, PlacementRequest, PrefixFetch, Replica, View
 
-CLOSED = "no credits"
+CLOSED = "no capacity"
 TOO_SMALL = "its context is too small"
 NO_PAGES: Mapping[Process, int] = {}
 Note = Callable[[Selection], None]  # each question to a policy; a request asks one or several
@@ -40,11 +40,11 @@ class Situation:
     """Everything that a choice depends on, besides the configuration."""
 
     view: View
-    want: Want
+    want: PlacementRequest
     last: Mapping[str, Key] = field(default_factory=dict)  # by role: the replica of its previous request
     prefill_pages: Mapping[Process, float] = field(default_factory=lambda: NO_PAGES)  # leading pages that are cached
     decode_pages: Mapping[Process, float] = field(default_factory=lambda: NO_PAGES)  # of decode and unified replicas
-    lendable: Mapping[Process, int] = field(default_factory=lambda: NO_PAGES)  # on any replica's device
+    fetchable: Mapping[Process, int] = field(default_factory=lambda: NO_PAGES)  # on any replica's device
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Decision:
     placement: Placement
 
     @property
-    def way(self) -> str:
+    def route(self) -> str:
         """One of "pair", "prefill_only", "local" and "unified"."""
         if self.placement.prefill is not None:
             return "prefill_only" if self.placement.decode is None else "pair"
@@ -93,13 +93,13 @@ class Decision:
         replica, pages = (prefill, situation.prefill_pages) if prefill else (decode, situation.decode_pages)
         assert replica is not None
         cached = situation.want.cached(pages.get(replica.process, 0))
-        return cached if self.loan is None else max(cached, situation.want.cached(self.loan.num_pages))
+        return cached if self.prefix_fetch is None else max(cached, situation.want.cached(self.prefix_fetch.num_pages))
 
     @property
-    def loan(self) -> LoanOffer | None:
+    def prefix_fetch(self) -> PrefixFetch | None:
         """The pages that the prefill worker fetches."""
-        loan = self.placement.loan
-        return loan if loan is not None and loan.worthwhile else None
+        prefix_fetch = self.placement.prefix_fetch
+        return prefix_fetch if prefix_fetch is not None and prefix_fetch.worthwhile else None
 
     def explain(self) -> tuple[Selection, ...]:
         notes: list[Selection] = []
@@ -110,7 +110,7 @@ class Decision:
         """Attributes of a span of the request's trace."""
         prefill, decode, chooser = self.placement.prefill, self.placement.decode, self.chooser
         found: dict[str, str | int] = {
-            "millrace.route.way": self.way,
+            "millrace.route.kind": self.route,
             "millrace.route.cached_tokens": self.cached_tokens,
         }
         for role, policy, replica in (
@@ -120,9 +120,11 @@ class Decision:
             if replica is not None:
                 found[f"millrace.route.{role}"] = f"{replica.address}/{replica.index}"
                 found[f"millrace.route.{role}_policy"] = str(policy)
-        if self.loan is not None:
-            found["millrace.route.lender"] = f"{self.loan.lender.address}/{self.loan.lender.index}"
-            found["millrace.route.lent_pages"] = self.loan.num_pages
+        if self.prefix_fetch is not None:
+            found["millrace.route.prefix_source"] = (
+                f"{self.prefix_fetch.source.address}/{self.prefix_fetch.source.index}"
+            )
+            found["millrace.route.prefix_pages"] = self.prefix_fetch.num_pages
         return found
 
 
@@ -174,19 +176,19 @@ class _Attempt:
 
         no_partner = "no open decode worker is paired with it"
         excluded = [self._unable_to_prefill(r) or (no_partner if alone(r) else "") for r in view.prefill]
-        offers = lenders((*view.decode, *view.unified, *view.prefill), self.situation.lendable, want)
+        offers = prefix_sources((*view.decode, *view.unified, *view.prefill), self.situation.fetchable, want)
         source = self._select("prefill", view.prefill, excluded, offers=offers)
         if source is None:
             return None
-        own = max(pages.get(source.process, 0) for pages in (self.situation.prefill_pages, self.situation.lendable))
-        loan = best_loan(source, want.cached(own), want, offers)
+        own = max(pages.get(source.process, 0) for pages in (self.situation.prefill_pages, self.situation.fetchable))
+        prefix_fetch = best_prefix_fetch(source, want.cached(own), want, offers)
         if want.prefill_only:
-            return Placement(source, None, loan)
+            return Placement(source, None, prefix_fetch)
         rows = zip(view.decode, closed, strict=True)
         excluded = [why or ("" if _paired(source, r) else "not paired with the prefill worker") for r, why in rows]
         target = self._select("decode", view.decode, excluded, near=source)
         assert target is not None
-        return Placement(source, target, loan)
+        return Placement(source, target, prefix_fetch)
 
     def unified(self) -> Placement | None:
         replicas = self.situation.view.unified
@@ -194,10 +196,10 @@ class _Attempt:
         return None if worker is None else Placement(None, worker)
 
     def _closed(self, replica: Replica) -> str:
-        if replica.credits <= 0:
+        if replica.capacity <= 0:
             return CLOSED
-        if replica.left_out:
-            return replica.left_out
+        if replica.ejected:
+            return replica.ejected
         if self.revision is not None and replica.revision != self.revision:
             return f"revision {self.revision!r} is asked first"
         if replica.address == self.situation.want.kept:
@@ -227,7 +229,7 @@ class _Attempt:
         everyone: tuple[Replica, ...],
         excluded: list[str],
         near: Replica | None = None,
-        offers: Lenders = (),
+        offers: PrefixSources = (),
     ) -> Replica | None:
         """Return the policy's choice among the candidates that are not excluded, for a reason."""
         routing, situation = self.chooser.routing, self.situation

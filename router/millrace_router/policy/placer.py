@@ -13,7 +13,7 @@ from millrace_router.policy.choose import NO_PAGES, Chooser, Decision, Situation
 from millrace_router.policy.holders import Process
 from millrace_router.policy.kv_index import KvIndex
 from millrace_router.policy.prefix_index import PrefixIndex
-from millrace_router.policy.snapshot import Key, Placement, View, Want
+from millrace_router.policy.snapshot import Key, Placement, PlacementRequest, View
 
 REMEMBERED = 1024  # decisions: seconds to minutes of a router
 
@@ -50,8 +50,10 @@ class Indexes:
             self._latest = token_ids, page_size, salt, blocks
         return blocks
 
-    def lookup(self, want: Want) -> tuple[Pages, Pages, Mapping[Process, int]]:
-        """Leading pages that are cached: for the prefill policy, for the decode policy, and on devices, to be lent."""
+    def lookup(self, want: PlacementRequest) -> tuple[Pages, Pages, Mapping[Process, int]]:
+        """Leading pages that are cached: for the prefill policy, for the decode policy, and on devices, to be
+        served.
+        """
         blocks = want.pages
         if not blocks:
             return NO_PAGES, NO_PAGES, NO_PAGES
@@ -63,7 +65,7 @@ class Indexes:
             found[self.prefix] = self.prefix.lookup(blocks)
         return found[self._of_prefill], found[self._of_decode], on_device
 
-    def note(self, want: Want, placement: Placement) -> None:
+    def note(self, want: PlacementRequest, placement: Placement) -> None:
         """Record a sent request."""
         if self.prefix is None or not want.pages:
             return
@@ -84,7 +86,7 @@ class Placer:
         self._metrics = metrics
         self._last: dict[str, Key] = {}
 
-    def choose(self, view: View, want: Want) -> Decision | None:
+    def choose(self, view: View, want: PlacementRequest) -> Decision | None:
         """A decision is carried out by the caller: its requests count as sent."""
         decision = self._chooser.choose(Situation(view, want, dict(self._last), *self.indexes.lookup(want)))
         if decision is None:
@@ -93,11 +95,11 @@ class Placer:
         if prefill is not None:
             self._last["prefill"] = prefill.key
         if decode is not None:
-            self._last[decision.way if prefill is None else "decode"] = decode.key
+            self._last[decision.route if prefill is None else "decode"] = decode.key
         self.indexes.note(want, decision.placement)
         self.decisions.append(decision)
-        self._metrics.decisions.labels(
-            way=decision.way, prefill_policy=self._chooser.prefill, decode_policy=self._chooser.decode
+        self._metrics.placements.labels(
+            route=decision.route, prefill_policy=self._chooser.prefill, decode_policy=self._chooser.decode
         ).inc()
         self._metrics.expected_cached_tokens.inc(decision.cached_tokens)
         return decision

@@ -19,8 +19,8 @@ from operator import attrgetter
 
 from millrace_router.config import Policy, Routing
 from millrace_router.policy.holders import Process
-from millrace_router.policy.loans import Lenders, saved
-from millrace_router.policy.snapshot import Key, Replica, Want
+from millrace_router.policy.prefix_fetches import PrefixSources, saved
+from millrace_router.policy.snapshot import Key, PlacementRequest, Replica
 
 Score = tuple[float, ...]
 NOT_DRAWN: Score = (float("inf"), 0.0)
@@ -32,12 +32,12 @@ _U64 = 2**64 - 1
 class Inputs:
     """The inputs of a policy besides the candidates."""
 
-    want: Want
+    want: PlacementRequest
     routing: Routing
     everyone: tuple[Replica, ...]  # of the role, in order of key, whether they are candidates or not
     pages: Mapping[Process, float]  # full pages of the prompt that a replica has cached
     last: Key | None  # the replica of the role's previous request
-    lenders: Lenders = ()
+    prefix_sources: PrefixSources = ()
 
     def cached(self, replica: Replica) -> int:
         """Prompt tokens that the replica need not compute, or need not transfer."""
@@ -125,7 +125,7 @@ def cached(candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
     """
     want, weight, pages = inputs.want, inputs.routing.cache_weight, inputs.pages
     own = [want.cached(pages[process]) if (process := r.process) in pages else 0 for r in candidates]
-    rows = zip(candidates, saved(candidates, own, want, inputs.lenders), strict=True)
+    rows = zip(candidates, saved(candidates, own, want, inputs.prefix_sources), strict=True)
     return [(r.tokens + r.held + weight * (want.tokens - s), float(r.sequences)) for r, s in rows]
 
 

@@ -20,7 +20,7 @@ class Replica:
     index: int
     epoch: str
     fingerprint: str
-    credits: int  # further requests it takes
+    capacity: int  # further requests it takes
     tokens: int  # prompt tokens waiting to be computed
     sequences: int  # running, waiting and importing
     sources: frozenset[str] = frozenset()  # decode: epochs of the prefill workers it has been warmed with
@@ -30,13 +30,13 @@ class Replica:
     context: int = UNLIMITED  # tokens of the longest request that it can run, prompt and output
     labels: Mapping[str, str] = field(default_factory=lambda: NO_LABELS, compare=False)  # of its worker: zone, …
     revision: str = ""  # of its worker
-    left_out: str = ""  # why it gets nothing although it could: resilience/ has ejected it
+    ejected: str = ""  # why it gets nothing although it could: resilience/ has ejected it
     page_bytes: int = 0
     # Measured by its worker; 0: not yet
     prompt_tokens_per_s: float = 0.0
     output_tokens_per_s: float = 0.0  # of one sequence
     read_bytes_per_s: float = 0.0  # of KV from other workers
-    loan_s: float = 0.0  # of borrowing a prefix, beside the reads
+    prefix_fetch_s: float = 0.0  # of fetching a prefix, beside the reads
 
     @property
     def key(self) -> Key:
@@ -62,14 +62,14 @@ class View:
     unified: tuple[Replica, ...] = ()
     first: str | None = None  # the revision that is asked before all others; None: they are alike
 
-    def roomiest(self, want: Want) -> str:
+    def roomiest(self, want: PlacementRequest) -> str:
         """The address of the worker that will soonest have room for an output of `want`; empty: none will."""
         replicas = (r for r in (*self.decode, *self.unified) if want.tokens + want.outputs <= r.context)
-        return max(((r.room, r.address) for r in replicas if not r.left_out), default=(0, ""))[1]
+        return max(((r.room, r.address) for r in replicas if not r.ejected), default=(0, ""))[1]
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class PlacementRequest:
     """One attempt of one continuation."""
 
     tokens: int  # length of the prompt, replayed outputs included
@@ -107,12 +107,12 @@ class Pace(NamedTuple):
     token_s: float  # seconds of one output token of each, at the fastest worker; 0: not measured
 
 
-class LoanOffer(NamedTuple):
+class PrefixFetch(NamedTuple):
     """Leading pages of a prompt that a prefill replica could fetch."""
 
-    lender: Replica
+    source: Replica
     num_pages: int  # leading pages there
-    missing: int  # prompt tokens in those of them that the borrower lacks
+    missing: int  # prompt tokens in those of them that the fetching worker lacks
     fetch_s: float
     compute_s: float
 
@@ -127,4 +127,4 @@ class Placement:
 
     prefill: Replica | None
     decode: Replica | None
-    loan: LoanOffer | None = None  # that the prefill replica could take, worthwhile or not
+    prefix_fetch: PrefixFetch | None = None  # that the prefill replica could take, worthwhile or not

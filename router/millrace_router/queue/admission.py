@@ -5,7 +5,7 @@
    the measured rate of service, exceeds what a request may wait; DEADLINE_TOO_SHORT when the client waits for less.
    Before a rate was measured, the least wait counts (first_waits.py), also of those who wait already.
 2. `enter` takes a ticket. The first ticket is served at once if a placement exists.
-3. `pump` serves in fair order. It is called whenever credits or workers may have appeared; nothing polls. A ticket
+3. `pump` serves in fair order. It is called whenever capacity or workers may have appeared; nothing polls. A ticket
    without a placement does not block the next ones, up to `look_ahead` of them. After some of them one worker's room is
    kept for it, and the number of overtakings is bounded (Ticket.blocks).
 4. `leave` withdraws a ticket (cancel, deadline). `closed` refuses new requests (drain); waiting ones are still served.
@@ -25,7 +25,7 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.policy.choose import Decision
-from millrace_router.policy.snapshot import Pace, Want
+from millrace_router.policy.snapshot import Pace, PlacementRequest
 from millrace_router.queue.fair_queue import FairQueue, Place, Ticket
 from millrace_router.queue.first_waits import FirstWaits
 
@@ -79,10 +79,10 @@ class ServiceRate:
 
 
 class WorkerCapacity(Protocol):
-    def choose(self, want: Want) -> Decision | None:
+    def choose(self, want: PlacementRequest) -> Decision | None:
         """None: it has to wait. Raises MillraceError where waiting is in vain."""
 
-    def to_keep(self, want: Want) -> str:
+    def to_keep(self, want: PlacementRequest) -> str:
         """The address of the worker that others must not fill, so that it will have room; empty: none."""
 
     def pace(self) -> Pace: ...

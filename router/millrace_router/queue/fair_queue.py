@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.policy.choose import Decision
-from millrace_router.policy.snapshot import Want
+from millrace_router.policy.snapshot import PlacementRequest
 
 PATIENCE = 64  # tickets that may overtake the first ticket before it holds the queue; doubles with every hold
 HOLD_S = 0.5  # length of such a hold
@@ -36,7 +36,7 @@ class Ticket:
     """One wait for workers: either `serve` or `refuse` is called, once, unless the ticket leaves before."""
 
     place: Place
-    want: Want
+    want: PlacementRequest
     serve: Callable[[Decision], None]
     refuse: Callable[[MillraceError], None]
     paid: bool = False  # a retry

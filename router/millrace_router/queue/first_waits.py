@@ -11,7 +11,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 
-from millrace_router.policy.snapshot import Pace, Want
+from millrace_router.policy.snapshot import Pace, PlacementRequest
 from millrace_router.queue.fair_queue import Ticket
 
 MOST_RUNNING = 4096  # requests whose beginnings are remembered
@@ -21,9 +21,9 @@ class FirstWaits:
     def __init__(self, longest_s: float) -> None:
         """`longest_s`: that a request may wait."""
         self._longest_s = longest_s
-        self._begun: deque[tuple[float, Want]] = deque(maxlen=MOST_RUNNING)
+        self._begun: deque[tuple[float, PlacementRequest]] = deque(maxlen=MOST_RUNNING)
 
-    def served(self, want: Want, now: float) -> None:
+    def served(self, want: PlacementRequest, now: float) -> None:
         self._begun.append((now, want))
 
     def look(
@@ -37,7 +37,7 @@ class FirstWaits:
             return 0.0, []
         lasted = now - begun[-1][0]
 
-        def seconds(want: Want) -> float:
+        def seconds(want: PlacementRequest) -> float:
             return max(want.least * pace.token_s, min(lasted, want.outputs * pace.token_s or lasted))
 
         # Of requests that other routers have sent nothing is known.

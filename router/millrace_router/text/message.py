@@ -15,7 +15,7 @@ Part = str | CallDelta  # of what follows the thoughts
 
 
 @dataclass(slots=True)
-class Said:
+class ParsedOutput:
     """New thoughts, content and parts of calls. Without calls it costs little: that is nearly every token."""
 
     thoughts: str = ""
@@ -24,7 +24,7 @@ class Said:
     order: Sequence[Part] = ()  # of text and calls, if there are calls
 
     @classmethod
-    def of(cls, thoughts: str, parts: Sequence[Part]) -> Said:
+    def of(cls, thoughts: str, parts: Sequence[Part]) -> ParsedOutput:
         text = "".join([part for part in parts if isinstance(part, str)])
         calls = [part for part in parts if isinstance(part, CallDelta)]
         return cls(thoughts, text, calls, parts) if calls else cls(thoughts, text)
@@ -34,13 +34,13 @@ class Said:
         return self.order or (self.text,)
 
 
-def joined(said: Sequence[Said]) -> Said:
+def joined(parsed: Sequence[ParsedOutput]) -> ParsedOutput:
     """One after the other, with one part for each text and each call."""
-    if len(said) == 1:
-        return said[0]
-    thoughts = "".join([one.thoughts for one in said])
-    parts = [part for one in said for part in one.parts if part]
-    return Said.of(thoughts, [_one(list(run)) for _, run in itertools.groupby(parts, _call_index)])
+    if len(parsed) == 1:
+        return parsed[0]
+    thoughts = "".join([one.thoughts for one in parsed])
+    parts = [part for one in parsed for part in one.parts if part]
+    return ParsedOutput.of(thoughts, [_one(list(run)) for _, run in itertools.groupby(parts, _call_index)])
 
 
 def _call_index(part: Part) -> int | None:
@@ -71,7 +71,7 @@ class MessageParser:
         """A call has ended."""
         return self._tools is not None and self._tools.called
 
-    def push(self, text: str, last: bool, cut: bool = False) -> Said:
+    def push(self, text: str, last: bool, cut: bool = False) -> ParsedOutput:
         """`last`: the output ends here, `cut`: by its length."""
         thoughts = ""
         if self._reasoning is not None:
@@ -80,8 +80,8 @@ class MessageParser:
                 more, rest = self._reasoning.flush()
                 thoughts, text = thoughts + more, text + rest
         if self._tools is None:
-            return Said(thoughts, text)
-        return Said.of(thoughts, self._tools.push(text, last, cut))
+            return ParsedOutput(thoughts, text)
+        return ParsedOutput.of(thoughts, self._tools.push(text, last, cut))
 
 
 class ContentStop:
@@ -94,15 +94,15 @@ class ContentStop:
     def matched(self) -> str:
         return self._matcher.matched
 
-    def push(self, said: Said) -> Said:
+    def push(self, parsed: ParsedOutput) -> ParsedOutput:
         """Return what may be shown now. After a match: what comes before it, and nothing more."""
-        if not said.calls:
-            return Said(said.thoughts, self._matcher.push(said.text))
-        return Said.of(said.thoughts, [part for part in self._shown(said.parts) if part])
+        if not parsed.calls:
+            return ParsedOutput(parsed.thoughts, self._matcher.push(parsed.text))
+        return ParsedOutput.of(parsed.thoughts, [part for part in self._shown(parsed.parts) if part])
 
-    def flush(self) -> Said:
+    def flush(self) -> ParsedOutput:
         """The output has ended: return the withheld rest."""
-        return Said(text=self._matcher.flush())
+        return ParsedOutput(text=self._matcher.flush())
 
     def _shown(self, parts: Iterable[Part]) -> Iterable[Part]:
         for part in parts:

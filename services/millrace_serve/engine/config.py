@@ -35,7 +35,7 @@ class OrAuto:
 
 
 class Limits(Config):
-    num_pages: Annotated[int, Field(ge=2)] | Literal["auto"]  # of the KV pool, the sink included; auto: what fits
+    num_pages: Annotated[int, Field(ge=2)] | Literal["auto"]  # of the KV pool, the null page included; auto: what fits
     max_model_len: int = Field(ge=2)  # tokens of one sequence, prompt and outputs
     page_size: int = Field(64, ge=1)  # tokens
     max_running: Annotated[int, OrAuto()] = Field(64, ge=1)  # sequences in one step
@@ -43,8 +43,8 @@ class Limits(Config):
     # Prompt tokens per step over all sequences; decode tokens come on top.
     max_prefill_tokens: Annotated[int, OrAuto()] = Field(2048, ge=1)
     # Uncached tokens of a prompt from which on all replicas compute it together, with half of their steps; 0: never.
-    share_prompts: int = Field(0, ge=0)
-    max_parked_pages: int | None = Field(None, ge=1)  # pages that prompts may hold until their lease ends; None = pool
+    context_parallel_tokens: int = Field(0, ge=0)
+    max_held_pages: int | None = Field(None, ge=1)  # pages that prompts may hold until their lease ends; None = pool
     # Most per sequence and step; 0: the KV page has no MTP layer.
     draft_tokens: Annotated[int, OrAuto()] = Field(0, ge=0, le=MOST_DRAFTS)
     draft_batches: Annotated[tuple[Annotated[int, Field(ge=0)], ...], OrAuto()] = DRAFT_BATCHES
@@ -146,7 +146,7 @@ class Execution(Config):
     exchange: Literal["auto", "gather", "peer", "deepep"] = "auto"  # how rows reach the experts of other replicas
     dense_tp: int = Field(0, ge=0)  # ranks that share a dense MLP; a divisor of tp, 1: every rank has all; 0: tp
     # Slots of a rank and layer for more replicas of experts with many tokens; 0: experts stay where they are loaded.
-    spare_experts: Annotated[int, OrAuto()] = Field(0, ge=0)
+    redundant_experts: Annotated[int, OrAuto()] = Field(0, ge=0)
     random_weights: bool = False  # in the shapes of the checkpoint's config.json, which may stand alone
     # Of random weights, for benchmarks: the probability that the first draft, the first two, … are accepted.
     simulated_acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()

@@ -10,7 +10,7 @@ Life of a request inside one engine:
             -> StepOutput (what the runner returned)
               -> Events (reports to the frontend)
 
-`Route` is the life of a request: LOCAL runs both phases here; EXPORT runs the prompt, samples one token, and parks the
+`Route` is the life of a request: LOCAL runs both phases here; EXPORT runs the prompt, samples one token, and holds the
 KV pages for a decode worker; IMPORT receives a prompt's KV from a prefill worker and decodes. The messages are msgspec
 structs because they cross from the frontend process to the rank processes unchanged.
 """
@@ -113,7 +113,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None  # from arrival at this worker; None = no deadline
     cache_salt: bytes = b""  # cached pages are shared with requests of equal salts only
     warms: bool = False  # of the worker itself: it tells nothing of the outputs that clients want
-    borrows: bool = False  # EXPORT: its leading pages may come from another worker; it waits for KvOffered or KvFailed
+    # EXPORT: its leading pages may come from another worker; it waits for KvOffered or KvFailed
+    fetches_prefix: bool = False
 
 
 class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -148,7 +149,7 @@ class SequenceOutput(msgspec.Struct, frozen=True):
     num_accepted: int = 0  # of these
 
 
-class KvPart(msgspec.Struct, frozen=True):
+class KvChunk(msgspec.Struct, frozen=True):
     """Finished pages of an exported prompt. Parts of a request arrive in order and never overlap. The first comes when
     the prompt is admitted; it has the cached pages, perhaps none.
     """
@@ -157,10 +158,10 @@ class KvPart(msgspec.Struct, frozen=True):
     first_page: int  # index of page_ids[0] in the sequence's page list
     page_ids: list[int]  # physical pages in the exporter's pool
     fingerprints: list[bytes]  # the block of each page (millrace_common/page_hash.py)
-    num_tokens: int  # prompt tokens whose KV is ready, this part included
+    num_tokens: int  # prompt tokens whose KV is ready, this chunk included
     last: bool
-    first: SequenceOutput | None = None  # on the last part: the first token, perhaps already final
-    drafts: tuple[int, ...] = ()  # on the last part: drafts of the tokens behind it
+    first: SequenceOutput | None = None  # on the last chunk: the first token, perhaps already final
+    drafts: tuple[int, ...] = ()  # on the last chunk: drafts of the tokens behind it
 
 
 # ------------------------------------------------------------------------------------- commands to an engine
@@ -177,7 +178,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvOffered(msgspec.Struct, frozen=True, tag=True):
-    """The exporter of an IMPORT request has its first pages ready, or another worker lends the first `num_pages` of a
+    """The exporter of an IMPORT request has its first pages ready, or another worker serves the first `num_pages` of a
     prompt that is computed here: reserve ours and answer with KvReserved.
     """
 
@@ -186,8 +187,8 @@ class KvOffered(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvArrived(msgspec.Struct, frozen=True, tag=True):
-    """All pages were read and the exporter confirmed that they were held throughout. Decoding may start, or (a loan,
-    without `first`) the computation of the rest.
+    """All pages were read and the exporter confirmed that they were held throughout. Decoding may start, or (a prefix
+    fetch, without `first`) the computation of the rest.
     """
 
     id: RequestId
@@ -196,8 +197,8 @@ class KvArrived(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvFailed(msgspec.Struct, frozen=True, tag=True):
-    """The transfer is over without KV and no operation on our pages is in flight any more: free them, or (a loan)
-    compute what should have been in them.
+    """The transfer is over without KV and no operation on our pages is in flight any more: free them, or (a prefix
+    fetch) compute what should have been in them.
     """
 
     id: RequestId
@@ -205,14 +206,14 @@ class KvFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvLate(msgspec.Struct, frozen=True, tag=True):
-    """A loan failed while reads into our pages were in flight: compute in other pages. KvFailed follows."""
+    """A prefix fetch failed while reads into our pages were in flight: compute in other pages. KvFailed follows."""
 
     id: RequestId
 
 
-class Lend(msgspec.Struct, frozen=True, tag=True):
-    """Hold the cached pages of these blocks, as far as they go, until LeaseEnded; answer with a KvPart. A loan is none
-    of the requests: its id has room 0.
+class ServePrefix(msgspec.Struct, frozen=True, tag=True):
+    """Hold the cached pages of these blocks, as far as they go, until LeaseEnded; answer with a KvChunk. A prefix fetch
+    is none of the requests: its id has room 0.
     """
 
     id: RequestId
@@ -220,7 +221,9 @@ class Lend(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, tag=True):
-    """The pages of an exported request or of a loan were released or their lease expired: they may be reused."""
+    """The pages of an exported request or of a prefix fetch were released or their lease expired: they may be
+    reused.
+    """
 
     id: RequestId
 
@@ -246,7 +249,9 @@ class Wait(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvReserved(msgspec.Struct, frozen=True, tag=True):
-    """Pages for an IMPORT request or a loan. The first `num_cached_pages` are filled from our own prefix cache."""
+    """Pages for an IMPORT request or a prefix fetch. The first `num_cached_pages` are filled from our own prefix
+    cache.
+    """
 
     id: RequestId
     page_ids: list[int]
@@ -270,10 +275,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
     importing: int = 0  # sequences whose KV is on its way here
-    exporting: int = 0  # prompts parked under a lease
+    exporting: int = 0  # prompts held under a lease
     waiting_tokens: int = 0  # prompt tokens that no step has computed yet
     begun_tokens: int = 0  # those of them whose prompts have begun, and pages
-    pages_total: int = 0  # without the sink
+    pages_total: int = 0  # without the null page
     pages_free: int = 0
     pages_cached: int = 0  # evictable prefix-cache pages
     pages_published: int = 0
@@ -282,14 +287,14 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     host_pages_used: int = 0
     drafted: tuple[int, ...] = ()  # drafts ever verified, by their place behind the last token
     accepted: tuple[int, ...] = ()  # of these
-    credits: int = 0  # further requests this replica is willing to take now
+    capacity: int = 0  # further requests this replica is willing to take now
     paused: bool = False  # it begins no step, and no step and no copy of pages is under way
     # Of the whole worker, where experts are balanced (model/eplb/moving.py):
     expert_imbalance: tuple[float, ...] = ()  # of each MoE layer lately: choices on the busiest rank over the mean
     expert_moves: int = 0  # experts that ever changed their place
     experts_moved_at: float = 0.0  # Unix time of the last move; 0: none
     prompt_tokens_per_s: float = 0.0  # computed in steps with prompts, lately; 0: not measured
-    room: int | None = None  # tokens of further requests (worker.proto); None: only credits count
+    room: int | None = None  # tokens of further requests (worker.proto); None: only capacity counts
     expected_output: int = 0  # tokens of an output, where max_tokens allows as many
     output_tokens_per_s: float = 0.0  # of one sequence, by the latest steps without prompts; 0: not measured
     # What only grows. "name" is millrace_engine_total{what="name"}; "metric/name" is another counter of
@@ -301,17 +306,17 @@ class Events(msgspec.Struct, tag=True):
     """The events of one engine step, in order. Sent as one message."""
 
     outputs: list[SequenceOutput] = []
-    parts: list[KvPart] = []
+    chunks: list[KvChunk] = []
     reserved: list[KvReserved] = []
     waits: list[Wait] = []
     load: Load | None = None
     cache: CacheChange | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.outputs or self.parts or self.reserved or self.waits or self.cache)
+        return bool(self.outputs or self.chunks or self.reserved or self.waits or self.cache)
 
 
-SchedulerInput = Submit | Abort | KvOffered | KvArrived | KvFailed | KvLate | Lend | LeaseEnded | FlushCache
+SchedulerInput = Submit | Abort | KvOffered | KvArrived | KvFailed | KvLate | ServePrefix | LeaseEnded | FlushCache
 EngineInput = SchedulerInput | Pause
 
 

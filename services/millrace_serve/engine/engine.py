@@ -137,19 +137,19 @@ class Engine:
         """False: step() would do nothing before the next message, or before `wait_s` has passed."""
         return self._stale or bool(self._in_flight) or self.has_events
 
-    def hold_s(self) -> float:
+    def launch_delay_s(self) -> float:
         """Seconds for which the next step should be held back, so that more can take part in it."""
         if not self._in_flight or self._paused or self._stopping:
             return 0.0
         _, of, _ = self._in_flight[-1]
-        return self._forecast.hold_s(of, self.progress.started_at)
+        return self._forecast.launch_delay_s(of, self.progress.started_at)
 
     def wait_s(self) -> float | None:
         """Seconds to wait for messages or `wake_fds` before the next step(): 0 = none, None = until one comes. While
-        `hold_s`, messages do not end the wait.
+        `launch_delay_s`, messages do not end the wait.
         """
         if self.has_work() or self._lockstep.due():
-            return self.hold_s()
+            return self.launch_delay_s()
         waits = (
             None if self._paused else self._scheduler.requests.seconds_to_deadline(),
             None if self._paused else self._scheduler.seconds_to_look(),
@@ -181,11 +181,15 @@ class Engine:
 
     def check_idle(self) -> None:
         """Raise InvariantError with the numbers if pages are lost, or are not all back when no request is live."""
-        cache, live, loans = self._scheduler.pages.cache, self._scheduler.requests.live, self._scheduler.loans
+        cache, live, served_pages = (
+            self._scheduler.pages.cache,
+            self._scheduler.requests.live,
+            self._scheduler.served_pages,
+        )
         cache.check()
         self._scheduler.host.check()
         pool = cache.pool
-        if not live and not loans and pool.num_free + pool.num_cached != pool.total:
+        if not live and not served_pages and pool.num_free + pool.num_cached != pool.total:
             raise InvariantError(
                 f"no request is live, but of {pool.total} pages {pool.num_running} are running and "
                 f"{pool.num_published} published (free {pool.num_free}, cached {pool.num_cached})"

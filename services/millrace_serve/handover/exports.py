@@ -1,18 +1,18 @@
-"""The exporting side of a worker: the published parts of each prompt, its Fetch streams, and its lease; and the same of
-loans, cached pages that another worker wants.
+"""The exporting side of a worker: the published chunks of each prompt, its Fetch streams, and its lease; and the same
+of prefix fetches, cached pages that another worker wants.
 
 Life of an export:
 
 1. `expect`   the engine gets the prompt
-2. `publish`  parts come from the engine; every Fetch stream of the attempt gets all of them in order, whenever it
+2. `publish`  chunks come from the engine; every Fetch stream of the attempt gets all of them in order, whenever it
    was opened
 3. the end, by the lease (transfer/lease.py): released, expired or aborted; or by `fail`, when the prompt failed. The
    engine gets LeaseEnded, and Fetch streams end: normally after a release, else with the reason.
 
 A Fetch may come before 1: it waits. Ended attempts are remembered for a while, for late Fetches.
 
-A loan (`lend`) belongs to the one Fetch that asked for it and ends with it. It has one part, the last one, and a lease
-that nothing renews. Without pages nothing is held.
+A prefix fetch (`serve_prefix`) belongs to the one Fetch that asked for it and ends with it. It has one chunk, the last
+one, and a lease that nothing renews. Without pages nothing is held.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
-from millrace_serve.engine.core import Failure, KvPart, LeaseEnded, Lend, RequestId
+from millrace_serve.engine.core import Failure, KvChunk, LeaseEnded, RequestId, ServePrefix
 from millrace_serve.transfer.lease import LeaseEnd, LeaseTable
 from millrace_serve.worker.config import WorkerTimeouts
 from millrace_serve.worker.frontend.wakeup import Wakeup
@@ -35,19 +35,19 @@ from millrace_serve.worker.frontend.wakeup import Wakeup
 log = logging.getLogger(__name__)
 
 MAX_ENDED = 65536
-LOAN_ROOM = 0  # which no request has
+PREFIX_ROOM = 0  # which no request has
 _END: dict[LeaseEnd, Failure | None] = {
     LeaseEnd.RELEASED: None,
     LeaseEnd.EXPIRED: Failure(Reason.KV_EXPIRED, "the lease of this attempt's pages expired"),
-    LeaseEnd.ABORTED: Failure(Reason.CANCELLED, "the reader gave the lease up before the last part"),
+    LeaseEnd.ABORTED: Failure(Reason.CANCELLED, "the reader gave the lease up before the last chunk"),
 }
 
 
 class Export:
-    def __init__(self, replica: int, loan: bool = False) -> None:
+    def __init__(self, replica: int, prefix_fetch: bool = False) -> None:
         self.replica = replica
-        self.loan = loan
-        self.parts: list[KvPart] = []  # for Fetches
+        self.prefix_fetch = prefix_fetch
+        self.chunks: list[KvChunk] = []  # for Fetches
         self.failure: Failure | None = None  # that ends Fetches
         self.changed = Wakeup()
 
@@ -56,14 +56,14 @@ class Exports:
     """`send(replica, message)` reaches the engine."""
 
     def __init__(
-        self, timeouts: WorkerTimeouts, metrics: Metrics, send: Callable[[int, LeaseEnded | Lend], None]
+        self, timeouts: WorkerTimeouts, metrics: Metrics, send: Callable[[int, LeaseEnded | ServePrefix], None]
     ) -> None:
         loop = asyncio.get_running_loop()
         self.leases = LeaseTable(timeouts.lease, timeouts.max_lease, loop.time, self._on_ended)
         self._timeouts = timeouts
         self._metrics = metrics
         self._send = send
-        self._loans = itertools.count()
+        self._prefix_fetches = itertools.count()
         self._live: dict[RequestId, Export] = {}
         self._ended: collections.OrderedDict[RequestId, Export] = collections.OrderedDict()
         self._expected = Wakeup()  # fires when an attempt is added
@@ -76,33 +76,33 @@ class Exports:
         self._live[id] = Export(replica)
         self._expected.fire()
 
-    def lend(self, replica: int, blocks: list[bytes]) -> RequestId:
-        """Ask an engine for cached pages. Returns the loan's id, for `fetch`."""
-        id = RequestId(LOAN_ROOM, next(self._loans))
-        self._live[id] = Export(replica, loan=True)
-        self._send(replica, Lend(id, blocks))
+    def serve_prefix(self, replica: int, blocks: list[bytes]) -> RequestId:
+        """Ask an engine for cached pages. Returns the prefix fetch's id, for `fetch`."""
+        id = RequestId(PREFIX_ROOM, next(self._prefix_fetches))
+        self._live[id] = Export(replica, prefix_fetch=True)
+        self._send(replica, ServePrefix(id, blocks))
         return id
 
-    def publish(self, replica: int, part: KvPart) -> None:
-        export = self._live.get(part.id)
+    def publish(self, replica: int, chunk: KvChunk) -> None:
+        export = self._live.get(chunk.id)
         if export is None:  # it was aborted meanwhile: the pages may be reused
-            self._send(replica, LeaseEnded(part.id))
+            self._send(replica, LeaseEnded(chunk.id))
             return
-        if part.last and (not part.page_ids or (part.first is not None and part.first.finish is not None)):
-            self._finish(part, export)
+        if chunk.last and (not chunk.page_ids or (chunk.first is not None and chunk.first.finish is not None)):
+            self._finish(chunk, export)
             return
-        if export.loan:
-            self._metrics.loan_pages.labels(direction="lent").inc(len(part.page_ids))
-        self.leases.publish(part)
+        if export.prefix_fetch:
+            self._metrics.prefix_fetch_pages.labels(direction="served").inc(len(chunk.page_ids))
+        self.leases.publish(chunk)
         self._metrics.leases.set(self.leases.num_live)
-        export.parts.append(part)
+        export.chunks.append(chunk)
         export.changed.fire()
-        if part.last and self._timer is None:
+        if chunk.last and self._timer is None:
             self._arm()
 
     def fail(self, id: RequestId, failure: Failure) -> bool:
-        """The attempt is over before its pages were read, or the borrower has gone. Readers get `failure`, which tells
-        routers whether another attempt may help. False: nothing is held for it.
+        """The attempt is over before its pages were read, or the fetching worker has gone. Readers get `failure`, which
+        tells routers whether another attempt may help. False: nothing is held for it.
         """
         if id not in self._live:
             return False
@@ -114,9 +114,9 @@ class Exports:
         for id in list(self._live):
             self.fail(id, failure)
 
-    async def fetch(self, id: RequestId) -> AsyncIterator[Export | KvPart | None]:
-        """Yield the export, then its parts as they come; None after a heartbeat's time without one. Ends when the lease
-        is released; raises MillraceError for every other end, and KV_NOT_FOUND for an attempt that does not come.
+    async def fetch(self, id: RequestId) -> AsyncIterator[Export | KvChunk | None]:
+        """Yield the export, then its chunks as they come; None after a heartbeat's time without one. Ends when the
+        lease is released; raises MillraceError for every other end, and KV_NOT_FOUND for an attempt that does not come.
         """
         deadline = asyncio.get_running_loop().time() + self._timeouts.fetch_wait
         while (export := self._live.get(id) or self._ended.get(id)) is None:
@@ -127,17 +127,17 @@ class Exports:
             if not await self._expected.wait(min(left, self._timeouts.heartbeat)):
                 yield None
         yield export
-        if id in self._ended and not export.failure and not export.parts:
+        if id in self._ended and not export.failure and not export.chunks:
             raise MillraceError(Reason.KV_NOT_FOUND, f"{id} was released before")
         num_sent = 0
         while True:
-            if num_sent < len(export.parts):
+            if num_sent < len(export.chunks):
                 num_sent += 1
-                yield export.parts[num_sent - 1]
+                yield export.chunks[num_sent - 1]
             elif id not in self._live:
                 break
             elif not await export.changed.wait(self._timeouts.heartbeat):
-                if not export.loan:
+                if not export.prefix_fetch:
                     self.leases.renew(id)
                 yield None
         if export.failure is not None:
@@ -148,22 +148,22 @@ class Exports:
         self._metrics.leases.set(self.leases.num_live)
         self._end(id, _END[end])
 
-    def _finish(self, part: KvPart, export: Export) -> None:
-        """The first token ended the sequence, or nothing is lent. Its pages are released now; a Fetch still gets the
-        part, however late.
+    def _finish(self, chunk: KvChunk, export: Export) -> None:
+        """The first token ended the sequence, or nothing is served. Its pages are released now; a Fetch still gets the
+        chunk, however late.
         """
-        parts = [*export.parts, part]
-        self._end(part.id, None)
-        export.parts = parts
-        self.leases.abort(part.id)
+        chunks = [*export.chunks, chunk]
+        self._end(chunk.id, None)
+        export.chunks = chunks
+        self.leases.abort(chunk.id)
 
     def _end(self, id: RequestId, failure: Failure | None) -> None:
         export = self._live.pop(id, None)
         if export is None:
             return
         export.failure = failure
-        export.parts = []
-        if not export.loan:
+        export.chunks = []
+        if not export.prefix_fetch:
             self._ended[id] = export
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)

@@ -1,9 +1,9 @@
 """The importing side of a worker: carries out the actions of each request's KvImport (transfer/importer.py). What a
-decode worker does besides is here (`WholePrompts`); for a prefill worker it is in borrowing.py.
+decode worker does besides is here (`WholePrompts`); for a prefill worker it is in prefix_fetches.py.
 
 Life of an import:
 
-1. `start`     a task opens Fetch on the prefill worker and hands its parts to the state machine
+1. `start`     a task opens Fetch on the prefill worker and hands its chunks to the state machine
 2. the machine asks: AskReserve -> KvOffered to the engine; ReadPages -> every rank of the replica;
    AskRelease -> release on the Fetch stream
 3. answers come back through `on_reserved`, `on_read_done`, `on_stuck` and the stream; every failure comes as `on_abort`
@@ -35,9 +35,9 @@ from millrace_rpc.errors import MillraceError
 from millrace_serve.engine.core import (
     Failure,
     KvArrived,
+    KvChunk,
     KvFailed,
     KvOffered,
-    KvPart,
     KvReserved,
     Request,
     RequestId,
@@ -79,7 +79,7 @@ class Import:
     peer: Peer
     sources: list[MemoryHandle] = field(default_factory=list)  # by tensor-parallel rank of the exporter
     reads: dict[int, PostedRead] = field(default_factory=dict)  # by number
-    last_part_at: float = 0.0
+    last_chunk_at: float = 0.0
     drafts: tuple[int, ...] = ()  # of the tokens behind the first one
     told: bool = False  # the router has the end of the attempt, or will get it from the engine
     fetch: Fetch | None = None
@@ -87,7 +87,7 @@ class Import:
     released: bool = False  # release was sent
     failures_before: int = 0  # FailedReads.total when it began
     connects: bool = False  # it is the first one from this peer
-    prefix: kv_pb2.FetchPrefix | None = None  # of a loan
+    prefix: kv_pb2.FetchPrefix | None = None  # of a prefix fetch
 
     @property
     def num_read(self) -> int:
@@ -99,7 +99,7 @@ class ImportUse(Protocol):
     """What imports are for: how the engine and others hear of each stage."""
 
     def offered(self, job: Import) -> None:
-        """The first part is here: ask the engine for pages."""
+        """The first chunk is here: ask the engine for pages."""
 
     def reserved(self, job: Import) -> None:
         """The engine has pages."""
@@ -225,7 +225,9 @@ class Imports:
         self._count_quarantine()
 
     def _report(self, job: Import, error: str) -> None:
-        """Tell the peer that its pages could not be read. Failed loans do not count: their prompts are computed."""
+        """Tell the peer that its pages could not be read. Failed prefix fetches do not count: their prompts are
+        computed.
+        """
         assert job.fetch is not None
         self._run(job.fetch.failed(kv_pb2.ReadFailed(reader=self._epoch, error=error)))
         if job.prefix is None:
@@ -277,12 +279,12 @@ class Imports:
         async with contextlib.aclosing(job.fetch.items()) as items:
             async for item in items:
                 match item:
-                    case KvPart():
-                        job.last_part_at = time.monotonic()
+                    case KvChunk():
+                        job.last_chunk_at = time.monotonic()
                         job.drafts = self._usable(item.drafts)
-                        self._do(job, machine.on_part(item))
-                    case kv_pb2.Held():
-                        self._do(job, machine.on_held())
+                        self._do(job, machine.on_chunk(item))
+                    case kv_pb2.ReleaseConfirmed():
+                        self._do(job, machine.on_release_confirmed())
                     case sources:
                         self._peers.answered(job.peer)
                         job.sources = sources
@@ -332,7 +334,7 @@ class WholePrompts(ImportUse):
     def done(self, job: Import, first: SequenceOutput | None) -> None:
         id = job.machine.id
         assert first is not None, f"import {id} ended without a first token"
-        self._metrics.kv_transfer.observe(time.monotonic() - job.last_part_at)
+        self._metrics.kv_transfer.observe(time.monotonic() - job.last_chunk_at)
         self._spans.imported(id, job.num_read)
         self._ranks.send(job.replica, KvArrived(id, first, job.drafts))
         if id in self._requests:  # the engine sends everything after the first token, and the end

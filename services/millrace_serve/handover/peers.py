@@ -22,7 +22,7 @@ from millrace_rpc.client import channel, heard_within, reply
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.tls import Identity
 
-from millrace_serve.engine.core import KvPart, RequestId
+from millrace_serve.engine.core import KvChunk, RequestId
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.worker.frontend import convert
 
@@ -109,17 +109,17 @@ class Fetch:
         self._stall_s = stall_s
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
 
-    async def items(self) -> AsyncGenerator[list[MemoryHandle] | KvPart | kv_pb2.Held, None]:
-        """Yields the KvSource, the parts, and Held as the answer to `release`. Raises MillraceError."""
+    async def items(self) -> AsyncGenerator[list[MemoryHandle] | KvChunk | kv_pb2.ReleaseConfirmed, None]:
+        """Yields the KvSource, the chunks, and ReleaseConfirmed as the answer to `release`. Raises MillraceError."""
         try:
             await self._say(kv_pb2.FetchRequest(open=self._opening))
             while (response := await self._next()) is not None:
                 match response.WhichOneof("message"):
                     case "source":
                         yield [convert.core_memory(memory) for memory in response.source.ranks]
-                    case "part":
-                        yield convert.core_part(self._id, response.part)
-                    case "held":
+                    case "chunk":
+                        yield convert.core_chunk(self._id, response.chunk)
+                    case "release_confirmed":
                         yield response.held
         finally:
             self._call.cancel()

@@ -1,4 +1,4 @@
-"""The common part of both roles: every worker lends cached pages, and reads pages of others."""
+"""The common part of both roles: every worker serves cached pages, and reads pages of others."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class HandoverRole(RoleLogic):
         kv_pb2_grpc.add_KvServiceServicer_to_server(self._kv, server)
 
     def on_events(self, replica: int, events: Events) -> None:
-        for part in events.parts:
-            self.exports.publish(replica, part)
+        for chunk in events.chunks:
+            self.exports.publish(replica, chunk)
         for reserved in events.reserved:
             self.imports.on_reserved(reserved)
         for output in events.outputs:

@@ -1,4 +1,4 @@
-"""KvService: the exports and the loans of a worker, for others to read."""
+"""KvService: the exports and the prefix fetches of a worker, for others to read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.v1 import kv_pb2, kv_pb2_grpc
 from millrace_common.page_hash import BLOCK_BYTES
 from millrace_rpc.errors import MillraceError
 
-from millrace_serve.engine.core import KvPart, RequestId
+from millrace_serve.engine.core import KvChunk, RequestId
 from millrace_serve.handover.exports import Export, Exports
 from millrace_serve.handover.failed_reads import FailedReads
 from millrace_serve.handover.pairing import check_layout
@@ -37,7 +37,7 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
         check_epoch(begin.epoch, self._frontend.epoch)
         check_layout(begin.fingerprint, "the reader", self._frontend.ranks)
         if begin.HasField("prefix"):
-            id = self._lend(begin.prefix, context)
+            id = self._serve_prefix(begin.prefix, context)
         release = asyncio.create_task(self._release(id, requests))
         # a generator that is suspended in a yield does not notice that its call is over
         context.add_done_callback(lambda _: release.cancel())
@@ -46,20 +46,20 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
             _released(release)
             if isinstance(item, Export):
                 export = item
-            # A router has named an attempt. Of a loan, pages show that the reader knows its tokens and salt.
-            if export and (not export.loan or (isinstance(item, KvPart) and item.page_ids)):
+            # A router has named an attempt. Of a prefix fetch, pages show that the reader knows its tokens and salt.
+            if export and (not export.prefix_fetch or (isinstance(item, KvChunk) and item.page_ids)):
                 memory = self._frontend.ranks.memory_of(export.replica)
                 yield kv_pb2.FetchResponse(source=kv_pb2.KvSource(ranks=map(convert.wire_memory, memory)))
                 export = None
-            if isinstance(item, KvPart):
-                yield kv_pb2.FetchResponse(part=convert.wire_part(item))
+            if isinstance(item, KvChunk):
+                yield kv_pb2.FetchResponse(chunk=convert.wire_chunk(item))
             elif item is None:
                 yield kv_pb2.FetchResponse(heartbeat=kv_pb2.Heartbeat())
         if _released(release):
-            yield kv_pb2.FetchResponse(held=kv_pb2.Held())
+            yield kv_pb2.FetchResponse(release_confirmed=kv_pb2.ReleaseConfirmed())
 
-    def _lend(self, prefix: kv_pb2.FetchPrefix, context: Context) -> RequestId:
-        """Begin a loan, which ends with the call. Raises MillraceError."""
+    def _serve_prefix(self, prefix: kv_pb2.FetchPrefix, context: Context) -> RequestId:
+        """Begin a prefix fetch, which ends with the call. Raises MillraceError."""
         self._frontend.requests.check_admission()
         replicas = self._frontend.config.dp
         if prefix.replica >= replicas:
@@ -68,7 +68,7 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
             raise convert.invalid("prefix.blocks", "must not be empty")
         if any(len(block) != BLOCK_BYTES for block in prefix.blocks):
             raise convert.invalid("prefix.blocks", f"must have {BLOCK_BYTES} bytes each")
-        id = self._exports.lend(prefix.replica, list(prefix.blocks))
+        id = self._exports.serve_prefix(prefix.replica, list(prefix.blocks))
         context.add_done_callback(lambda _: self._exports.fail(id, ABORTED))
         return id
 

@@ -20,7 +20,7 @@ from millrace_kernels.mla_prefill import Heads
 from millrace_kernels.tuned import Table
 from torch import Tensor
 
-from millrace_serve.model.context_parallel.shared_step import Lens, MakePlan, SharedStep
+from millrace_serve.model.context_parallel.attention_step import ContextParallelStep, Lens, MakePlan
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
 from millrace_serve.model.sparse_step import IndexPool, SparseGroup, sparse_groups
 
@@ -90,7 +90,7 @@ class AttnStep:
     expanded_seqs: slice
     own_plan: Plan  # of the expanded chunks' attention to themselves
     prefix: tuple[PrefixChunk, ...]
-    shared: SharedStep | None = None
+    shared: ContextParallelStep | None = None
     index: IndexPool | None = None  # of models with sparse attention
     sparse: tuple[SparseGroup, ...] = ()  # the first rows of the step: all heads attend to chosen rows, absorbed
     sparse_lens: Tensor | None = None  # int32 [rows of sparse], how many each of them chooses
@@ -124,7 +124,7 @@ class AttnStep:
             for starts, lens in prefix_chunks(cached, most, page_size):
                 prefix.append(PrefixChunk(starts, lens, plan(q_lens, tuple(lens), False)))
         if inputs.shared is not None:
-            shared = SharedStep.prepare(inputs.shared, end, max(most // page_size, 1) * page_size, plan)
+            shared = ContextParallelStep.prepare(inputs.shared, end, max(most // page_size, 1) * page_size, plan)
         return cls(
             inputs,
             cos=tables[0][inputs.positions],

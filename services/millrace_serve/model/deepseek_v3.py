@@ -61,7 +61,7 @@ class DeepseekV3:
         self.thresholds = thresholds or FormThresholds.measured(ckpt.device, num_heads)
         self.heads = Heads(num_heads, config.qk_head_dim, config.v_head_dim)
         num_layers, num_experts = config.num_kv_layers, config.n_routed_experts
-        placement = ExpertPlacement.contiguous(num_layers, num_experts, dims.ep_size, dims.spare_experts)
+        placement = ExpertPlacement.contiguous(num_layers, num_experts, dims.ep_size, dims.redundant_experts)
         implementation = experts or (LocalExperts if dims.dp == 1 else GatherExperts)
 
         def experts_of(ckpt: Weights) -> MakeExperts:
@@ -89,7 +89,7 @@ class DeepseekV3:
         if config.num_nextn_predict_layers:
             self.mtp = built(lambda ckpt: Mtp(ckpt, config, dims, self.reduce, experts_of(ckpt)))
         moes = {index: layer.mlp for index, layer in enumerate(self._decoder_layers) if isinstance(layer.mlp, Moe)}
-        self.balancer = Balancer(dims, placement, moes) if dims.spare_experts else None
+        self.balancer = Balancer(dims, placement, moes) if dims.redundant_experts else None
         last = self.layers[-1]
         last.sampled_only = self.mtp is None and last.mlp.local and last.mlp.tp_partial
         for layer in self.layers[-2:-1]:

@@ -18,7 +18,7 @@ from millrace_serve.model.parallel import ParallelDims
 
 
 @dataclass(frozen=True, slots=True)
-class SharedRows:
+class ContextParallelRows:
     """A prompt chunk that all replicas compute together. The rows that this one computes are the last of the step."""
 
     split: Split
@@ -38,7 +38,7 @@ class AttnPlan:
 
     num_decode: int  # leading sequences that decode
     seq_lens: Tensor  # int32 [B], keys of each sequence, this step's tokens included
-    page_table: Tensor  # int32 [B, P], physical page ids; entries past a sequence's last page are 0 (the sink)
+    page_table: Tensor  # int32 [B, P], physical page ids; entries past a sequence's last page are 0 (the null page)
     q_lens_host: tuple[int, ...]  # [B] query tokens per sequence
     seq_lens_host: tuple[int, ...]  # [B]
 
@@ -57,7 +57,7 @@ class ForwardInput:
     attn: AttnPlan
     sample_rows: Tensor  # int64 [S], rows of T whose logits are wanted
     dp_num_tokens: tuple[int, ...] = ()  # T of every data-parallel replica in rank order; empty when dp == 1
-    shared: SharedRows | None = None
+    shared: ContextParallelRows | None = None
     num_tokens: Tensor | None = None  # int32 [1], for a graph is captured once for many steps; None: T, no padding
 
     @property

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from millrace_serve.model.attn_step import AbsorbedGroup, AttnStep
 from millrace_serve.model.config import ModelConfig
-from millrace_serve.model.context_parallel.shared_step import KeyPart, SharedStep
+from millrace_serve.model.context_parallel.attention_step import ContextParallelStep, KeyPart
 from millrace_serve.model.indexer import Indexer
 from millrace_serve.model.layers import RmsNorm
 from millrace_serve.model.parallel import ParallelDims
@@ -147,7 +147,7 @@ class Mla:
             out, lse = merge_state(out, lse, *seen)
         return out.flatten(1)
 
-    def _shared(self, q: Tensor, own: Tensor, step: AttnStep, shared: SharedStep, kv: Tensor) -> Tensor:
+    def _shared(self, q: Tensor, own: Tensor, step: AttnStep, shared: ContextParallelStep, kv: Tensor) -> Tensor:
         """Rows of a shared chunk, q [P, H, N+R] not rotated yet, own [P, C+R] -> [P, H*V]. Collective over dp."""
         rows, lens, widths = shared.rows, shared.lens, (self.config.kv_lora_rank, self.config.qk_rope_head_dim)
         chunk = shared.exchange(own, kv, widths[0])

@@ -27,7 +27,7 @@ class ParallelDims:
     dp: int = 1
     expert_tp: bool = False
     dense_tp: int = 0  # ranks that share a dense MLP, of which there are tp / dense_tp copies; 0: all tp
-    spare_experts: int = 0  # slots of a rank and layer for replicas of experts; 0: experts never move
+    redundant_experts: int = 0  # slots of a rank and layer for replicas of experts; 0: experts never move
     world_group: dist.ProcessGroup | None = None  # all R ranks; None when R == 1
     tp_group: dist.ProcessGroup | None = None  # ranks of this replica; None when tp == 1
     dp_group: dist.ProcessGroup | None = None  # same tp_rank of every replica; None when dp == 1

@@ -8,7 +8,7 @@ import torch
 
 from millrace_serve.engine.config import GIB
 from millrace_serve.engine.start.memory import Memory, MemoryPlan
-from millrace_serve.engine.start.startup import Site, estimated, kv_layout, planned
+from millrace_serve.engine.start.startup import RankSetup, estimated, kv_layout, planned
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.plan.settings import Setup
 
@@ -24,10 +24,10 @@ def memory(setup: Setup, config: Any, gib: float) -> MemoryPlan:
         dp=setup.dp,
         expert_tp=config.expert_tp,
         dense_tp=config.dense_tp,
-        spare_experts=config.spare_experts,
+        redundant_experts=config.redundant_experts,
     )
-    site = Site(setup.role, config.limits, config, model, layout, dims, torch.device("cuda"), torch.bfloat16)
-    return planned(site, Memory(int(gib * GIB), int(gib * GIB)), estimated(site))
+    rank_setup = RankSetup(setup.role, config.limits, config, model, layout, dims, torch.device("cuda"), torch.bfloat16)
+    return planned(rank_setup, Memory(int(gib * GIB), int(gib * GIB)), estimated(rank_setup))
 
 
 def text(plan: MemoryPlan) -> str:

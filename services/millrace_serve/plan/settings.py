@@ -87,7 +87,7 @@ def decide(setup: Setup) -> tuple[Setting, ...]:
 
 AUTO_KEYS = (
     *("kv_dtype", "limits.max_running", "graphs", "chunk_graph_tokens", "limits.max_prefill_tokens"),
-    *("limits.draft_tokens", "limits.draft_batches", "expert_tp", "spare_experts", "memory_fraction"),
+    *("limits.draft_tokens", "limits.draft_batches", "expert_tp", "redundant_experts", "memory_fraction"),
     "limits.host_cache_gib",
 )
 
@@ -156,7 +156,9 @@ def _spare_experts(setup: Setup) -> Setting:
     wanted = (
         setup.role is Role.PREFILL and 1 < setup.dp <= NODE and setup.tp == 1 and held < setup.model.n_routed_experts
     )
-    return Setting("spare_experts", int(wanted), f"for prompts over dp of one host; {_gains('spare_experts', setup)}")
+    return Setting(
+        "redundant_experts", int(wanted), f"for prompts over dp of one host; {_gains('redundant_experts', setup)}"
+    )
 
 
 def _gains(setting: str, setup: Setup, shape: str = "") -> str:

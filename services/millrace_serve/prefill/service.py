@@ -6,10 +6,10 @@ import grpc
 from millrace.v1 import prefill_pb2, prefill_pb2_grpc
 
 from millrace_serve.engine.core import Events, Failure, RequestId, Route
-from millrace_serve.handover.borrowing import Borrowing
 from millrace_serve.handover.failed_reads import FailedReads
 from millrace_serve.handover.imports import Imports
 from millrace_serve.handover.peers import Peers
+from millrace_serve.handover.prefix_fetches import PrefixFetches
 from millrace_serve.handover.role import HandoverRole
 from millrace_serve.worker.frontend import convert
 from millrace_serve.worker.frontend.frontend import Frontend
@@ -22,8 +22,8 @@ class PrefillRole(HandoverRole):
 
     def __init__(self, frontend: Frontend) -> None:
         def make_imports(peers: Peers, failed_reads: FailedReads) -> Imports:
-            self._borrowing = Borrowing(frontend, peers, failed_reads)
-            return self._borrowing.imports
+            self._prefix_fetches = PrefixFetches(frontend, peers, failed_reads)
+            return self._prefix_fetches.imports
 
         super().__init__(frontend, make_imports)
         self._requests.on_start = self.exports.expect
@@ -37,10 +37,10 @@ class PrefillRole(HandoverRole):
         id = convert.request_id(message.request.id)
         if (id in self.exports or id in self.imports) and id not in self._requests:
             raise convert.invalid("id", f"{id} was submitted here before")
-        loan = self._borrowing.prepare(message)
-        request = self._requests.submit(message.request, Route.EXPORT, link, borrows=loan is not None)
-        if request is not None and loan is not None:
-            self._borrowing.borrow(loan)
+        prefix_fetch = self._prefix_fetches.prepare(message)
+        request = self._requests.submit(message.request, Route.EXPORT, link, fetches_prefix=prefix_fetch is not None)
+        if request is not None and prefix_fetch is not None:
+            self._prefix_fetches.begin_fetch(prefix_fetch)
 
     def on_events(self, replica: int, events: Events) -> None:
         super().on_events(replica, events)
@@ -49,5 +49,5 @@ class PrefillRole(HandoverRole):
                 self.exports.fail(output.id, output.error)
 
     def _abort(self, id: RequestId, why: Failure) -> bool:
-        borrowed = self.imports.abort(id, why)
-        return self.exports.fail(id, why) or borrowed
+        fetched = self.imports.abort(id, why)
+        return self.exports.fail(id, why) or fetched

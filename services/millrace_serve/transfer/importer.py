@@ -1,14 +1,14 @@
 """The import of one request's KV into this worker's pool: a pure state machine, driven by the frontend. No I/O, no
 clock.
 
-It serves two ends. A decode worker imports a whole prompt, part by part while it is computed. A prefill worker borrows
-a prefix: there is one part, which has some of the pages that it asked for and no first token.
+It serves two ends. A decode worker imports a whole prompt, chunk by chunk while it is computed. A prefill worker
+fetches a prefix: there is one chunk, which has some of the pages that it asked for and no first token.
 
-A last part whose first token already ended the sequence leads to DONE as soon as nothing is in flight, from any state:
+A last chunk whose first token already ended the sequence leads to DONE as soon as nothing is in flight, from any state:
 there is nothing to read for, and the exporter has taken the pages back.
 
 Exactly one of Done and Over is emitted per import, and only when nothing is in flight. An event that does not fit (a
-repeated part, a part after a gap, an unexpected answer) is refused and counted in `refused`; the state stays. A part
+repeated chunk, a chunk after a gap, an unexpected answer) is refused and counted in `refused`; the state stays. A chunk
 that contradicts the prompt (the hash of its tokens, the number of pages) fails the import.
 """
 
@@ -22,15 +22,15 @@ import msgspec
 from millrace_common.reasons import Reason
 from millrace_common.transitions import Transitions
 
-from millrace_serve.engine.core import Failure, KvPart, RequestId, SequenceOutput
+from millrace_serve.engine.core import Failure, KvChunk, RequestId, SequenceOutput
 from millrace_serve.transfer.messages import ReadPages
 
 
 class ImportState(enum.StrEnum):
     WAITING = "waiting"  # nothing has arrived yet
-    RESERVING = "reserving"  # the first part came, perhaps without pages: AskReserve was emitted, parts are collected
-    READING = "reading"  # our pages are known; those that our prefix cache lacks are read as their part arrives
-    RELEASING = "releasing"  # the last part arrived and every read is done: AskRelease was emitted
+    RESERVING = "reserving"  # the first chunk came, perhaps without pages: AskReserve was emitted, chunks are collected
+    READING = "reading"  # our pages are known; those that our prefix cache lacks are read as their chunk arrives
+    RELEASING = "releasing"  # the last chunk arrived and every read is done: AskRelease was emitted
     DRAINING = "draining"  # failed with reads in flight: no new ones start, and the last final one leads to OVER
     DONE = "done"  # the exporter answered that it held the pages: the data is good, Done was emitted
     OVER = "over"  # failed with nothing in flight: Over was emitted, our pages may be freed
@@ -51,8 +51,8 @@ _TAKES_PARTS = frozenset({ImportState.WAITING, ImportState.RESERVING, ImportStat
 
 
 class Refusal(enum.StrEnum):
-    DUPLICATE_PART = "duplicate_part"
-    PART_GAP = "part_gap"
+    DUPLICATE_CHUNK = "duplicate_chunk"
+    CHUNK_GAP = "chunk_gap"
     LATE = "late"  # the state no longer takes this event
 
 
@@ -61,15 +61,15 @@ class AskReserve(msgspec.Struct, frozen=True):
 
 
 class AskRelease(msgspec.Struct, frozen=True):
-    """Send release to the exporter; answer with `on_held`, or with the end of the stream. When it comes with Over, the
-    answer does not matter: the import failed, and the pages need not be held.
+    """Send release to the exporter; answer with `on_release_confirmed`, or with the end of the stream. When it comes
+    with Over, the answer does not matter: the import failed, and the pages need not be held.
     """
 
 
 class Done(msgspec.Struct, frozen=True):
     """Send KvArrived to our engine."""
 
-    first: SequenceOutput | None  # None: of a loan
+    first: SequenceOutput | None  # None: of a prefix fetch
 
 
 class Over(msgspec.Struct, frozen=True):
@@ -83,37 +83,37 @@ Action = AskReserve | ReadPages | AskRelease | Done | Over
 
 class KvImport:
     """`expected[i]` is the block of page i (millrace_common/page_hash.py); one per page of the prompt, or of the prefix
-    that is borrowed (`loan`).
+    that is fetched (`prefix_fetch`).
     """
 
-    def __init__(self, id: RequestId, expected: Sequence[bytes], loan: bool = False) -> None:
+    def __init__(self, id: RequestId, expected: Sequence[bytes], prefix_fetch: bool = False) -> None:
         self.id = id
-        self._loan = loan
+        self._prefix_fetch = prefix_fetch
         self.state = ImportState.WAITING
         self.refused: collections.Counter[Refusal] = collections.Counter()
         self.failure: Failure | None = None  # set at the first failure; Over may come later
         self._expected = list(expected)
-        self._offered = False  # a part came: the exporter has a lease for us
+        self._offered = False  # a chunk came: the exporter has a lease for us
         self._src_pages: list[int] = []  # accepted so far, in page order
         self._dst_pages: list[int] = []
         self._num_asked = 0  # leading pages that are read, being read, or were cached
         self._outstanding: set[int] = set()
         self._num_reads = 0
-        self._complete = False  # the last part came
-        self._first: SequenceOutput | None = None  # of the last part
+        self._complete = False  # the last chunk came
+        self._first: SequenceOutput | None = None  # of the last chunk
 
-    def on_part(self, part: KvPart) -> list[Action]:
-        if refusal := self._refusal_of(part):
+    def on_chunk(self, chunk: KvChunk) -> list[Action]:
+        if refusal := self._refusal_of(chunk):
             return self._refuse(refusal)
-        if self._loan and not part.page_ids:
+        if self._prefix_fetch and not chunk.page_ids:
             return self.on_abort(Failure(Reason.KV_NOT_FOUND, f"{self.id}: no page of the prefix is cached there"))
         self._offered = True
-        if problem := self._contradiction_in(part):
+        if problem := self._contradiction_in(chunk):
             return self.on_abort(Failure(Reason.KV_MISMATCH, f"{self.id}: {problem}"))
-        self._src_pages += part.page_ids
-        if part.last:
-            self._complete, self._first = True, part.first
-            del self._expected[len(self._src_pages) :]  # of a loan: what is not there
+        self._src_pages += chunk.page_ids
+        if chunk.last:
+            self._complete, self._first = True, chunk.first
+            del self._expected[len(self._src_pages) :]  # of a prefix fetch: what is not there
         if self._is_finished:
             return self._advance()
         if self.state is ImportState.WAITING:
@@ -122,14 +122,16 @@ class KvImport:
         return self._advance()
 
     def on_stream_end(self) -> list[Action]:
-        """The exporter's stream ended in good order: no further part and no answer to a release will come."""
+        """The exporter's stream ended in good order: no further chunk and no answer to a release will come."""
         if self.state in MOVES.final or self.failure is not None or self._is_finished:
             return []
         have = f"{len(self._src_pages)} of {len(self._expected)} pages, {self.state}"
         return self.on_abort(Failure(Reason.TRANSFER_FAILED, f"{self.id}: the exporter's stream ended after {have}"))
 
     def on_reserved(self, page_ids: Sequence[int], num_cached_pages: int) -> list[Action]:
-        """Our pages, one per page of the prompt or loan; the first `num_cached_pages` already hold what we need."""
+        """Our pages, one per page of the prompt or prefix fetch; the first `num_cached_pages` already hold what we
+        need.
+        """
         if self.state is not ImportState.RESERVING:
             return self._refuse(Refusal.LATE)
         assert len(page_ids) == len(self._expected), f"{len(page_ids)} pages reserved for {len(self._expected)}"
@@ -146,7 +148,7 @@ class KvImport:
             return self.on_abort(Failure(Reason.TRANSFER_FAILED, f"{self.id}: {error}"))
         return self._drained() if self.state is ImportState.DRAINING else self._advance()
 
-    def on_held(self) -> list[Action]:
+    def on_release_confirmed(self) -> list[Action]:
         """The exporter held the pages until the release."""
         return self._done() if self.state is ImportState.RELEASING else self._refuse(Refusal.LATE)
 
@@ -159,28 +161,30 @@ class KvImport:
             self._move(ImportState.DRAINING)
         return self._drained()
 
-    def _refusal_of(self, part: KvPart) -> Refusal | None:
+    def _refusal_of(self, chunk: KvChunk) -> Refusal | None:
         if self.state not in _TAKES_PARTS or self._complete:
             return Refusal.LATE
-        if part.first_page < len(self._src_pages):
-            return Refusal.DUPLICATE_PART
-        if part.first_page > len(self._src_pages):
-            return Refusal.PART_GAP
+        if chunk.first_page < len(self._src_pages):
+            return Refusal.DUPLICATE_CHUNK
+        if chunk.first_page > len(self._src_pages):
+            return Refusal.CHUNK_GAP
         return None
 
-    def _contradiction_in(self, part: KvPart) -> str | None:
-        end = part.first_page + len(part.page_ids)
+    def _contradiction_in(self, chunk: KvChunk) -> str | None:
+        end = chunk.first_page + len(chunk.page_ids)
         total = len(self._expected)
-        if len(part.fingerprints) != len(part.page_ids):
-            return f"part has {len(part.page_ids)} pages but {len(part.fingerprints)} fingerprints"
+        if len(chunk.fingerprints) != len(chunk.page_ids):
+            return f"chunk has {len(chunk.page_ids)} pages but {len(chunk.fingerprints)} fingerprints"
         if end > total:
-            return f"part ends at page {end}, the prompt has {total} pages"
-        if part.last and ((part.first is None) is not self._loan or (end != total and not self._loan)):
-            return f"last part ends at page {end} of {total}, {'with' if part.first else 'without'} a first token"
-        expected = self._expected[part.first_page : end]
-        for offset, (ours, theirs) in enumerate(zip(expected, part.fingerprints, strict=True)):
+            return f"chunk ends at page {end}, the prompt has {total} pages"
+        if chunk.last and (
+            (chunk.first is None) is not self._prefix_fetch or (end != total and not self._prefix_fetch)
+        ):
+            return f"last chunk ends at page {end} of {total}, {'with' if chunk.first else 'without'} a first token"
+        expected = self._expected[chunk.first_page : end]
+        for offset, (ours, theirs) in enumerate(zip(expected, chunk.fingerprints, strict=True)):
             if ours != theirs:
-                page = part.first_page + offset
+                page = chunk.first_page + offset
                 return f"page {page} was computed from other tokens ({theirs.hex()}, expected {ours.hex()})"
         return None
 

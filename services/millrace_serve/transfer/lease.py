@@ -1,6 +1,6 @@
 """The leases of exported prompts, and the answers to Release. Pure: no I/O, one thread, a given clock.
 
-A lease is open from the first KvPart on, published with the last; docs/explanation/kv-transfer.md has the states.
+A lease is open from the first KvChunk on, published with the last; docs/explanation/kv-transfer.md has the states.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from millrace_serve.engine.core import KvPart, RequestId
+from millrace_serve.engine.core import KvChunk, RequestId
 
 
 class LeaseEnd(enum.StrEnum):
@@ -38,7 +38,7 @@ class LeaseTable:
         clock: Callable[[], float],
         on_ended: Callable[[RequestId, LeaseEnd], None],
     ) -> None:
-        """A lease runs for `lease_s` from the last part or renewal, for `max_lease_s` from the last part at most."""
+        """A lease runs for `lease_s` from the last chunk or renewal, for `max_lease_s` from the last chunk at most."""
         self._lease_s = lease_s
         self._max_lease_s = max_lease_s
         self._clock = clock
@@ -46,15 +46,15 @@ class LeaseTable:
         self._open: set[RequestId] = set()
         self._published: dict[RequestId, _Deadline] = {}
 
-    def publish(self, part: KvPart) -> None:
-        """Add a part of a prompt whose lease has not ended: the first opens the lease, the last completes it."""
-        if part.last:
-            self._open.discard(part.id)
+    def publish(self, chunk: KvChunk) -> None:
+        """Add a chunk of a prompt whose lease has not ended: the first opens the lease, the last completes it."""
+        if chunk.last:
+            self._open.discard(chunk.id)
             now = self._clock()
             last = now + self._max_lease_s
-            self._published[part.id] = _Deadline(min(now + self._lease_s, last), last)
+            self._published[chunk.id] = _Deadline(min(now + self._lease_s, last), last)
         else:
-            self._open.add(part.id)
+            self._open.add(chunk.id)
 
     def renew(self, id: RequestId) -> None:
         """The importer is alive and still reading."""

@@ -35,7 +35,7 @@ class WorkerTimeouts(Config):
     warmup: Seconds = Field(120.0, gt=0)  # all warm-up requests of one call together
     drain: Seconds = 30.0  # running work after SIGTERM
     stall: Seconds = Field(5.0, gt=0)  # decode: silence of a Fetch stream, or a read that does not end
-    lease: Seconds = Field(30.0, gt=0)  # prefill: parked pages since the importer's last message
+    lease: Seconds = Field(30.0, gt=0)  # prefill: held pages since the importer's last message
     idle: Seconds = Field(75.0, gt=0)  # of a connection to the metrics port
 
     @property
@@ -45,7 +45,7 @@ class WorkerTimeouts(Config):
 
     @property
     def max_lease(self) -> float:
-        """Prefill: parked pages, renewals included."""
+        """Prefill: held pages, renewals included."""
         return 10 * self.lease
 
     @property
@@ -111,8 +111,8 @@ class WorkerConfig(Execution):
             raise ValueError(f"dense_tp={self.dense_tp}: must divide tp={self.tp}")
         if self.dtype == "float32" and (never := {"flash_mla", "flashinfer"} & {*self.attention}):
             raise ValueError(f"attention: {', '.join(sorted(never))} takes dtype=bfloat16, not float32")
-        if self.limits.share_prompts and (self.dp == 1 or self.limits.share_prompts < 2 * self.dp):
-            raise ValueError("limits.share_prompts: needs dp > 1, and 2 tokens for each replica at least")
+        if self.limits.context_parallel_tokens and (self.dp == 1 or self.limits.context_parallel_tokens < 2 * self.dp):
+            raise ValueError("limits.context_parallel_tokens: needs dp > 1, and 2 tokens for each replica at least")
         if self.limits.host_cache_gib and self.tp > 1:
             raise ValueError(
                 f"limits.host_cache_gib: needs tp=1, not {self.tp}: all ranks of a replica have the same KV; use dp"

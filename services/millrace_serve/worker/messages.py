@@ -17,7 +17,7 @@ from millrace_common.gc_hooks import GcPause
 
 from millrace_serve.engine.cache.kv_pool import KvLayout
 from millrace_serve.engine.core import EngineInput, Events
-from millrace_serve.engine.health.pulse import Pulse
+from millrace_serve.engine.health.heartbeat import RankHeartbeat
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.messages import FromReader
 
@@ -104,7 +104,7 @@ class WeightsSet(msgspec.Struct, frozen=True, tag=True):
 
 
 Answer = GcFrozen | ProfileDone | WeightsSet  # of a rank, to the frontend's question
-Report = Events | FromReader | Pulse | RankProgress | RankReady | RankFailed | GcPauses | Dropped | Answer
+Report = Events | FromReader | RankHeartbeat | RankProgress | RankReady | RankFailed | GcPauses | Dropped | Answer
 
 
 class FromRank(msgspec.Struct, frozen=True, array_like=True):

@@ -210,13 +210,13 @@ def test_preempted_sequence_that_ends_while_it_is_saved(steps):
 
 
 @pytest.mark.parametrize("num_offered", [2, 3])
-def test_what_another_worker_lends_is_not_needed(num_offered):
+def test_what_another_worker_serves_is_not_needed(num_offered):
     driver = Tiered(Role.PREFILL, max_model_len=60)
     driver.ask(1, PROMPT)
     driver.end_leases()
     driver.push_out()
     id = RequestId(2, 0)
-    driver.submit(msgspec.structs.replace(request(2, PROMPT, Route.EXPORT), borrows=True))
+    driver.submit(msgspec.structs.replace(request(2, PROMPT, Route.EXPORT), fetches_prefix=True))
     driver.tell(KvOffered(id, num_offered))
     driver.step()
     assert driver.reserved[id].num_cached_pages == len(driver.reserved[id].page_ids) == num_offered
@@ -226,13 +226,13 @@ def test_what_another_worker_lends_is_not_needed(num_offered):
     driver.end()
 
 
-def test_another_worker_lends_more_than_the_tier_has():
+def test_another_worker_serves_more_than_the_tier_has():
     driver = Tiered(Role.PREFILL, max_model_len=60)
     driver.ask(1, PROMPT[:8])
     driver.end_leases()
     driver.push_out()
     id = RequestId(2, 0)
-    driver.submit(msgspec.structs.replace(request(2, PROMPT, Route.EXPORT), borrows=True))
+    driver.submit(msgspec.structs.replace(request(2, PROMPT, Route.EXPORT), fetches_prefix=True))
     driver.tell(KvOffered(id, 3))
     driver.step()
     assert driver.reserved[id].num_cached_pages == 0

@@ -17,10 +17,10 @@ from millrace_serve.engine.core import (
     KvArrived,
     KvOffered,
     LeaseEnded,
-    Lend,
     RequestId,
     Route,
     SequenceOutput,
+    ServePrefix,
 )
 from millrace_serve.engine.offload.disk_tier import DiskTier
 from millrace_serve.engine.offload.page_folder import PageFolder
@@ -116,13 +116,13 @@ def test_in_the_disk_tier(pair: tuple[Prompt, Prompt], tmp_path: Path) -> None:
 
 
 @strangers
-def test_on_loan(pair: tuple[Prompt, Prompt]) -> None:
+def test_served_pages(pair: tuple[Prompt, Prompt]) -> None:
     driver = Caches(num_pages=20)
     driver.ask(pair[0], 1)
-    for loan, (tokens, salt) in enumerate(pair, 1):
-        driver.tell(Lend(RequestId(0, loan), page_hashes(tokens[:SIZE], SIZE, salt=salt)))
+    for prefix_fetch, (tokens, salt) in enumerate(pair, 1):
+        driver.tell(ServePrefix(RequestId(0, prefix_fetch), page_hashes(tokens[:SIZE], SIZE, salt=salt)))
     driver.settle()
-    assert [len(driver.lent[RequestId(0, loan)].page_ids) for loan in (1, 2)] == [1, 0]
+    assert [len(driver.served[RequestId(0, prefix_fetch)].page_ids) for prefix_fetch in (1, 2)] == [1, 0]
     driver.tell(LeaseEnded(RequestId(0, 1)))
     driver.settle()
     driver.check_whole()
@@ -143,7 +143,7 @@ def test_page_of_another_tenant_is_an_error_with_canaries() -> None:
     """Whatever mistake brings it: no step uses it."""
     driver = Driver(Role.PREFILL)
     prompt = list(range(20, 34))
-    driver.submit(request(1, prompt, Route.EXPORT, borrows=True, salt=b"one"))
+    driver.submit(request(1, prompt, Route.EXPORT, fetches_prefix=True, salt=b"one"))
     driver.tell(KvOffered(RequestId(1, 0), 1))
     driver.run()
     fill_pages(driver, driver.reserved[RequestId(1, 0)].page_ids, prompt[:4], 0, salt=b"two")
@@ -173,14 +173,14 @@ def test_prompts_whose_blocks_collide_get_no_page_of_each_other(seed: int) -> No
             driver.submit(request(room, prompt, max_tokens=rng.randrange(1, 9), salt=rng.choice((b"", b"x"))))
             if rng.random() < 0.3:
                 wanted = weak_hashes([rng.randrange(10, 12) for _ in range(12)], 4)
-                driver.tell(Lend(RequestId(0, room), wanted))
+                driver.tell(ServePrefix(RequestId(0, room), wanted))
             if rng.random() < 0.1:
                 driver.tell(FlushCache())
             for _ in range(rng.randrange(4)):
                 driver.step()
         driver.run()
         assert all(output.error is None for output in driver.finish.values())
-        for id in driver.lent:
+        for id in driver.served:
             driver.tell(LeaseEnded(id))
         driver.run()
         driver.check_whole()

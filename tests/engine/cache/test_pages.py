@@ -132,13 +132,13 @@ def weak(blocks: list[bytes], bits: int) -> list[bytes]:
 @examples(40)
 @given(st.integers(0, 2**32), st.booleans(), st.sampled_from([0, 1, 4]))
 def test_cache_under_random_use(seed: int, enabled: bool, bits: int):
-    """Sequences of two salts over few distinct tokens share, extend, publish, park, lend and leave; pages keep their
+    """Sequences of two salts over few distinct tokens share, extend, publish, hold, serve and leave; pages keep their
     tokens all along. `bits`: of the blocks, in place of 256.
     """
     rng = random.Random(seed)
     cache, content, told = KvCache(12, 2, enabled), {}, set[bytes]()
     live: list[tuple[list[int], list[int], CachedPrefix, int]] = []
-    lent: list[list[int]] = []
+    served: list[list[int]] = []
     for _ in range(60):
         act, salt = rng.random(), rng.choice((b"", b"x"))
         tokens = [rng.randrange(2) for _ in range(rng.randrange(2, 9) // 2 * 2)]
@@ -150,15 +150,15 @@ def test_cache_under_random_use(seed: int, enabled: bool, bits: int):
                 cache.release(prefix, pages)
                 continue
             for index, page in enumerate(own, start=len(pages)):
-                assert all(page not in other for other in (*(each[1] for each in live), *lent)), "a page in use"
+                assert all(page not in other for other in (*(each[1] for each in live), *served)), "a page in use"
                 content[page] = salt, tokens[: 2 * index + 2]
             live.append((tokens, pages + own, prefix, 0))
         elif act < 0.5:
-            lent.append(cache.lend(weak(page_hashes(tokens, 2, salt=salt), bits)))
+            served.append(cache.serve_prefix(weak(page_hashes(tokens, 2, salt=salt), bits)))
             if not bits:
-                assert all(content[page] == (salt, tokens[: 2 * i + 2]) for i, page in enumerate(lent[-1]))
-        elif act < 0.55 and lent:
-            cache.take_back(lent.pop())
+                assert all(content[page] == (salt, tokens[: 2 * i + 2]) for i, page in enumerate(served[-1]))
+        elif act < 0.55 and served:
+            cache.take_back(served.pop())
         elif live:
             index = rng.randrange(len(live))
             tokens, pages, prefix, published = live[index]
@@ -171,7 +171,7 @@ def test_cache_under_random_use(seed: int, enabled: bool, bits: int):
                 cache.insert(prefix, tokens, pages[: rng.randint(0, len(pages))], blocks)
             if act >= 0.8:
                 cache.publish(pages)
-                cache.park(prefix, pages)
+                cache.hold(prefix, pages)
                 live[index] = (tokens, pages, prefix, 1)
             elif act >= 0.6:
                 cache.release(prefix, pages)
@@ -183,7 +183,7 @@ def test_cache_under_random_use(seed: int, enabled: bool, bits: int):
         cache.check()
     for _, pages, prefix, published in live:
         (cache.unpublish if published else cache.release)(prefix, pages)
-    for pages in lent:
+    for pages in served:
         cache.take_back(pages)
     cache.check()
     cache.flush()

@@ -349,7 +349,7 @@ def test_requests_whose_grammar_is_being_compiled_are_counted() -> None:
         driver.submit(constrained(room, [20], max_tokens=1))
     driver.submit(request(3, [20], max_tokens=1))
     driver.run()
-    assert (driver.engine.load().waiting, driver.engine.load().credits) == (3, 0)
+    assert (driver.engine.load().waiting, driver.engine.load().capacity) == (3, 0)
     assert driver.finish[RequestId(3, 0)].error.reason == "OVERLOADED"
     driver.finish_compiling()
     driver.run()

@@ -23,13 +23,13 @@ from millrace_serve.engine.core import (
     KvLate,
     KvOffered,
     LeaseEnded,
-    Lend,
     Request,
     RequestId,
     Route,
+    ServePrefix,
 )
-from millrace_serve.engine.schedule.loans import LENT_SHARE
 from millrace_serve.engine.schedule.sequence import Transfer
+from millrace_serve.engine.schedule.served_pages import SERVED_SHARE
 from millrace_testing.examples import examples
 from millrace_testing.oracle import oracle_outputs
 
@@ -64,8 +64,8 @@ class Machine(RuleBasedStateMachine):
         num_pages=st.integers(6, 16),
         max_running=st.integers(1, 4),
         max_prefill_tokens=st.integers(1, 12),
-        share_prompts=st.sampled_from([0, 0, 1, 5, 9]),
-        max_parked_pages=st.sampled_from([None, 4]),
+        context_parallel_tokens=st.sampled_from([0, 0, 1, 5, 9]),
+        max_held_pages=st.sampled_from([None, 4]),
         draft_tokens=st.integers(0, 3),
         draft_batches=st.sampled_from([(9, 9, 9), (3, 2, 1), (2, 0, 0)]),
         acceptance=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
@@ -79,7 +79,7 @@ class Machine(RuleBasedStateMachine):
         self.rooms = 0
         self.ended_leases: set[RequestId] = set()
         self.corrupted: set[RequestId] = set()
-        self.num_loans = 0
+        self.num_prefix_fetches = 0
         self.repaid: set[RequestId] = set()
 
     def make(self, route: Route, tokens: list[int], prior: int, sampling: dict, priority: int, timeout) -> Request:
@@ -111,34 +111,34 @@ class Machine(RuleBasedStateMachine):
         self.driver.tell(FlushCache())
 
     @rule(tokens=prompts)
-    def lend(self, tokens: list[int]) -> None:
-        self.num_loans += 1
+    def serve_prefix(self, tokens: list[int]) -> None:
+        self.num_prefix_fetches += 1
         size = self.driver.config.page_size
         blocks = page_hashes(tokens[: len(tokens) // size * size], size)
-        self.driver.tell(Lend(RequestId(0, self.num_loans), blocks))
+        self.driver.tell(ServePrefix(RequestId(0, self.num_prefix_fetches), blocks))
 
-    @precondition(lambda self: self.loans())
+    @precondition(lambda self: self.served_pages())
     @rule(data=st.data())
     def repay(self, data: st.DataObject) -> None:
-        self.end_loan(data.draw(st.sampled_from(self.loans())))
+        self.end_prefix_fetch(data.draw(st.sampled_from(self.served_pages())))
 
-    def loans(self) -> list[RequestId]:
-        return sorted(set(self.driver.lent) - self.repaid) if hasattr(self, "driver") else []
+    def served_pages(self) -> list[RequestId]:
+        return sorted(set(self.driver.served) - self.repaid) if hasattr(self, "driver") else []
 
-    def end_loan(self, id: RequestId) -> None:
+    def end_prefix_fetch(self, id: RequestId) -> None:
         self.repaid.add(id)
         self.driver.tell(LeaseEnded(id))
         self.driver.tell(LeaseEnded(id))
 
     @invariant()
-    def lent_pages_keep_their_content_and_are_bounded(self) -> None:
-        lent = [self.driver.lent[id] for id in self.loans()]
-        for part in lent:
+    def served_pages_keep_their_content_and_are_bounded(self) -> None:
+        served = [self.driver.served[id] for id in self.served_pages()]
+        for part in served:
             words = self.driver.engine.pool.read_canaries(part.page_ids)
             found = [row[:-1].tobytes() for row in words]
             assert found == part.fingerprints and set(words[:, -1].tolist()) <= {4}
-        if lent:
-            assert sum(len(part.page_ids) for part in lent) <= LENT_SHARE * self.driver.cache.pool.total
+        if served:
+            assert sum(len(part.page_ids) for part in served) <= SERVED_SHARE * self.driver.cache.pool.total
 
     @invariant()
     def failures_have_a_cause(self) -> None:
@@ -157,9 +157,9 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         self.settle_everything()
-        for id in self.loans():
-            self.end_loan(id)
-        self.settle_everything()  # what waited for pages that were lent
+        for id in self.served_pages():
+            self.end_prefix_fetch(id)
+        self.settle_everything()  # what waited for pages that were served
         self.failures_have_a_cause()
         self.driver.check_whole()
 
@@ -251,35 +251,37 @@ class PrefillMachine(Machine):
         sampling=params,
         priority=st.integers(0, 2),
         timeout=timeouts,
-        borrows=st.booleans(),
+        fetches_prefix=st.booleans(),
     )
-    def submit(self, tokens: list[int], prior: int, sampling: dict, priority: int, timeout, borrows: bool) -> None:
+    def submit(
+        self, tokens: list[int], prior: int, sampling: dict, priority: int, timeout, fetches_prefix: bool
+    ) -> None:
         made = self.make(Route.EXPORT, tokens, prior, sampling, priority, timeout)
-        self.driver.submit(msgspec.structs.replace(made, borrows=borrows))
+        self.driver.submit(msgspec.structs.replace(made, fetches_prefix=fetches_prefix))
 
-    def borrowers(self) -> list[RequestId]:
-        """Requests whose loan is not over; the engine may have given up on some."""
+    def fetchers(self) -> list[RequestId]:
+        """Requests whose prefix fetch is not over; the engine may have given up on some."""
         if not hasattr(self, "driver"):
             return []
-        return sorted(id for id, r in self.driver.requests.items() if r.borrows and id not in self.over)
+        return sorted(id for id, r in self.driver.requests.items() if r.fetches_prefix and id not in self.over)
 
     @initialize()
     def begin(self) -> None:
-        self.over: set[RequestId] = set()  # loans
+        self.over: set[RequestId] = set()  # prefix fetches
         self.offered: set[RequestId] = set()
 
-    @precondition(lambda self: set(self.borrowers()) - self.offered)
+    @precondition(lambda self: set(self.fetchers()) - self.offered)
     @rule(data=st.data(), num_pages=st.integers(1, 5))
     def offer(self, data: st.DataObject, num_pages: int) -> None:
-        id = data.draw(st.sampled_from(sorted(set(self.borrowers()) - self.offered)))
+        id = data.draw(st.sampled_from(sorted(set(self.fetchers()) - self.offered)))
         self.offered.add(id)
         if most := (len(self.driver.requests[id].token_ids) - 1) // 4:
             self.driver.tell(KvOffered(id, min(num_pages, most)))
 
-    @precondition(lambda self: set(self.borrowers()) & set(self.driver.reserved))
+    @precondition(lambda self: set(self.fetchers()) & set(self.driver.reserved))
     @rule(data=st.data(), corrupt=st.sampled_from([False] * 7 + [True]))
     def arrive(self, data: st.DataObject, corrupt: bool) -> None:
-        id = data.draw(st.sampled_from(sorted(set(self.borrowers()) & set(self.driver.reserved))))
+        id = data.draw(st.sampled_from(sorted(set(self.fetchers()) & set(self.driver.reserved))))
         self.over.add(id)
         reserved = self.driver.reserved[id]
         if reserved.num_cached_pages < len(reserved.page_ids):
@@ -290,11 +292,11 @@ class PrefillMachine(Machine):
             fill_pages(self.driver, reserved.page_ids, tokens, reserved.num_cached_pages)
         self.driver.tell(KvArrived(id))
 
-    @precondition(lambda self: self.borrowers())
+    @precondition(lambda self: self.fetchers())
     @rule(data=st.data(), late=st.booleans(), steps=st.integers(0, 3))
     def lose(self, data: st.DataObject, late: bool, steps: int) -> None:
-        """A loan fails, perhaps while reads are in flight that write long after."""
-        id = data.draw(st.sampled_from(self.borrowers()))
+        """A prefix fetch fails, perhaps while reads are in flight that write long after."""
+        id = data.draw(st.sampled_from(self.fetchers()))
         reserved = self.driver.reserved.get(id)
         if late and reserved is not None and reserved.num_cached_pages < len(reserved.page_ids):
             self.driver.tell(KvLate(id))
@@ -333,7 +335,7 @@ class PrefillMachine(Machine):
         self.driver.tell(LeaseEnded(id))
 
     def settle_everything(self) -> None:
-        for id in self.borrowers():
+        for id in self.fetchers():
             self.driver.tell(KvFailed(id, Failure("WORKER_LOST", "the end")))
         for _ in range(len(self.driver.requests) + 1):
             self.driver.run()

@@ -64,13 +64,13 @@ def test_order_is_priority_then_arrival_and_nobody_is_skipped():
     driver.submit(request(2, [21] * 20, max_tokens=1))  # 5 pages: does not fit, and must not be overtaken
     driver.submit(request(3, [22], max_tokens=1))
     driver.step()
-    assert driver.engine.load().running == 1 and driver.engine.load().credits == 0
+    assert driver.engine.load().running == 1 and driver.engine.load().capacity == 0
     driver.submit(request(4, [23], max_tokens=1, priority=1))
     driver.step()
     assert RequestId(4, 0) in driver.finish and RequestId(3, 0) not in driver.finish
     driver.run()
     assert list(driver.finish) == [RequestId(room, 0) for room in (4, 1, 2, 3)]
-    assert driver.engine.load().credits > 0
+    assert driver.engine.load().capacity > 0
     driver.check_whole()
 
 
@@ -135,7 +135,7 @@ def test_no_pages_no_reservation_until_some_are_free():
         driver.tell(KvOffered(RequestId(room, 0)))
     driver.run()
     assert set(driver.reserved) == {RequestId(1, 0)}
-    assert driver.engine.load().credits == 0 and not driver.engine.has_work()
+    assert driver.engine.load().capacity == 0 and not driver.engine.has_work()
     driver.tell(KvFailed(RequestId(1, 0), Failure("TRANSFER_FAILED", "gone")))
     driver.run()
     assert RequestId(2, 0) in driver.reserved
@@ -324,13 +324,13 @@ def test_first_token_that_ends_it_is_final_in_the_last_part():
     assert driver.parts[RequestId(1, 0)][-1].first.finish is FinishReason.LENGTH
 
 
-def test_parked_prompts_push_back():
-    driver = Driver(Role.PREFILL, max_parked_pages=4)
+def test_held_prompts_push_back():
+    driver = Driver(Role.PREFILL, max_held_pages=4)
     driver.submit(request(1, PROMPT, Route.EXPORT))
     driver.submit(request(2, [30] * 8, Route.EXPORT))
     driver.run()
     assert RequestId(2, 0) not in driver.parts
-    assert driver.engine.load().credits == 0 and not driver.engine.has_work()
+    assert driver.engine.load().capacity == 0 and not driver.engine.has_work()
     driver.tell(LeaseEnded(RequestId(1, 0)))
     driver.run()
     assert driver.parts[RequestId(2, 0)][-1].last
@@ -384,7 +384,7 @@ def test_short_prompt_is_computed_beside_a_long_one_that_came_before(role, route
 def test_prompt_that_replicas_share_keeps_no_tokens_of_a_step_for_itself(monkeypatch):
     """It is computed in shared chunks only."""
     driver = Driver(
-        Role.PREFILL, max_prefill_tokens=8, share_prompts=20, overlap=False, prefix_cache=False, num_pages=100
+        Role.PREFILL, max_prefill_tokens=8, context_parallel_tokens=20, overlap=False, prefix_cache=False, num_pages=100
     )
     scheduler, planned = driver.engine._scheduler, []
     monkeypatch.setattr(type(scheduler), "_take_shared", lambda self, plan: None)
@@ -462,7 +462,7 @@ def test_full_engine_says_so():
     driver = Driver(Role.UNIFIED, max_running=1, max_waiting=1)
     for room in range(3):
         driver.submit(request(room, [20]))
-    assert driver.engine.load().credits == 0
+    assert driver.engine.load().capacity == 0
     driver.run()
     assert [room for room in range(3) if driver.finish[RequestId(room, 0)].error] == [2]
     assert driver.finish[RequestId(2, 0)].error.reason == "OVERLOADED"

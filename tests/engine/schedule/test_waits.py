@@ -152,16 +152,16 @@ def test_newcomer_within_the_promised_room_preempts_nobody() -> None:
     assert served == LEAST - 1 and driver.engine.load().counters["preemptions"] == 0
 
 
-def test_credits_of_a_decode_worker_end_soon_after_its_slots() -> None:
+def test_capacity_of_a_decode_worker_ends_soon_after_its_slots() -> None:
     driver = Driver(Role.DECODE, num_pages=65, max_running=8, max_waiting=50)
-    assert driver.engine.load().credits == 10
+    assert driver.engine.load().capacity == 10
     for one in prompts(4, Route.IMPORT, count=10):
         driver.submit(one)
     driver.step()
-    assert driver.engine.load().credits == 0
+    assert driver.engine.load().capacity == 0
     driver.submit(request(99, [20] * 4, Route.IMPORT, max_tokens=2))
     driver.step()
-    assert RequestId(99, 0) in driver.here.live, "several routers may have seen the last credit"
+    assert RequestId(99, 0) in driver.here.live, "several routers may have seen the last capacity"
 
 
 def test_prefill_worker_takes_what_it_computes_in_seconds() -> None:

@@ -23,7 +23,7 @@ from millrace_serve.engine.start.compile_ahead import (
     parts,
     turned,
 )
-from millrace_serve.engine.start.startup import Site
+from millrace_serve.engine.start.startup import RankSetup
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.moe import Moe
@@ -36,7 +36,7 @@ ROOMY = 1 << 40
 READS = "import sys; sys.stdin.buffer.read(1); "
 
 
-def site(device: str = "cpu", role: Role = Role.UNIFIED, cache_dir: Path | None = None, drafts: int = 0) -> Site:
+def setup(device: str = "cpu", role: Role = Role.UNIFIED, cache_dir: Path | None = None, drafts: int = 0) -> RankSetup:
     model = ModelConfig.load(TINY)
     model = model if drafts else model.without_mtp()
     layout = KvLayout(
@@ -50,11 +50,11 @@ def site(device: str = "cpu", role: Role = Role.UNIFIED, cache_dir: Path | None 
     dims = ParallelDims(rank=1, tp=2)
     execution = Execution.model_validate({"graphs": "on", "cache_dir": cache_dir})
     limits = LIMITS.model_copy(update={"draft_tokens": drafts})
-    return Site(role, limits, execution, model, layout, dims, torch.device(device), torch.float32)
+    return RankSetup(role, limits, execution, model, layout, dims, torch.device(device), torch.float32)
 
 
 def told(count: int) -> list[CompilePart]:
-    return [CompilePart(site(), index, count, ROOMY) for index in range(count)]
+    return [CompilePart(setup(), index, count, ROOMY) for index in range(count)]
 
 
 def doing(code: str) -> list[str]:
@@ -84,8 +84,8 @@ def test_processes_begin_apart_and_do_everything() -> None:
 
 @pytest.mark.parametrize(("dense", "kinds"), [(1, "DEE"), (2, "DEE"), (0, "EEE"), (9, "DDD")])
 def test_small_model_has_every_kind_of_layer(dense: int, kinds: str) -> None:
-    changed = site().model.model_copy(update={"first_k_dense_replace": dense})
-    model = compile_ahead.small_model(dataclasses.replace(site(), model=changed))
+    changed = setup().model.model_copy(update={"first_k_dense_replace": dense})
+    model = compile_ahead.small_model(dataclasses.replace(setup(), model=changed))
     assert "".join("E" if isinstance(layer.mlp, Moe) else "D" for layer in model.layers) == kinds
     assert model.layers[2].mlp is model.layers[1].mlp and model.mtp is None
     assert [layer.sampled_only for layer in model.layers] == [False, False, True]
@@ -103,14 +103,15 @@ def test_part_runs_every_step_beginning_elsewhere(role: Role, drafts: int, monke
     )
     launch = compile_ahead.TorchRunner.launch
 
-    def recorded(runner: compile_ahead.TorchRunner, batch: compile_ahead.rehearsal.StepBatch):  # type: ignore[no-untyped-def]
+    # type: ignore[no-untyped-def]
+    def recorded(runner: compile_ahead.TorchRunner, batch: compile_ahead.profiling_run.StepBatch):
         ran[-1].append(batch.num_tokens)
         return launch(runner, batch)
 
     monkeypatch.setattr(compile_ahead.TorchRunner, "launch", recorded)
     for index in range(2):
         ran.append([])
-        compile_ahead.run(CompilePart(site(role=role, drafts=drafts), index, 2, ROOMY))
+        compile_ahead.run(CompilePart(setup(role=role, drafts=drafts), index, 2, ROOMY))
     first, second = ran
     assert first != second and sorted(first) == sorted(second)
     assert max(first) == 98 + 2 * drafts and (role is Role.PREFILL or first.count(3 * (1 + drafts)) > 2)
@@ -118,7 +119,7 @@ def test_part_runs_every_step_beginning_elsewhere(role: Role, drafts: int, monke
 
 
 def test_what_decides_over_kernels_is_in_the_fingerprint() -> None:
-    one, name = site(), "a GPU"
+    one, name = setup(), "a GPU"
     same = (
         dataclasses.replace(one, limits=LIMITS.model_copy(update={"num_pages": "auto"})),
         dataclasses.replace(one, dims=ParallelDims(rank=0, tp=2)),
@@ -138,11 +139,11 @@ def test_what_decides_over_kernels_is_in_the_fingerprint() -> None:
 
 
 def test_nothing_is_started_where_everything_is_compiled(cache: Path) -> None:
-    there = site("cuda:0", cache_dir=cache)
+    there = setup("cuda:0", cache_dir=cache)
     assert len(parts(there, ROOMY)) == 8 and parts(there, 0) == []
     mark(there)
     assert parts(there, ROOMY) == []
-    assert [len(parts(site("cuda:0", role, cache), ROOMY)) for role in Role] == [0, 0, 0]
+    assert [len(parts(setup("cuda:0", role, cache), ROOMY)) for role in Role] == [0, 0, 0]
     assert len(parts(dataclasses.replace(there, limits=LIMITS.model_copy(update={"max_running": 2})), ROOMY)) == 8
     assert len(list((cache / "complete").iterdir())) == 3
 
@@ -150,34 +151,35 @@ def test_nothing_is_started_where_everything_is_compiled(cache: Path) -> None:
 def test_processes_share_the_room_and_talk_to_nobody(cache: Path) -> None:
     group = object()
     dims = ParallelDims(rank=1, tp=2, tp_group=group, world_group=group)  # type: ignore[arg-type]
-    those = parts(dataclasses.replace(site("cuda:0", cache_dir=cache), dims=dims), 16 << 30)
+    those = parts(dataclasses.replace(setup("cuda:0", cache_dir=cache), dims=dims), 16 << 30)
     assert [(part.index, part.count) for part in those] == [(i, 5) for i in range(5)]
     assert all(5 * (part.num_bytes + (1 << 30)) <= 16 << 30 for part in those)
-    assert {part.site.dims for part in those} == {ParallelDims(rank=1, tp=2)}
+    assert {part.setup.dims for part in those} == {ParallelDims(rank=1, tp=2)}
 
 
 def test_step_without_memory_is_left_to_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens: list[int] = []
     run = compile_ahead.TorchRunner._run
 
-    def short(runner: compile_ahead.TorchRunner, batch: compile_ahead.rehearsal.StepBatch, slot: int):  # type: ignore[no-untyped-def]
+    # type: ignore[no-untyped-def]
+    def short(runner: compile_ahead.TorchRunner, batch: compile_ahead.profiling_run.StepBatch, slot: int):
         tokens.append(batch.num_tokens)
         if batch.num_tokens > 90:
             raise torch.OutOfMemoryError
         return run(runner, batch, slot)
 
     monkeypatch.setattr(compile_ahead.TorchRunner, "_run", short)
-    compile_ahead.run(CompilePart(site(), 0, 2, ROOMY))
+    compile_ahead.run(CompilePart(setup(), 0, 2, ROOMY))
     assert max(tokens[:-1]) > 90 and 0 < tokens[-1] <= 3
 
 
 def test_one_role_does_not_speak_for_the_others(cache: Path) -> None:
-    mark(site("cuda:0", Role.PREFILL, cache))
-    assert [len(parts(site("cuda:0", role, cache), ROOMY)) for role in Role] == [0, 8, 8]
+    mark(setup("cuda:0", Role.PREFILL, cache))
+    assert [len(parts(setup("cuda:0", role, cache), ROOMY)) for role in Role] == [0, 8, 8]
 
 
 def test_cpus_and_starts_without_a_cache_folder_have_none(cache: Path) -> None:
-    for one in (site("cpu", cache_dir=cache), site("cuda:0")):
+    for one in (setup("cpu", cache_dir=cache), setup("cuda:0")):
         assert parts(one, ROOMY) == []
         mark(one)
     assert not cache.exists()
@@ -185,14 +187,14 @@ def test_cpus_and_starts_without_a_cache_folder_have_none(cache: Path) -> None:
 
 def test_start_waits_for_all_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     code = f"import os, time; time.sleep(0.2); open(os.path.join({str(tmp_path)!r}, str(os.getpid())), 'w')"
-    with beside(site(), told(3), doing(code)):
+    with beside(setup(), told(3), doing(code)):
         pass
     assert len(list(tmp_path.iterdir())) == 3
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_of_ranks_with_one_cache_folder_the_first_has_them(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first, second = site("cuda:0", cache_dir=cache), site("cuda:1", cache_dir=cache)
+    first, second = setup("cuda:0", cache_dir=cache), setup("cuda:1", cache_dir=cache)
     with caplog.at_level(logging.INFO), beside(first, told(2), doing("")), beside(second, told(2), doing("")):
         pass
     assert caplog.text.count("compiled ahead processes=2") == 1
@@ -203,9 +205,9 @@ def test_of_ranks_with_one_cache_folder_the_first_has_them(cache: Path, caplog: 
 
 def test_cache_folder_that_cannot_be_written_is_no_error(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache.write_text("a file")
-    with beside(site("cuda:0", cache_dir=cache), told(2), doing("")):
+    with beside(setup("cuda:0", cache_dir=cache), told(2), doing("")):
         pass
-    mark(site("cuda:0", cache_dir=cache))
+    mark(setup("cuda:0", cache_dir=cache))
     assert "cannot compile ahead: NotADirectoryError" in caplog.text
 
 
@@ -217,19 +219,19 @@ def test_cache_folder_that_cannot_be_written_is_no_error(cache: Path, caplog: py
     ],
 )
 def test_failures_are_named_once(code: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
-    with beside(site(), told(2), doing(code)):
+    with beside(setup(), told(2), doing(code)):
         pass
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [said]
 
 
 def test_one_that_hangs_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    with beside(site(), told(1), doing("import time; time.sleep(600)"), limit_s=0):
+    with beside(setup(), told(1), doing("import time; time.sleep(600)"), limit_s=0):
         pass
     assert "1 of 1 processes that compile ahead failed: it took too long" in caplog.text
 
 
 def test_command_that_is_not_there_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
-    with beside(site(), told(2), ["/no/such/python"]):
+    with beside(setup(), told(2), ["/no/such/python"]):
         pass
     assert "cannot compile ahead: FileNotFoundError" in caplog.text
 
@@ -238,7 +240,7 @@ def test_processes_are_told_which_gpu_the_current_one_is(cache: Path, monkeypatc
     """They failed in torch.cuda.set_device when an engine was built for a "cuda" without an index."""
     wanted: list[CompilePart] = []
 
-    def noted(site: Site, parts: list[CompilePart]) -> None:
+    def noted(setup: RankSetup, parts: list[CompilePart]) -> None:
         wanted.extend(parts)
         raise InterruptedError
 
@@ -251,7 +253,7 @@ def test_processes_are_told_which_gpu_the_current_one_is(cache: Path, monkeypatc
         load_rank(
             LIMITS, Role.UNIFIED, TINY, ParallelDims(), torch.device("cuda"), torch.bfloat16, execution=execution
         ).engine()
-    assert len(wanted) == 8 and {part.site.device for part in wanted} == {torch.device("cuda", 1)}
+    assert len(wanted) == 8 and {part.setup.device for part in wanted} == {torch.device("cuda", 1)}
 
 
 def test_they_end_when_the_weights_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +265,7 @@ def test_they_end_when_the_weights_cannot_be_read(monkeypatch: pytest.MonkeyPatc
         return started[-1]
 
     monkeypatch.setattr(compile_ahead.subprocess, "Popen", remembered)
-    with pytest.raises(OSError, match="no disk"), beside(site(), told(2), doing("import time; time.sleep(600)")):
+    with pytest.raises(OSError, match="no disk"), beside(setup(), told(2), doing("import time; time.sleep(600)")):
         raise OSError("no disk")
     assert [process.returncode for process in started] == [-9, -9]
 
@@ -283,7 +285,7 @@ def test_rank_starts_beside_a_process_that_runs_its_steps(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr(compile_ahead, "parts", lambda site, room: [CompilePart(site, 0, 1, ROOMY)])
+    monkeypatch.setattr(compile_ahead, "parts", lambda setup, room: [CompilePart(setup, 0, 1, ROOMY)])
     with caplog.at_level(logging.INFO):
         engine = load_rank(LIMITS, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32).engine()
     engine.close()

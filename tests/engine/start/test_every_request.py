@@ -56,9 +56,9 @@ def as_on_a_gpu(replace: Callable[[object, str, object], None]) -> None:
         replace(module, "runs_quantised", lambda device, dtype: True)
     prepared = startup.prepare
 
-    def prepare(site: startup.Site, config: EngineConfig, runner: TorchRunner, phases: Phases) -> None:
-        startup.compile_kernels(site, config, runner)
-        prepared(site, config, runner, phases)
+    def prepare(setup: startup.RankSetup, config: EngineConfig, runner: TorchRunner, phases: Phases) -> None:
+        startup.compile_kernels(setup, config, runner)
+        prepared(setup, config, runner, phases)
 
     replace(torch_factory, "prepare", prepare)
 
@@ -76,7 +76,7 @@ def as_on_a_gpu(replace: Callable[[object, str, object], None]) -> None:
         ("sparse", "auto", 3),
     ],
 )
-def test_requests_of_every_kind_find_rehearsed_kernels(
+def test_requests_of_every_kind_find_warmed_kernels(
     weights: str, kv_dtype: str, drafts: int, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first step behind cached tokens once compiled attention again, for 12 s in FP32: for the width of the page
@@ -91,36 +91,36 @@ def test_requests_of_every_kind_find_rehearsed_kernels(
         rank = torch_factory.load_rank(
             limits, Role.UNIFIED, checkpoints[weights], ParallelDims(), device, dtype, execution=execution
         )
-        rehearsed = set(variants)
+        warmed = set(variants)
         seen, _ = serve(rank.engine(), limits)
-    assert len(rehearsed) > 30 and variants == rehearsed, launches.differences(rehearsed, variants)
+    assert len(warmed) > 30 and variants == warmed, launches.differences(warmed, variants)
     check_reached(seen, drafts)
 
 
 @pytest.mark.long
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="notes what Triton's interpreter would run")
 @pytest.mark.timeout(400)
-def test_replicas_find_rehearsed_kernels(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_replicas_find_warmed_kernels(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """The exchange's own kernels are not among them: on a CPU replicas exchange by `gather`."""
     (found,) = run_jobs([(1, 2, replica_variants, (checkpoints["fp8"],))], tmp_path)
-    for rehearsed, late, seen in found:
-        assert rehearsed > 30 and not late, late
+    for warmed, late, seen in found:
+        assert warmed > 30 and not late, late
         check_reached(seen, 2, "no row", "shared chunk")
 
 
 def replica_variants(dims: ParallelDims, folder: Path) -> tuple[int, list[str], dict[str, int]]:
-    """How many variants one of two replicas rehearsed, which others its requests launched, and what these reached."""
+    """How many variants one of two replicas warmed, which others its requests launched, and what these reached."""
     as_on_a_gpu(setattr)
-    limits = LIMITS.model_copy(update={"share_prompts": 100, "draft_tokens": 2})
+    limits = LIMITS.model_copy(update={"context_parallel_tokens": 100, "draft_tokens": 2})
     execution = Execution(graphs="on")
     with launches.noted() as variants:
         rank = torch_factory.load_rank(
             limits, Role.UNIFIED, folder, dims, torch.device("cpu"), torch.bfloat16, execution=execution
         )
         eager(rank.lockstep)
-        rehearsed = set(variants)
+        warmed = set(variants)
         seen = serve_as_replica(rank.engine(), limits, dims.dp_rank)
-    return len(rehearsed), launches.differences(rehearsed, variants), dict(seen)
+    return len(warmed), launches.differences(warmed, variants), dict(seen)
 
 
 @pytest.mark.gpu

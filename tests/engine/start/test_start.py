@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.start.test_compile_ahead import LIMITS, site
+from engine.start.test_compile_ahead import LIMITS, setup
 from millrace_serve.engine.config import Execution, Role
 from millrace_serve.engine.start import memory, startup
 from millrace_serve.engine.start.phases import Phases
@@ -44,7 +44,7 @@ def test_products_of_every_size_are_compiled_then_objects_are_frozen(
     monkeypatch.setattr(startup.gc_hooks, "freeze", lambda: done.append("frozen"))
     runner = NoRunner()
     config = LIMITS.resolved(9)
-    startup.prepare(site("cuda", role), config, runner, Phases())  # type: ignore[arg-type]
+    startup.prepare(setup("cuda", role), config, runner, Phases())  # type: ignore[arg-type]
     cached = config.max_running * config.max_model_len  # tokens, of which k and v are made at a time
     assert max(runner.tokens) >= config.max_prefill_tokens
     assert done[0] == (max(*runner.tokens, cached), "cuda")
@@ -55,7 +55,7 @@ def test_nothing_is_compiled_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen: list[int] = []
     monkeypatch.setattr(startup.gc_hooks, "freeze", lambda: frozen.append(1))
     runner = NoRunner()
-    plain = dataclasses.replace(site(), execution=site().execution.model_copy(update={"graphs": "off"}))
+    plain = dataclasses.replace(setup(), execution=setup().execution.model_copy(update={"graphs": "off"}))
     startup.prepare(plain, LIMITS.resolved(9), runner, Phases())  # type: ignore[arg-type]
     assert runner.tokens == [] and frozen == []
 
@@ -93,7 +93,7 @@ def test_memory_is_reserved_for_every_graph(
     captured: list[Any] = []
     monkeypatch.setattr(startup, "device_of", lambda device: SimpleNamespace(torch=device, capture=captured.append))
     monkeypatch.setattr(DecodeGraphs, "_capture", lambda self, run: self._device.capture(run))
-    one = site(drafts=drafts)
+    one = setup(drafts=drafts)
     limits = LIMITS.model_copy(update={"draft_tokens": drafts, "draft_batches": (2, 1)})
     wanted = one.execution.model_copy(update={"graphs": buckets, "chunk_graph_tokens": 0})
     one = dataclasses.replace(one, limits=limits, execution=wanted)
@@ -123,7 +123,7 @@ def test_steps_with_chunks_are_graphs_where_launches_take_longer(
 ) -> None:
     limits = LIMITS.model_copy(update={"max_prefill_tokens": 8192, "max_running": 8})
     execution = Execution.model_validate({"graphs": "on", "chunk_graph_tokens": wanted})
-    one = dataclasses.replace(site(), limits=limits, execution=execution, dims=ParallelDims(tp=tp, dp=dp))
+    one = dataclasses.replace(setup(), limits=limits, execution=execution, dims=ParallelDims(tp=tp, dp=dp))
     assert max(one.chunk_buckets, default=0) == rows
     alone = dataclasses.replace(one, role=Role.PREFILL)
     assert max(alone.chunk_buckets, default=0) == (8200 if rows == 8200 else max(rows - 8, 0))
@@ -136,7 +136,7 @@ def test_memory_of_chunk_graphs_is_what_comes_back_with_their_end(monkeypatch: p
     monkeypatch.setattr(startup, "_free", lambda device: next(free))
     graphs = SimpleNamespace(capture=lambda: captured.append("captured"))
     runner = SimpleNamespace(call=lambda run: run(), chunk_graphs=lambda device, buckets: graphs if buckets else None)
-    one = site()
+    one = setup()
     assert startup.MemoryPlanner(one)._chunk_graphs(runner, Device()) == 3 << 30  # type: ignore[arg-type]
     assert captured == ["captured"]
     without = dataclasses.replace(one, execution=Execution.model_validate({"graphs": "off"}))

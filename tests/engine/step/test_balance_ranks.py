@@ -51,7 +51,7 @@ def serve(dims: ParallelDims, graphs: str, drafts: int, cuda: bool = False, exch
     steps that had a token.
     """
     moving.INTERVAL, moving.PLAN_STEPS, moving.LEAST_CHOICES = 20, 2, 1
-    rank = skewed_rank(dims, drafts, cuda, graphs=graphs, exchange=exchange, spare_experts=1)
+    rank = skewed_rank(dims, drafts, cuda, graphs=graphs, exchange=exchange, redundant_experts=1)
     balancer = rank.runner._balancer
     assert balancer is not None
     if dims.tp_rank:

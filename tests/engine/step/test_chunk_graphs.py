@@ -11,7 +11,7 @@ from engine.harness import request, said
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Request
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.start import rehearsal
+from millrace_serve.engine.start import profiling_run
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.chunk_graphs import BUCKETS, ChunkGraphs, chunk_buckets_up_to
 from millrace_serve.engine.step.device import Device
@@ -178,6 +178,6 @@ def test_who_has_chunk_graphs(role: Role, options: dict[str, object], last: int)
 
 def test_step_for_each_bucket_has_as_many_rows() -> None:
     limits = EngineConfig(num_pages=8, max_model_len=64, max_running=3, max_prefill_tokens=80)
-    shapes = {rows: rehearsal.chunk_shape(limits, rows) for rows in (16, 63, 80, 82, 83)}
+    shapes = {rows: profiling_run.chunk_shape(limits, rows) for rows in (16, 63, 80, 82, 83)}
     assert {rows: shape.num_tokens for rows, shape in shapes.items()} == {16: 16, 63: 63, 80: 80, 82: 81, 83: 81}
     assert all(shape.chunk < 64 and shape.chunks * shape.chunk <= 80 for shape in shapes.values())

@@ -4,7 +4,7 @@ The engine is the real one (engine/drafting.py). Faults that other systems have 
 
     prefill without drafts, decode with them   test_drafts_kv.py: drafts or their KV do not come with a prompt;
                                                test_draft_tokens.py: workers with and without the layer never pair
-    padded rows in graphs                      test_graphs.py: padding has length 0 and writes to the sink only;
+    padded rows in graphs                      test_graphs.py: padding has length 0 and writes to the null page only;
                                                test_accept.py: a row without room is never accepted
     tensor-parallel ranks accept other tokens  test_parity_ranks.py: the answers of two by two ranks
     idle replicas do not draft and others hang test_drafts_ranks.py

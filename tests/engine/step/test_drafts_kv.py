@@ -14,7 +14,7 @@ import torch
 from engine.drafting import GREEDY, SEEDED, engine, questions, run, tokens
 from engine.harness import request
 from millrace_serve.engine.config import Role
-from millrace_serve.engine.core import KvArrived, KvOffered, KvPart, Request, Route, Submit
+from millrace_serve.engine.core import KvArrived, KvChunk, KvOffered, Request, Route, Submit
 from millrace_serve.engine.engine import Engine
 
 PAGE = 64  # tokens
@@ -29,7 +29,7 @@ def asked(route: Route) -> Request:
     return request(1, prompt(), route, max_tokens=24, **SEEDED)
 
 
-def prefilled() -> tuple[Engine, KvPart]:
+def prefilled() -> tuple[Engine, KvChunk]:
     """An engine that has the prompt's pages, and its last part."""
     one = engine(3, Role.PREFILL, num_pages=9)
     one.submit(Submit(asked(Route.EXPORT)))
@@ -37,10 +37,10 @@ def prefilled() -> tuple[Engine, KvPart]:
     while one.has_work():
         parts += one.step().parts
     pages = [page for part in parts for page in part.page_ids]
-    return one, KvPart(parts[-1].id, 0, pages, [], len(prompt()), True, parts[-1].first, parts[-1].drafts)
+    return one, KvChunk(parts[-1].id, 0, pages, [], len(prompt()), True, parts[-1].first, parts[-1].drafts)
 
 
-def decoded(one: Engine, source: Engine, part: KvPart, drafts: tuple[int, ...]) -> list[list[int]]:
+def decoded(one: Engine, source: Engine, part: KvChunk, drafts: tuple[int, ...]) -> list[list[int]]:
     """The tokens of each step for the request, whose pages travel from `source`; the first one comes with them."""
     one.submit(Submit(asked(Route.IMPORT)))
     one.submit(KvOffered(part.id))
@@ -73,7 +73,7 @@ def expected() -> list[int]:
     ],
 )
 def test_drafts_that_come_with_a_prompt_are_verified_first(
-    drafts: Callable[[KvPart], tuple[int, ...]], at_once: int
+    drafts: Callable[[KvChunk], tuple[int, ...]], at_once: int
 ) -> None:
     source, part = prefilled()
     one = engine(3, Role.DECODE)

@@ -39,9 +39,11 @@ def expected(seconds: float) -> float:
 
 def test_nothing_is_held_back_where_nothing_is_known() -> None:
     clock = Clock()
-    assert Forecast(clock).hold_s(KIND, clock.now) == 0
+    assert Forecast(clock).launch_delay_s(KIND, clock.now) == 0
     found = seen(clock, [0.02])
-    assert found.hold_s(kind(decode(80)), clock.now) == found.hold_s(None, clock.now) == 0, "other kinds"
+    assert found.launch_delay_s(kind(decode(80)), clock.now) == found.launch_delay_s(None, clock.now) == 0, (
+        "other kinds"
+    )
 
 
 @given(st.lists(st.floats(0.001, 0.1), min_size=1, max_size=12), st.floats(0, 0.01))
@@ -49,7 +51,7 @@ def test_fastest_of_the_latest_steps_counts(times: list[float], launch_s: float)
     clock = Clock()
     found = seen(clock, times, launch_s)
     shortest = min(times[-RECENT:])
-    assert found.hold_s(KIND, clock.now) == pytest.approx(max(shortest * (1 - SPARE) - SPARE_S - launch_s, 0.0))
+    assert found.launch_delay_s(KIND, clock.now) == pytest.approx(max(shortest * (1 - SPARE) - SPARE_S - launch_s, 0.0))
 
 
 def test_hold_ends_with_the_time_that_passes() -> None:
@@ -57,35 +59,35 @@ def test_hold_ends_with_the_time_that_passes() -> None:
     found = seen(clock, [0.02])
     began = clock.now
     clock.now += 0.01
-    assert found.hold_s(KIND, began) == pytest.approx(0.02 * (1 - SPARE) - SPARE_S - 0.01)
+    assert found.launch_delay_s(KIND, began) == pytest.approx(0.02 * (1 - SPARE) - SPARE_S - 0.01)
     clock.now += 0.01
-    assert found.hold_s(KIND, began) == 0
+    assert found.launch_delay_s(KIND, began) == 0
 
 
 def test_what_is_old_is_forgotten() -> None:
     clock = Clock()
     found = seen(clock, [0.02])
     clock.now += FRESH_S - 0.01
-    assert found.hold_s(KIND, clock.now) == expected(0.02)
+    assert found.launch_delay_s(KIND, clock.now) == expected(0.02)
     clock.now += 0.02
-    assert found.hold_s(KIND, clock.now) == 0
+    assert found.launch_delay_s(KIND, clock.now) == 0
 
 
 def test_step_of_seconds_does_not_make_the_others_old() -> None:
     """A process that was stopped for so long would hold the next step back for as long again."""
     clock = Clock()
     found = seen(clock, [0.02] * RECENT + [FRESH_S + 0.5])
-    assert found.hold_s(KIND, clock.now) == expected(0.02)
+    assert found.launch_delay_s(KIND, clock.now) == expected(0.02)
 
 
 def test_slow_launch_is_remembered_for_some_steps() -> None:
     clock = Clock()
     found = seen(clock, [0.02], launch_s=0.5)
-    assert found.hold_s(KIND, clock.now) == 0
+    assert found.launch_delay_s(KIND, clock.now) == 0
     for _ in range(60):
         found.finished(KIND, 0.02)
         found.launched(0.001)
-    assert found.hold_s(KIND, clock.now) == pytest.approx(0.02 * (1 - SPARE) - SPARE_S - 0.001)
+    assert found.launch_delay_s(KIND, clock.now) == pytest.approx(0.02 * (1 - SPARE) - SPARE_S - 0.001)
 
 
 def test_step_that_says_nothing_of_others_is_not_counted() -> None:
@@ -93,7 +95,7 @@ def test_step_that_says_nothing_of_others_is_not_counted() -> None:
     found = seen(clock, [0.02])
     found.finished(KIND, None)
     found.launched(0.0)
-    assert found.hold_s(KIND, clock.now) == expected(0.02)
+    assert found.launch_delay_s(KIND, clock.now) == expected(0.02)
 
 
 def test_step_that_ended_before_its_time_ends_the_holds_of_its_kind() -> None:
@@ -103,11 +105,11 @@ def test_step_that_ended_before_its_time_ends_the_holds_of_its_kind() -> None:
     clock.now += 0.7
     found.finished(KIND, None, late=True)
     found.launched(0.0)
-    assert found.hold_s(KIND, clock.now) == 0
+    assert found.launch_delay_s(KIND, clock.now) == 0
     clock.now += 0.03
     found.finished(KIND, 0.03)
     found.launched(0.0)
-    assert found.hold_s(KIND, clock.now) == expected(0.03)
+    assert found.launch_delay_s(KIND, clock.now) == expected(0.03)
 
 
 def test_kinds_are_steps_that_take_as_long() -> None:
@@ -125,19 +127,19 @@ def test_replicas_take_as_long_as_the_largest_of_them() -> None:
 def test_what_comes_while_a_step_runs_is_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(Role.UNIFIED, checks=())
     engine = driver.engine
-    monkeypatch.setattr(engine._forecast, "hold_s", lambda of, started_at: 0.01)
-    assert engine.hold_s() == 0, "no step runs"
+    monkeypatch.setattr(engine._forecast, "launch_delay_s", lambda of, started_at: 0.01)
+    assert engine.launch_delay_s() == 0, "no step runs"
     driver.submit(request(1, [20, 21, 22], max_tokens=8))
     assert engine.wait_s() == 0
     driver.step()
-    assert engine.hold_s() == engine.wait_s() == 0.01
+    assert engine.launch_delay_s() == engine.wait_s() == 0.01
     driver.submit(request(2, [30, 31, 32], max_tokens=8))
     assert engine.wait_s() == 0.01, "the message does not end the wait"
     driver.step()  # launches the step with both
     driver.step()
     assert len(driver.tokens[RequestId(2, 0)]) == 1
     engine.stop()
-    assert engine.hold_s() == 0
+    assert engine.launch_delay_s() == 0
     monkeypatch.undo()
     driver.run()
 
@@ -160,7 +162,7 @@ def test_pages_for_what_is_offered_are_reserved_between_two_steps(poison: bool) 
 
 def test_what_is_ready_keeps_its_next_page_from_an_early_reservation() -> None:
     """Otherwise its first step would find none, and it would be preempted, although its KV came from elsewhere."""
-    driver = Driver(Role.DECODE, checks=(), num_pages=8, prefix_cache=False)  # 7 pages and the sink
+    driver = Driver(Role.DECODE, checks=(), num_pages=8, prefix_cache=False)  # 7 pages and the null page
     driver.submit(request(1, [21] * 8, route=Route.IMPORT))  # 2 pages, both full
     driver.submit(request(2, [22] * 17, route=Route.IMPORT, max_tokens=2))  # the other 5
     import_all(driver, 1)

@@ -109,7 +109,7 @@ def test_pages_fill_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     options = Execution(memory_fraction=0.3)
     one = load_rank(limits, Role.UNIFIED, TINY, ParallelDims(), device, torch.bfloat16, execution=options).engine()
-    assert one.pool.num_pages == plans[-1].num_pages == 4 * 64 + 1  # every slot at full length, and the sink
+    assert one.pool.num_pages == plans[-1].num_pages == 4 * 64 + 1  # every slot at full length, and the null page
     assert plans[-1].demand.activations > 0
     one.close()
 

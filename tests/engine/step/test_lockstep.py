@@ -20,7 +20,7 @@ from millrace_serve.engine.lockstep import lockstep, packing
 from millrace_serve.engine.lockstep.lockstep import Agreement, Lockstep
 from millrace_serve.engine.lockstep.replicas import HEADER, VECTOR, Replicas
 from millrace_serve.engine.lockstep.shared_memory import RankLost
-from millrace_serve.engine.schedule.plan import Plan, SharedTurn, StepOutput
+from millrace_serve.engine.schedule.plan import ContextParallelTurn, Plan, StepOutput
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimRunner
@@ -61,7 +61,9 @@ def test_batch_knows_the_rows_of_all_replicas(num_queries, agreement, expected):
 )
 def test_turn_goes_to_the_next_replica_that_wants_it(wants: tuple[int, ...], owner: int | None, replica: int) -> None:
     split = None if owner is None else Split(owner, 0, 3, 0, 9)
-    assert [lockstep._turn(wants, split, me) for me in range(3)] == [SharedTurn(me == replica, 3) for me in range(3)]
+    assert [lockstep._turn(wants, split, me) for me in range(3)] == [
+        ContextParallelTurn(me == replica, 3) for me in range(3)
+    ]
 
 
 def test_host_at_another_step_is_named() -> None:

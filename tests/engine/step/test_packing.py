@@ -11,8 +11,8 @@ import pytest
 from millrace_serve.engine.cache.canary import CANARY_WORDS, CanaryBatch
 from millrace_serve.engine.config import Limits
 from millrace_serve.engine.lockstep.packing import decode, encode
-from millrace_serve.engine.start.rehearsal import StepShape, batch_of
-from millrace_serve.engine.step.batch import HostBatch, SharedChunk, StepBatch
+from millrace_serve.engine.start.profiling_run import StepShape, batch_of
+from millrace_serve.engine.step.batch import ContextParallelChunk, HostBatch, StepBatch
 from millrace_serve.engine.step.sampling_batch import Bias, Penalties
 from millrace_serve.model.context_parallel.split import Split
 
@@ -35,7 +35,7 @@ def full() -> HostBatch:
     batch.sampling.penalties = Penalties(ints(4), ints(4), floats, -floats, 2 * floats, joined)
     batch.sampling.bias = Bias(ints(2), ints(2), np.array([-np.inf, 0.5], np.float32), ints(2))
     batch.sampling.grammar = ints(2), ints(2, 9, dtype=np.int32)
-    batch.shared = SharedChunk(Split(1, 0, 2, 64, 128), ints(65), ints(1))
+    batch.shared = ContextParallelChunk(Split(1, 0, 2, 64, 128), ints(65), ints(1))
     words = ints(5, 3, CANARY_WORDS, dtype=np.uint64)
     batch.canary = CanaryBatch(ints(5, 3), words, ints(2), words[0, :2], ("room 1", "räum 2", "", "4", "5"))
     return batch

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.pace import FEW, LEAST_S, TIMES
 from millrace_serve.engine.health.progress import Progress
-from millrace_serve.engine.step.batch import HostBatch, SharedChunk, StepBatch
+from millrace_serve.engine.step.batch import ContextParallelChunk, HostBatch, StepBatch
 from millrace_serve.model.context_parallel.split import Split
 
 CHUNKS = st.lists(st.tuples(st.integers(1, 16384), st.integers(0, 131072)), max_size=4)
@@ -96,7 +96,7 @@ def test_chunks_of_other_replicas_say_nothing_of_this_one() -> None:
 def test_shared_chunk_counts_whole() -> None:
     shared = batch(all_decode=False)
     tokens = slots = shared.slots
-    shared.shared = SharedChunk(Split(0, 1, 2, 0, 16384), tokens, slots)
+    shared.shared = ContextParallelChunk(Split(0, 1, 2, 0, 16384), tokens, slots)
     progress, alone = known(Clock()), known(Clock())
     progress.launches(shared)
     alone.launches(batch((16384, 0)))

@@ -17,7 +17,7 @@ from millrace.v1 import admin_pb2
 from millrace_common.reasons import Reason
 from millrace_router.admin import browser_guard, page, traffic
 from millrace_router.admin.traffic import Recent
-from millrace_router.fleet.hooks import Shared
+from millrace_router.fleet.warmups import Shared
 from millrace_rpc.errors import MillraceError
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, fails, hangs
 from router.harness import Cluster

@@ -258,7 +258,7 @@ async def test_readiness_flips_and_the_link_stays(found: Callable, server: KubeS
 
 async def test_a_removed_worker_finishes_what_it_has(found: Callable, server: KubeServer) -> None:
     made, (_, first, second) = await found(FakeWorker(PREFILL), *(FakeWorker(DECODE, step_s=0.05) for _ in range(2)))
-    await made.until(lambda: len(made.router.registry.hooks.ready) == 2, 30)
+    await made.until(lambda: len(made.router.registry.warmups.ready) == 2, 30)
     task = asyncio.create_task(made.generate([1]))
     await made.until(lambda: any(worker.active for worker in made.decodes), 30)
     busy = made.decodes.index(next(worker for worker in made.decodes if worker.active))
@@ -303,7 +303,7 @@ PODS = {"selector": "app=millrace", "namespace": "default"}
 
 
 @dataclass
-class Site:
+class RankSetup:
     """An API server and the files with which a router may talk to it."""
 
     server: KubeServer
@@ -328,8 +328,8 @@ async def tls_server(tmp_path: Path) -> AsyncIterator[KubeServer]:
 @pytest.fixture(params=["kubeconfig", "service account"])
 def site(
     request: pytest.FixtureRequest, tls_server: KubeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Site:
-    found = Site(tls_server, tmp_path / "token", tmp_path / "tls" / "ca.crt")
+) -> RankSetup:
+    found = RankSetup(tls_server, tmp_path / "token", tmp_path / "tls" / "ca.crt")
     if request.param == "kubeconfig":
         found.rotate(FIRST + "\n")  # written by a person, whose editor ends lines
         found.settings["kubeconfig"] = write_kubeconfig(tmp_path, tls_server.url, found)
@@ -343,7 +343,7 @@ def site(
     return found
 
 
-def write_kubeconfig(folder: Path, url: str, site: Site) -> Path:
+def write_kubeconfig(folder: Path, url: str, site: RankSetup) -> Path:
     path = folder / "kubeconfig"
     content = {
         "current-context": "test",
@@ -356,7 +356,7 @@ def write_kubeconfig(folder: Path, url: str, site: Site) -> Path:
 
 
 @pytest.fixture
-async def hear_site(site: Site) -> AsyncIterator[Callable]:
+async def hear_site(site: RankSetup) -> AsyncIterator[Callable]:
     """`hear_site()`: a listener of a started source."""
     async with contextlib.AsyncExitStack() as stack:
 
@@ -370,7 +370,7 @@ async def hear_site(site: Site) -> AsyncIterator[Callable]:
 
 
 async def test_a_rotated_token_needs_no_restart(
-    site: Site, hear_site: Callable, caplog: pytest.LogCaptureFixture
+    site: RankSetup, hear_site: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = site.server
     server.put(pod("a", "10.0.0.1:1"))
@@ -391,7 +391,7 @@ async def test_a_rotated_token_needs_no_restart(
 
 
 async def test_an_authority_that_is_not_the_server_s(
-    site: Site, hear_site: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    site: RankSetup, hear_site: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = site.ca.read_bytes()
     Authority().tls(tmp_path / "tls")  # the server has loaded its own before
@@ -405,7 +405,9 @@ async def test_an_authority_that_is_not_the_server_s(
     await heard.until(lambda: len(heard.targets) == 1)
 
 
-async def test_a_role_that_allows_too_little(site: Site, hear_site: Callable, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_role_that_allows_too_little(
+    site: RankSetup, hear_site: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
     site.server.refuse = 403
     heard = hear_site()
     await heard.until(lambda: len(heard.troubles) > 1)
@@ -416,7 +418,7 @@ async def test_a_role_that_allows_too_little(site: Site, hear_site: Callable, ca
 
 
 async def test_a_token_that_no_header_can_hold(
-    site: Site, hear_site: Callable, caplog: pytest.LogCaptureFixture
+    site: RankSetup, hear_site: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:
     site.rotate(f"{FIRST}\n{SECOND}\n")
     heard = hear_site()
@@ -426,7 +428,7 @@ async def test_a_token_that_no_header_can_hold(
     await heard.until(lambda: heard.times)
 
 
-async def test_stopping_ends_a_watch_over_tls(site: Site) -> None:
+async def test_stopping_ends_a_watch_over_tls(site: RankSetup) -> None:
     source, heard = KubernetesSource(KubernetesConfig(**PODS, **site.settings), FAST), Heard()
     source.start(heard)
     watching = next(thread for thread in threading.enumerate() if thread.name == "kubernetes-watch")

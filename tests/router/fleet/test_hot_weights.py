@@ -146,7 +146,7 @@ async def test_a_decode_worker_that_says_why_it_stands_still_is_not_stuck(
 
 async def test_a_pause_does_not_slow_the_queue_down_afterwards(cluster: Callable) -> None:
     """Requests whose deadlines are soon would be refused."""
-    unified = FakeWorker(UNIFIED, credits=0)
+    unified = FakeWorker(UNIFIED, capacity=0)
     made: Cluster = await cluster(unified)
     waiting = asyncio.create_task(made.generate([1], timeout=60))
     await made.until(lambda: len(made.router.admission) == 1)
@@ -157,7 +157,7 @@ async def test_a_pause_does_not_slow_the_queue_down_afterwards(cluster: Callable
     unified.change(state=READY)
     await made.until(lambda: made.router.registry.ready)
     assert made.router.admission.drained_in() is None, "nothing was served yet, and nobody has waited long"
-    unified.change(credits=8)
+    unified.change(capacity=8)
     assert (await waiting).tokens() == expected([1], 8)
 
 

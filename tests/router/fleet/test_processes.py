@@ -81,10 +81,10 @@ async def test_workers_links_hooks_and_feeds(cluster: Callable) -> None:
         living = {prefill.epoch, decode.epoch}
         await made.until(lambda living=living: registry._routable == living, 20)
     assert (await made.generate([1, 2, 3])).error is None
-    hooks = registry.hooks
-    for table in (hooks.ready, hooks.progress, hooks._tasks, hooks._warming):
+    warmups = registry.warmups
+    for table in (warmups.ready, warmups.progress, warmups._tasks, warmups._warming):
         assert len(table) == 1
-    for table in (registry.workers, registry._feeds._feeds, registry.health._records, hooks._freezers):
+    for table in (registry.workers, registry._feeds._feeds, registry.health._records, warmups._freezers):
         assert len(table) == 2
     assert not registry._leaving and len(registry._tasks) == 2
 
@@ -105,7 +105,7 @@ class Small(FakeWorker):
         self._offer()
 
     def _offer(self) -> None:
-        self.change(credits=max(PLACES - len(self.active), 0))
+        self.change(capacity=max(PLACES - len(self.active), 0))
 
 
 class Known(FakeWorker):
@@ -182,7 +182,7 @@ async def test_the_other_version_gets_nothing_and_ours_serves(
             assert worker.trouble == asked and not other.hellos and not other.submitted and not other.warmups
     lines = [line for record in caplog.records if "cannot be used" in (line := record.getMessage())]
     assert sorted(lines) == sorted(f"worker {other.address} cannot be used: {said}" for other in others)
-    assert not made.router.registry.health.left_out()
+    assert not made.router.registry.health.ejected()
 
 
 @BOTH

@@ -78,8 +78,8 @@ def pair(weights: str = "weights-a", layout: str = "layout-a") -> tuple[FakeWork
 # ----------------------------------------------------------------------------------------- the policy
 
 
-def two_sets(credits: int = 4) -> View:
-    prefills = replica("p1"), replica("p2", revision=NEW, tokens=500, credits=credits)
+def two_sets(capacity: int = 4) -> View:
+    prefills = replica("p1"), replica("p2", revision=NEW, tokens=500, capacity=capacity)
     sources = frozenset({"e-p1"}), frozenset({"e-p2"})
     decodes = replica("d1", sources=sources[0]), replica("d2", sources=sources[1], revision=NEW, tokens=500)
     return View(prefills, decodes, first=NEW)
@@ -94,7 +94,7 @@ def test_the_first_revision_is_asked_whatever_its_load() -> None:
 
 
 def test_the_others_get_what_it_has_no_room_for() -> None:
-    view = two_sets(credits=0)
+    view = two_sets(capacity=0)
     assert choose(view) == Placement(view.prefill[0], view.decode[0])
 
 

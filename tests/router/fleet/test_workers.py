@@ -13,7 +13,7 @@ from millrace_common.reasons import Reason
 from millrace_router.config import Timeouts
 from millrace_router.discovery.base import Target
 from millrace_router.fleet import worker as worker_module
-from millrace_router.fleet.hooks import WARMUPS_AT_ONCE
+from millrace_router.fleet.warmups import WARMUPS_AT_ONCE
 from millrace_router.fleet.worker import FIRST_PAUSE_S, Worker
 from millrace_router.flow.metrics import build
 from millrace_rpc.client import heard_within
@@ -32,13 +32,13 @@ def counted(made: Cluster, role: str) -> list[float]:
 
 async def test_every_pair_is_warmed_and_frozen(cluster: Callable) -> None:
     made = await cluster(*(FakeWorker(role) for role in (PREFILL, PREFILL, DECODE, DECODE, UNIFIED)))
-    await made.until(lambda: len(made.router.registry.hooks.ready) == 5)
+    await made.until(lambda: len(made.router.registry.warmups.ready) == 5)
     epochs = sorted(prefill.epoch for prefill in made.prefills)
     assert all(sorted(decode.warmups) == epochs for decode in made.decodes)
     assert all(1 <= worker.freezes <= 2 for worker in made.prefills + made.decodes)  # pairs share what overlaps
     unified = made.workers[-1]
     assert unified.warmups == [""] and unified.freezes == 1
-    assert made.metric("millrace_hooks_total", hook="warmup", outcome="ok") == 5
+    assert made.metric("millrace_warmups_total", call="warmup", outcome="ok") == 5
 
 
 async def test_hooks_are_tried_until_acknowledged(cluster: Callable) -> None:
@@ -48,7 +48,7 @@ async def test_hooks_are_tried_until_acknowledged(cluster: Callable) -> None:
     await made.until(lambda: made.metric("millrace_pairs", state="retrying") == 1)
     assert not made.router.registry.ready and "scripted" in detail(made, decode)
     await made.until(lambda: made.router.registry.ready)
-    assert made.metric("millrace_hooks_total", hook="warmup", outcome="failed") == 2
+    assert made.metric("millrace_warmups_total", call="warmup", outcome="failed") == 2
     assert [made.metric("millrace_pairs", state=state) for state in ("warming", "freezing", "retrying", "ready")] == [
         *(0, 0, 0, 1)
     ]
@@ -72,9 +72,9 @@ class Warming(FakeWorker):
 async def test_a_decode_worker_warms_a_few_pairs_at_a_time(cluster: Callable) -> None:
     decode = Warming()
     made = await cluster(*(FakeWorker(PREFILL) for _ in range(WARMUPS_AT_ONCE + 2)), decode, wait=False)
-    await made.until(lambda: decode.running == WARMUPS_AT_ONCE and len(made.router.registry.hooks.progress) == 6)
+    await made.until(lambda: decode.running == WARMUPS_AT_ONCE and len(made.router.registry.warmups.progress) == 6)
     decode.go.set()
-    await made.until(lambda: len(made.router.registry.hooks.ready) == WARMUPS_AT_ONCE + 2)
+    await made.until(lambda: len(made.router.registry.warmups.ready) == WARMUPS_AT_ONCE + 2)
     assert decode.most == WARMUPS_AT_ONCE
 
 
@@ -158,7 +158,7 @@ async def linked(fake: FakeWorker) -> tuple[Worker, asyncio.Task[None]]:
 async def test_a_stop_at_the_moment_of_a_loss_stops() -> None:
     """Before Python 3.13, a task group that is ending with an error swallows a cancellation."""
 
-    class Leg:
+    class SubRequest:
         attempt = 0
 
         def on_output(self, out: worker_pb2.SequenceOutput, now: float) -> None: ...
@@ -169,7 +169,7 @@ async def test_a_stop_at_the_moment_of_a_loss_stops() -> None:
     fake = FakeWorker(UNIFIED)
     worker, running = await linked(fake)
     fake.script.append(hangs())
-    worker.link.submit(worker_pb2.EngineRequest(id={"room": 1}), None, Leg())
+    worker.link.submit(worker_pb2.EngineRequest(id={"room": 1}), None, SubRequest())
     await fake.stop()
     await asyncio.wait({running}, timeout=120)
     assert running.cancelled()
@@ -189,7 +189,7 @@ async def test_a_worker_that_is_let_go_is_lost_to_who_still_has_it() -> None:
 
 
 async def test_a_fault_of_ours_does_not_lose_the_worker_for_ever(cluster: Callable) -> None:
-    class Leg:
+    class SubRequest:
         attempt = 0
 
         def on_output(self, out: worker_pb2.SequenceOutput, now: float) -> None:
@@ -199,7 +199,7 @@ async def test_a_fault_of_ours_does_not_lose_the_worker_for_ever(cluster: Callab
 
     made = await cluster(FakeWorker(UNIFIED))
     worker = made.router.registry.workers[made.workers[0].address]
-    worker.link.submit(worker_pb2.EngineRequest(id={"room": 1}, sampling={"max_tokens": 1}), None, Leg())
+    worker.link.submit(worker_pb2.EngineRequest(id={"room": 1}, sampling={"max_tokens": 1}), None, SubRequest())
     await made.until(lambda: "KeyError" in worker.trouble)
     await made.until(lambda: made.router.registry.ready)
     assert (await made.generate([1])).tokens() == expected([1], 8)
@@ -271,10 +271,10 @@ async def test_a_burst_is_spread_before_the_next_report(cluster: Callable) -> No
     await made.quiet()
 
 
-async def test_credits_bound_what_is_sent(cluster: Callable) -> None:
-    made = await cluster(FakeWorker(PREFILL, credits=3), FakeWorker(DECODE))
+async def test_capacity_bounds_what_is_sent(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL, capacity=3), FakeWorker(DECODE))
     made.prefills[0].script.extend([hangs()] * 5)
-    made.prefills[0].silent = True  # no report refreshes the credits
+    made.prefills[0].silent = True  # no report refreshes the capacity
     tasks = [asyncio.create_task(made.generate([1], timeout=0.4)) for _ in range(5)]
     await made.until(lambda: len(made.router.admission) == 2)
     assert len(made.prefills[0].submitted) <= 3
@@ -303,7 +303,7 @@ async def test_grpc_health_follows_readiness(cluster: Callable) -> None:
 
 async def test_operators_calls_reach_every_worker(cluster: Callable) -> None:
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), FakeWorker(DECODE))
-    await made.until(lambda: len(made.router.registry.hooks.ready) == 2)
+    await made.until(lambda: len(made.router.registry.warmups.ready) == 2)
     statuses = (await made.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
     assert all(status.reachable and status.routable and not status.detail for status in statuses)
     assert [status.info.role for status in statuses] == [PREFILL, DECODE, DECODE]
@@ -333,12 +333,12 @@ def test_work_of_a_begun_prompt_counts_once() -> None:
     """A worker with two prompts of 640 tokens, one of them half computed, and 100 tokens of KV sent since."""
     worker = Worker(Target("w", "w:1"), "r", Timeouts(), build(), lambda: None, lambda: None)
     worker.info = worker_pb2.WorkerInfo(layout={"page_size": 64})
-    load = worker_pb2.ReplicaLoad(waiting_tokens=640 + 320, begun_tokens=320, pages_running=10, credits=3)
+    load = worker_pb2.ReplicaLoad(waiting_tokens=640 + 320, begun_tokens=320, pages_running=10, capacity=3)
     load.room = 900
     worker.load = worker_pb2.LoadSnapshot(replicas=[load, load])
     worker.note_sent(0, 5, 100, 30)
     worker.note_sent(1, 7, 0, 1)
     replica, other = worker.replicas(frozenset(), "")
     assert (replica.tokens, replica.held, replica.load) == (965, 420, 640 + 640 + 105)
-    assert replica.room == 900 - 5 - 100 - 30 and replica.credits == 2
-    assert (other.tokens, other.room, other.credits) == (967, 900 - 8, 2), "of each replica what was sent there"
+    assert replica.room == 900 - 5 - 100 - 30 and replica.capacity == 2
+    assert (other.tokens, other.room, other.capacity) == (967, 900 - 8, 2), "of each replica what was sent there"

@@ -93,7 +93,7 @@ async def test_a_request_waits_in_the_router_until_there_is_room(cluster: Callab
 async def test_what_was_sent_takes_room_for_a_while(
     cluster: Callable, monkeypatch: pytest.MonkeyPatch, claim_s: float, kept: int
 ) -> None:
-    """The first report after it may have been made before the request came. Credits and work are the report's."""
+    """The first report after it may have been made before the request came. Capacity and work are the report's."""
     monkeypatch.setattr(worker_module, "CLAIM_S", claim_s)
     made = await cluster(FakeWorker(UNIFIED))
     worker = made.router.registry.workers[made.workers[0].address]
@@ -102,12 +102,12 @@ async def test_what_was_sent_takes_room_for_a_while(
     (before,) = worker.replicas(frozenset(), "")
     worker.note_sent(0, 40, 0, 6)
     (sent,) = worker.replicas(frozenset(), "")
-    assert (before.room - sent.room, before.credits - sent.credits, sent.tokens - before.tokens) == (46, 1, 40)
+    assert (before.room - sent.room, before.capacity - sent.capacity, sent.tokens - before.tokens) == (46, 1, 40)
     seen = worker.load
     made.workers[0].change(counts={"room": 100, "expected_output": 6, "counters": {"steps": 1}})
     await made.until(lambda: worker.load is not seen)
     (after,) = worker.replicas(frozenset(), "")
-    assert (before.room - after.room, after.credits, after.tokens) == (kept, before.credits, before.tokens)
+    assert (before.room - after.room, after.capacity, after.tokens) == (kept, before.capacity, before.tokens)
 
 
 async def test_a_first_burst_is_judged_by_the_speed_that_workers_tell(cluster: Callable) -> None:

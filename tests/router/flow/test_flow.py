@@ -13,19 +13,19 @@ from millrace_router.config import Timeouts
 from millrace_router.flow.flow import (
     LEGAL,
     MAX_REFUSALS,
-    AbortLeg,
+    AbortSubRequest,
     Action,
     Blame,
     Flow,
-    Leg,
     Mismatch,
     Retry,
     Stage,
     Stale,
+    SubRequest,
 )  # fmt: skip
 from millrace_rpc.errors import TABLE, MillraceError
 
-BOTH = frozenset(Leg)
+BOTH = frozenset(SubRequest)
 ERROR, LENGTH, STOP = (
     common_pb2.FINISH_REASON_ERROR,
     common_pb2.FINISH_REASON_LENGTH,
@@ -52,36 +52,40 @@ def scored(first: int, *tokens: int) -> worker_pb2.SequenceOutput:
 
 
 class Simulation:
-    """A world around one flow: legs that say the truth in order, fail or stall; a client that reads when it likes."""
+    """A world around one flow: sub-requests that say the truth in order, fail or stall; a client that reads when it
+    likes.
+    """
 
     def __init__(self, choices: random.Random, max_tokens: int) -> None:
         self.choices = choices
         self.truth = [choices.randrange(100) for _ in range(max_tokens)]
         self.flow = flow(max_tokens, max_attempts=4)
         self.now = 0.0
-        self.legs: dict[tuple[int, Leg], int] = {}  # submitted and neither ended nor aborted: next position to say
-        self.submitted: list[tuple[int, Leg]] = []
-        self.closed: set[tuple[int, Leg]] = set()
-        self.parked: set[int] = set()  # attempts whose prefill leg has spoken and whose decode leg has not read yet
+        # submitted and neither ended nor aborted: next position to say
+        self.subs: dict[tuple[int, SubRequest], int] = {}
+        self.submitted: list[tuple[int, SubRequest]] = []
+        self.closed: set[tuple[int, SubRequest]] = set()
+        # attempts whose prefill sub-request has spoken and whose decode sub-request has not read yet
+        self.held: set[int] = set()
         self.client: list[int] = []
         self.history = [Stage.QUEUED]
 
     def apply(self, actions: object) -> None:
         for action in actions:
             match action:
-                case AbortLeg(Leg.PREFILL, attempt, _) if attempt in self.parked:
-                    self.parked.remove(attempt)
-                case AbortLeg(leg, attempt, _):
-                    assert (attempt, leg) in self.legs, "aborted what was not open"
-                    self.close(attempt, leg)
+                case AbortSubRequest(SubRequest.PREFILL, attempt, _) if attempt in self.held:
+                    self.held.remove(attempt)
+                case AbortSubRequest(sub, attempt, _):
+                    assert (attempt, sub) in self.subs, "aborted what was not open"
+                    self.close(attempt, sub)
                 case Retry():
                     assert self.flow.stage is Stage.QUEUED
         if self.flow.stage is not self.history[-1]:
             self.history.append(self.flow.stage)
 
-    def close(self, attempt: int, leg: Leg) -> None:
-        del self.legs[attempt, leg]
-        self.closed.add((attempt, leg))
+    def close(self, attempt: int, sub: SubRequest) -> None:
+        del self.subs[attempt, sub]
+        self.closed.add((attempt, sub))
 
     def step(self) -> None:
         self.now += 0.01
@@ -92,44 +96,48 @@ class Simulation:
 
     def assign(self) -> None:
         if self.flow.stage is Stage.QUEUED:
-            legs = frozenset({Leg.PREFILL}) if self.flow.remaining == 1 else self.choices.choice([BOTH, {Leg.DECODE}])
-            self.flow.assign(frozenset(legs), self.now)
+            subs = (
+                frozenset({SubRequest.PREFILL})
+                if self.flow.remaining == 1
+                else self.choices.choice([BOTH, {SubRequest.DECODE}])
+            )
+            self.flow.assign(frozenset(subs), self.now)
             self.apply(())
-            for leg in self.flow.open:
-                key = self.flow.attempt, leg
+            for sub in self.flow.open:
+                key = self.flow.attempt, sub
                 assert key not in self.submitted
                 self.submitted.append(key)
-                self.legs[key] = len(self.flow.outputs)
+                self.subs[key] = len(self.flow.outputs)
 
     def speak(self) -> None:
-        if not self.legs:
+        if not self.subs:
             return
-        (attempt, leg), at = self.choices.choice(sorted(self.legs.items()))
-        count = 1 if leg is Leg.PREFILL else self.choices.randint(1, 3)
+        (attempt, sub), at = self.choices.choice(sorted(self.subs.items()))
+        count = 1 if sub is SubRequest.PREFILL else self.choices.randint(1, 3)
         tokens = self.truth[at : at + count]
         last = at + len(tokens) == len(self.truth)
-        if leg is Leg.DECODE:
-            self.parked.discard(attempt)
-        elif not last and self.legs.get((attempt, Leg.DECODE)) == at:
-            self.parked.add(attempt)
-        if last or leg is Leg.PREFILL:
-            self.close(attempt, leg)
+        if sub is SubRequest.DECODE:
+            self.held.discard(attempt)
+        elif not last and self.subs.get((attempt, SubRequest.DECODE)) == at:
+            self.held.add(attempt)
+        if last or sub is SubRequest.PREFILL:
+            self.close(attempt, sub)
         else:
-            self.legs[attempt, leg] = at + len(tokens)
-        self.apply(self.flow.output(leg, out(at, *tokens, finish=LENGTH if last else 0), self.now))
+            self.subs[attempt, sub] = at + len(tokens)
+        self.apply(self.flow.output(sub, out(at, *tokens, finish=LENGTH if last else 0), self.now))
 
     def fail(self) -> None:
-        if self.legs and self.choices.random() < 0.4:
-            attempt, leg = self.choices.choice(sorted(self.legs))
-            self.close(attempt, leg)
+        if self.subs and self.choices.random() < 0.4:
+            attempt, sub = self.choices.choice(sorted(self.subs))
+            self.close(attempt, sub)
             reason = self.choices.choice([Reason.KV_EXPIRED, Reason.DRAINING, Reason.OVERLOADED, Reason.INTERNAL])
-            self.apply(self.flow.output(leg, failed(reason), self.now))
+            self.apply(self.flow.output(sub, failed(reason), self.now))
 
     def lose(self) -> None:
-        if self.legs and self.choices.random() < 0.4:
-            attempt, leg = self.choices.choice(sorted(self.legs))
-            self.close(attempt, leg)
-            self.apply(self.flow.leg_failed(leg, MillraceError(Reason.WORKER_LOST, "gone"), self.now))
+        if self.subs and self.choices.random() < 0.4:
+            attempt, sub = self.choices.choice(sorted(self.subs))
+            self.close(attempt, sub)
+            self.apply(self.flow.sub_failed(sub, MillraceError(Reason.WORKER_LOST, "gone"), self.now))
 
     def tick(self) -> None:
         self.apply(self.flow.tick(self.now, routable=True))
@@ -144,19 +152,19 @@ class Simulation:
         self.client += tokens
 
     def stale(self) -> None:
-        """A leg that is not open says something: dropped."""
-        for leg in BOTH - self.flow.open:
+        """A sub-request that is not open says something: dropped."""
+        for sub in BOTH - self.flow.open:
             before = list(self.flow.outputs), self.flow.stage
-            assert self.flow.output(leg, out(0, 77), self.now) == (Stale("output"),)
+            assert self.flow.output(sub, out(0, 77), self.now) == (Stale("output"),)
             assert (self.flow.outputs, self.flow.stage) == before
 
     def check(self) -> None:
         assert self.client == self.truth[: len(self.client)]
         assert self.flow.outputs == self.truth[: len(self.flow.outputs)]
-        assert {leg for _, leg in self.legs} == self.flow.open
-        assert all(attempt == self.flow.attempt for attempt, _ in self.legs)
+        assert {sub for _, sub in self.subs} == self.flow.open
+        assert all(attempt == self.flow.attempt for attempt, _ in self.subs)
         if self.flow.ended:
-            assert not self.legs and not self.parked and set(self.submitted) == self.closed
+            assert not self.subs and not self.held and set(self.submitted) == self.closed
         for before, after in zip(self.history, self.history[1:], strict=False):
             assert after in LEGAL[before]
 
@@ -164,8 +172,8 @@ class Simulation:
 @settings(max_examples=150, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 12), st.integers(5, 120))
 def test_a_flow_in_random_orders_tells_each_token_once(choices: random.Random, max_tokens: int, steps: int) -> None:
-    """Tokens exactly once and in order; one terminal stage; every submitted leg ended or was aborted, and so was every
-    prefill leg that spoke without being read."""
+    """Tokens exactly once and in order; one terminal stage; every submitted sub-request ended or was aborted, and so
+    was every prefill sub-request that spoke without being read."""
     world = Simulation(choices, max_tokens)
     for _ in range(steps):
         world.step()
@@ -181,14 +189,16 @@ def test_a_flow_in_random_orders_tells_each_token_once(choices: random.Random, m
         assert world.flow.error is not None
 
 
-PREFILL, DECODE = Leg.PREFILL, Leg.DECODE
-Event = frozenset[Leg] | tuple[Leg, worker_pb2.SequenceOutput | Reason] | str
+PREFILL, DECODE = SubRequest.PREFILL, SubRequest.DECODE
+Event = frozenset[SubRequest] | tuple[SubRequest, worker_pb2.SequenceOutput | Reason] | str
 BUSY, LEAVES, LOST = failed(Reason.OVERLOADED), failed(Reason.DRAINING), Reason.WORKER_LOST
 SAID, OTHER = (PREFILL, out(0, 5)), (DECODE, out(0, 6, 7))
 
 
 def play(machine: Flow, *events: Event) -> list[Action]:
-    """A set of legs is an attempt, a reason the loss of a leg, a text what the client does. What the last one made."""
+    """A set of sub-requests is an attempt, a reason the loss of a sub-request, a text what the client does. What the
+    last one made.
+    """
     actions: list[Action] = []
     for event in events:
         if isinstance(event, frozenset):
@@ -196,7 +206,7 @@ def play(machine: Flow, *events: Event) -> list[Action]:
         elif isinstance(event, str):
             getattr(machine, event)()
         elif isinstance(event[1], Reason):
-            actions = [*machine.leg_failed(event[0], MillraceError(event[1], "gone"), 0.0)]
+            actions = [*machine.sub_failed(event[0], MillraceError(event[1], "gone"), 0.0)]
         else:
             actions = [*machine.output(*event, 0.0)]
     return actions
@@ -210,25 +220,26 @@ SCENES: dict[str, tuple[tuple[Event, ...], Stage, list[int], list[type]]] = {
     "its answer goes on": (
         (BOTH, (DECODE, out(0, 5, 6)), (PREFILL, LOST), (DECODE, out(2, 7, finish=STOP))), Stage.DONE, [5, 6, 7], [],
     ),
-    "legs disagree before the client saw it": (
-        (BOTH, SAID, OTHER), Stage.QUEUED, [], [Mismatch, AbortLeg, AbortLeg, Blame, Retry],
+    "sub-requests disagree before the client saw it": (
+        (BOTH, SAID, OTHER), Stage.QUEUED, [], [Mismatch, AbortSubRequest, AbortSubRequest, Blame, Retry],
     ),
-    "legs disagree after the client saw it": (
-        (BOTH, SAID, "take", OTHER), Stage.FAILED, [5], [Mismatch, AbortLeg, AbortLeg],
+    "sub-requests disagree after the client saw it": (
+        (BOTH, SAID, "take", OTHER), Stage.FAILED, [5], [Mismatch, AbortSubRequest, AbortSubRequest],
     ),
     "a gap": (
         (frozenset({DECODE}), (DECODE, out(0, 5)), (DECODE, out(2, 9))), Stage.QUEUED, [],
-        [Mismatch, AbortLeg, Blame, Retry],
+        [Mismatch, AbortSubRequest, Blame, Retry],
     ),
     "a late end contradicts a longer stream": (
         (BOTH, (DECODE, out(0, 5, 6)), (PREFILL, out(0, 5, finish=STOP))), Stage.QUEUED, [],
-        [Mismatch, AbortLeg, AbortLeg, Blame, Retry],
+        [Mismatch, AbortSubRequest, AbortSubRequest, Blame, Retry],
     ),
     "a lost worker had said everything": (
-        (BOTH, (DECODE, out(0, 1, 2, 3, 4, 5, 6)), (DECODE, LOST)), Stage.DONE, [1, 2, 3, 4, 5, 6], [AbortLeg, Blame],
+        (BOTH, (DECODE, out(0, 1, 2, 3, 4, 5, 6)), (DECODE, LOST)), Stage.DONE, [1, 2, 3, 4, 5, 6],
+        [AbortSubRequest, Blame],
     ),
     "an operator aborts": (
-        (BOTH, (DECODE, out(0, finish=common_pb2.FINISH_REASON_ABORT))), Stage.FAILED, [], [AbortLeg, Blame],
+        (BOTH, (DECODE, out(0, finish=common_pb2.FINISH_REASON_ABORT))), Stage.FAILED, [], [AbortSubRequest, Blame],
     ),
     "a repeated token": ((BOTH, (DECODE, out(0, 5, 6)), (DECODE, out(1, 6))), Stage.DECODE, [5, 6], [Stale]),
     "a token and its repetition": (
@@ -261,7 +272,7 @@ def test_a_failure_is_retried_and_blamed_by_its_reason(reason: Reason) -> None:
     """Of a transfer's failure either side may be the cause; every other failure is of the worker that tells it."""
     machine = flow()
     actions = play(machine, BOTH, (DECODE, failed(reason)))
-    assert AbortLeg(PREFILL, 0, str(reason)) in actions
+    assert AbortSubRequest(PREFILL, 0, str(reason)) in actions
     either = reason.startswith("KV_") or reason in (Reason.EPOCH_CHANGED, Reason.NOT_FINITE, Reason.TRANSFER_FAILED)
     assert Blame(BOTH if either else frozenset({DECODE}), reason) in actions
     retried = any(isinstance(action, Retry) for action in actions)
@@ -292,8 +303,8 @@ def test_in_a_handover_the_prefill_worker_is_aborted_too() -> None:
     play(machine, BOTH, SAID)
     assert machine.stage is Stage.HANDOVER
     gone = machine.cancel(MillraceError(Reason.CANCELLED, "x"))
-    assert {(action.leg, action.attempt) for action in gone if isinstance(action, AbortLeg)} == {
-        (leg, 0) for leg in BOTH
+    assert {(action.sub, action.attempt) for action in gone if isinstance(action, AbortSubRequest)} == {
+        (sub, 0) for sub in BOTH
     }
     assert len(gone) == 2
 
@@ -330,11 +341,11 @@ def test_what_a_worker_began_waits_longer_than_a_first_token_may() -> None:
     one, limits = flow(), Timeouts()
     assert limits.prefill > limits.queue and one.expires == 60.0
     one.assign(BOTH, 1.0)
-    one.leg_failed(PREFILL, MillraceError(Reason.OVERLOADED, "busy"), 2.0)
+    one.sub_failed(PREFILL, MillraceError(Reason.OVERLOADED, "busy"), 2.0)
     assert one.stage is Stage.QUEUED and one.expires == 2.0 + limits.queue, "no worker took it"
     one.assign(BOTH, 3.0)
     one.output(PREFILL, out(0, 5), 4.0)
-    one.leg_failed(DECODE, MillraceError(Reason.WORKER_LOST, "gone"), 5.0)
+    one.sub_failed(DECODE, MillraceError(Reason.WORKER_LOST, "gone"), 5.0)
     assert one.stage is Stage.QUEUED and one.expires == 5.0 + limits.queue
     assert one.tick(5.0 + limits.queue, routable=True) == () and one.expires == 5.0 + limits.prefill
     one.tick(5.0 + limits.prefill, routable=True)
@@ -344,7 +355,7 @@ def test_what_a_worker_began_waits_longer_than_a_first_token_may() -> None:
 def test_what_a_worker_began_ends_early_when_no_worker_is_left() -> None:
     one, limits = flow(), Timeouts()
     one.assign(BOTH, 1.0)
-    one.leg_failed(DECODE, MillraceError(Reason.WORKER_LOST, "gone"), 5.0)
+    one.sub_failed(DECODE, MillraceError(Reason.WORKER_LOST, "gone"), 5.0)
     one.tick(5.0 + limits.queue, routable=False)
     assert one.stage is Stage.FAILED
 
@@ -365,7 +376,7 @@ def test_progress_moves_the_stall_limit() -> None:
         [(DECODE, scored(0, 5, 6, 7)), (PREFILL, scored(0, 5))],
     ],
 )
-def test_logprobs_stay_beside_their_tokens(said: list[tuple[Leg, worker_pb2.SequenceOutput]]) -> None:
+def test_logprobs_stay_beside_their_tokens(said: list[tuple[SubRequest, worker_pb2.SequenceOutput]]) -> None:
     machine = flow()
     play(machine, BOTH, *said)
     tokens, logprobs = machine.take()
@@ -385,26 +396,26 @@ def test_tokens_that_are_taken_back_take_their_logprobs_along() -> None:
 
 
 @pytest.mark.parametrize(
-    ("legs", "leg", "said"),
+    ("subs", "sub", "said"),
     [
-        (BOTH, Leg.PREFILL, ()),  # in a prefill queue
-        (BOTH, Leg.DECODE, (Leg.PREFILL,)),  # an import that lacks pages
-        (BOTH, Leg.DECODE, (Leg.PREFILL, Leg.DECODE)),  # preempted
-        (frozenset({Leg.DECODE}), Leg.DECODE, ()),  # in a unified worker's queue
-        (frozenset({Leg.DECODE}), Leg.DECODE, (Leg.DECODE,)),
+        (BOTH, SubRequest.PREFILL, ()),  # in a prefill queue
+        (BOTH, SubRequest.DECODE, (SubRequest.PREFILL,)),  # an import that lacks pages
+        (BOTH, SubRequest.DECODE, (SubRequest.PREFILL, SubRequest.DECODE)),  # preempted
+        (frozenset({SubRequest.DECODE}), SubRequest.DECODE, ()),  # in a unified worker's queue
+        (frozenset({SubRequest.DECODE}), SubRequest.DECODE, (SubRequest.DECODE,)),
     ],
 )
 def test_no_progress_is_due_while_a_worker_says_that_the_request_waits(
-    legs: frozenset[Leg], leg: Leg, said: tuple[Leg, ...]
+    subs: frozenset[SubRequest], sub: SubRequest, said: tuple[SubRequest, ...]
 ) -> None:
     made = flow(max_tokens=9)
-    made.assign(legs, 0.0)
+    made.assign(subs, 0.0)
     for index, who in enumerate(said):
-        made.output(who, out(0 if who is Leg.PREFILL else index, 7), 1.0)
-    made.wait(leg, False, 2.0)
+        made.output(who, out(0 if who is SubRequest.PREFILL else index, 7), 1.0)
+    made.wait(sub, False, 2.0)
     for now in range(10, 2000, 10):
         assert made.tick(float(now), routable=True) == ()
-    made.wait(leg, True, 2000.0)
+    made.wait(sub, True, 2000.0)
     limit = made.expires - 2000.0
     assert limit in (Timeouts().prefill, Timeouts().handover, Timeouts().stall), "the time begins again"
     assert made.tick(2000.0 + limit - 0.1, routable=True) == ()
@@ -413,21 +424,21 @@ def test_no_progress_is_due_while_a_worker_says_that_the_request_waits(
 
 
 def test_a_wait_elsewhere_excuses_nobody() -> None:
-    """A decode worker without pages does not explain why a prompt is not computed. A wait ends with its leg."""
+    """A decode worker without pages does not explain why a prompt is not computed. A wait ends with its sub-request."""
     made = flow(max_tokens=9)
     made.assign(BOTH, 0.0)
-    made.wait(Leg.DECODE, False, 1.0)
+    made.wait(SubRequest.DECODE, False, 1.0)
     assert made.tick(Timeouts().prefill, routable=True)
     made.assign(BOTH, 200.0)
-    made.wait(Leg.PREFILL, False, 201.0)
-    made.output(Leg.PREFILL, out(0, 7), 210.0)
+    made.wait(SubRequest.PREFILL, False, 201.0)
+    made.output(SubRequest.PREFILL, out(0, 7), 210.0)
     assert made.stage is Stage.HANDOVER and made.tick(210.0 + Timeouts().handover, routable=True)
 
 
 def test_a_deadline_passes_also_in_a_wait() -> None:
     made = flow(deadline=50.0)
     made.assign(BOTH, 0.0)
-    made.wait(Leg.PREFILL, False, 1.0)
+    made.wait(SubRequest.PREFILL, False, 1.0)
     made.tick(50.0, routable=True)
     assert made.stage is Stage.FAILED and made.error is not None and made.error.reason is Reason.DEADLINE_EXCEEDED
 
@@ -436,8 +447,8 @@ def test_pages_that_expired_while_their_reader_waited_are_nobodys_fault() -> Non
     for waited in (True, False):
         made = flow(max_tokens=9)
         made.assign(BOTH, 0.0)
-        made.output(Leg.PREFILL, out(0, 7), 1.0)
+        made.output(SubRequest.PREFILL, out(0, 7), 1.0)
         if waited:
-            made.wait(Leg.DECODE, False, 2.0)
-        actions = made.output(Leg.DECODE, failed(Reason.KV_EXPIRED), 300.0)
+            made.wait(SubRequest.DECODE, False, 2.0)
+        actions = made.output(SubRequest.DECODE, failed(Reason.KV_EXPIRED), 300.0)
         assert Blame(frozenset() if waited else BOTH, Reason.KV_EXPIRED) in actions

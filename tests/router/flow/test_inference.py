@@ -34,7 +34,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_read_is_counted(pair: Cl
 
 async def test_who_is_over_its_rate_takes_nobodys_place(cluster: Callable) -> None:
     """Also when it found out only after its prompt was read."""
-    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, credits=0), queue_size=1)
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, capacity=0), queue_size=1)
     waiting = asyncio.create_task(made.generate(PROMPT))
     await made.until(lambda: len(made.router.admission) == 1)
     greedy = Tenant("greedy", weight=4.0, requests=Bucket(1, 1, time.monotonic()))
@@ -146,7 +146,7 @@ async def test_a_request_that_is_served_is_paid_for(pair: Cluster) -> None:
 @pytest.mark.parametrize("end", ["cancelled", "deadline", "queue timeout", "pushed out"])
 async def test_a_request_that_leaves_the_queue_unserved_costs_nothing(cluster: Callable, end: str) -> None:
     patience = {"timeouts": {"queue": 0.2}} if end == "queue timeout" else {}
-    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, credits=0), queue_size=2, **patience)
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, capacity=0), queue_size=2, **patience)
     tenant = payer()
     answer = await ask(made, n=2, timeout_s=0.2 if end == "deadline" else None)
     assert len(made.router.admission) == 2 and paid(tenant) == (1, 2 * len(PROMPT))
@@ -163,7 +163,7 @@ async def test_a_request_that_leaves_the_queue_unserved_costs_nothing(cluster: C
 
 
 async def test_a_request_that_no_worker_can_ever_serve_costs_nothing(cluster: Callable) -> None:
-    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, credits=0))
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, capacity=0))
     tenant = payer()
     answer = await ask(made)
 
@@ -177,7 +177,7 @@ async def test_a_request_that_no_worker_can_ever_serve_costs_nothing(cluster: Ca
 
 
 async def test_a_request_that_is_refused_before_it_waits_costs_nothing(cluster: Callable) -> None:
-    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, credits=0), queue_size=1)
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, capacity=0), queue_size=1)
     waiting = await ask(made)
     tenant = payer()
     for fields, reason in (({}, Reason.QUEUE_FULL), ({"timeout_s": 1e-9}, Reason.DEADLINE_EXCEEDED)):

@@ -144,7 +144,7 @@ async def test_continuations_have_seeds_of_their_own_and_count_as_many(pair: Clu
         assert pair.metric(name, direction="prompt", **labels) == 3 * len(PROMPT), name
 
 
-async def test_an_end_as_first_token_ends_both_legs(pair: Cluster) -> None:
+async def test_an_end_as_first_token_ends_both_subs(pair: Cluster) -> None:
     async def first_is_last(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator:
         yield output(request, 0, finish=STOP)
 
@@ -257,7 +257,7 @@ async def test_a_first_token_may_come_from_the_decode_worker_alone(pair: Cluster
     pair.prefills[0].script.append(hangs())
     assert (await pair.generate(PROMPT)).tokens() == expected(PROMPT, 8)
     await pair.quiet()
-    assert pair.prefills[0].aborted, "the prefill leg never ended by itself"
+    assert pair.prefills[0].aborted, "the prefill sub-request never ended by itself"
 
 
 async def test_a_late_first_token_of_the_prefill_worker_is_taken(pair: Cluster) -> None:
@@ -394,7 +394,7 @@ async def test_without_workers_a_request_is_told_so(cluster: Callable, layouts: 
 
 async def test_workers_that_come_while_a_request_waits_serve_it(cluster: Callable) -> None:
     """As by a request that came after them: a burst during a start is not refused because it is a burst."""
-    prefill, decode = FakeWorker(PREFILL), FakeWorker(DECODE, credits=0)
+    prefill, decode = FakeWorker(PREFILL), FakeWorker(DECODE, capacity=0)
     decode.state = worker_pb2.WORKER_STATE_WARMING
     made = await cluster(prefill, decode, wait=False, timeouts={"no_workers": 60.0, "queue": 600.0})
     await made.until(lambda: made.router.registry.workers[prefill.address].link)
@@ -407,14 +407,14 @@ async def test_workers_that_come_while_a_request_waits_serve_it(cluster: Callabl
     generation.flow.progress -= 61.0
     generation._tick()
     assert not generation.flow.ended
-    decode.change(credits=8)
+    decode.change(capacity=8)
     assert (await waiting).tokens() == expected(PROMPT, 8)
 
 
 @pytest.mark.parametrize("stage", ["queue", "prefill", "handover", "decode"])
 async def test_a_deadline_ends_a_request_in_every_stage(cluster: Callable, stage: str) -> None:
     """Where it ended counts, with the time until then."""
-    made = await cluster(FakeWorker(PREFILL, credits=0 if stage == "queue" else 8), FakeWorker(DECODE))
+    made = await cluster(FakeWorker(PREFILL, capacity=0 if stage == "queue" else 8), FakeWorker(DECODE))
     made.prefills[0].script.append(hangs() if stage == "prefill" else normal)
     made.decodes[0].script.append(hangs(after=2 if stage == "decode" else 0))
     result = await made.generate(PROMPT, timeout=0.2)
@@ -433,7 +433,7 @@ async def test_a_deadline_ends_a_request_in_every_stage(cluster: Callable, stage
 
 
 @pytest.mark.parametrize("after", [0, 2])
-async def test_a_cancellation_reaches_both_legs(pair: Cluster, after: int) -> None:
+async def test_a_cancellation_reaches_both_subs(pair: Cluster, after: int) -> None:
     pair.prefills[0].script.append(hangs())
     pair.decodes[0].script.append(hangs(after))
     request = inference_pb2.GenerateRequest(prompt=inference_pb2.Prompt(token_ids={"ids": PROMPT}))
@@ -451,7 +451,7 @@ async def test_a_cancellation_reaches_both_legs(pair: Cluster, after: int) -> No
 
 
 async def test_a_full_queue_refuses_over_both_apis(cluster: Callable) -> None:
-    made = await cluster(FakeWorker(PREFILL, credits=0), FakeWorker(DECODE), queue_size=2)
+    made = await cluster(FakeWorker(PREFILL, capacity=0), FakeWorker(DECODE), queue_size=2)
     waiting = [asyncio.create_task(made.generate(PROMPT)) for _ in range(2)]
     await made.until(lambda: len(made.router.admission) == 2)
     rate = made.router.admission._rate
@@ -462,25 +462,25 @@ async def test_a_full_queue_refuses_over_both_apis(cluster: Callable) -> None:
     assert result.error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     answer = await made.http.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
     assert answer.status_code == 429 and answer.headers["retry-after"] in ("8", "9")
-    made.prefills[0].change(credits=4)
+    made.prefills[0].change(capacity=4)
     assert [(await task).tokens() for task in waiting] == [expected(PROMPT, 8)] * 2
 
 
 async def test_a_wait_without_room_ends_with_the_time_of_the_queue(cluster: Callable) -> None:
-    made = await cluster(FakeWorker(PREFILL, credits=0), FakeWorker(DECODE), timeouts={"queue": 0.1})
+    made = await cluster(FakeWorker(PREFILL, capacity=0), FakeWorker(DECODE), timeouts={"queue": 0.1})
     rate = made.router.admission._rate
     rate._tokens, rate._seconds = 1.0, 10.0  # as if a prompt token were served in ten seconds
     assert 30 <= (await told(made, Reason.OVERLOADED)).retry_after_s < 40
 
 
 async def test_a_higher_priority_goes_first(cluster: Callable) -> None:
-    made = await cluster(FakeWorker(PREFILL, credits=0), FakeWorker(DECODE))
+    made = await cluster(FakeWorker(PREFILL, capacity=0), FakeWorker(DECODE))
     tasks = []
     for priority in (0, 5, -5, 5):
         name = f"p{priority}.{len(tasks)}"
         tasks.append(asyncio.create_task(made.generate(PROMPT, priority=priority, request_id=name)))
         await made.until(lambda: len(made.router.admission) == len(tasks))
-    made.prefills[0].change(credits=8)
+    made.prefills[0].change(capacity=8)
     await asyncio.gather(*tasks)
     assert [request.request_id for request in made.prefills[0].submitted] == ["p5.1", "p5.3", "p0.0", "p-5.2"]
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from millrace.v1 import common_pb2
 from millrace_common.reasons import Reason
 from millrace_router.config import Timeouts
-from millrace_router.flow.flow import Flow, Leg, Stage
-from millrace_router.flow.rounds import LONGEST_REST_S, SLICE_S, Rounds, rest_s
+from millrace_router.flow.flow import Flow, Stage, SubRequest
+from millrace_router.flow.rounds import LONGEST_FLUSH_DELAY_S, SLICE_S, Rounds, flush_delay_s
 from millrace_router.flow.stream import Continuation, Delta, Stream
-from millrace_router.text.message import Said
+from millrace_router.text.message import ParsedOutput
 from millrace_rpc.errors import MillraceError
 
 SECONDS = st.floats(0, 1)
@@ -28,9 +28,9 @@ SECONDS = st.floats(0, 1)
 @example(3.0, 1.0, 0.0).via("the longest rest")
 @example(0.006, 1.0, 0.03).via("the interval")
 def test_a_rest_is_the_part_that_was_behind_or_the_interval(took: float, behind: float, interval: float) -> None:
-    rest = rest_s(took, behind, interval)
-    assert rest == max(behind * min(took, LONGEST_REST_S), interval - took)
-    assert 0 <= rest <= max(LONGEST_REST_S, interval)
+    rest = flush_delay_s(took, behind, interval)
+    assert rest == max(behind * min(took, LONGEST_FLUSH_DELAY_S), interval - took)
+    assert 0 <= rest <= max(LONGEST_FLUSH_DELAY_S, interval)
 
 
 class Loop:
@@ -93,7 +93,7 @@ def test_everybody_gets_one_turn_in_order(joins: list[float], cost_s: float, int
     loop.run()
     assert [i for i, _, _ in got] == [i for i, _ in asked]
     assert len({turn for _, turn, _ in got}) == len(got), "each in a turn of the event loop"
-    longest = 2 * len(joins) * cost_s + max(LONGEST_REST_S, interval_s) + 1e-9
+    longest = 2 * len(joins) * cost_s + max(LONGEST_FLUSH_DELAY_S, interval_s) + 1e-9
     assert all(at - since <= longest for (_, _, at), (_, since) in zip(got, asked, strict=True))
 
 
@@ -190,10 +190,10 @@ class Script:
         """`direct`: with a sink."""
         self.stream = Stream(lambda error: None, 10, rounds)  # type: ignore[arg-type]
         self.flow = Flow(Timeouts(), max_tokens=1000, max_attempts=1, deadline=None, progress=0.0, queue_s=1.0)
-        self.flow.assign(frozenset({Leg.DECODE}), 0.0)
+        self.flow.assign(frozenset({SubRequest.DECODE}), 0.0)
         self.text = text = SimpleNamespace(
-            push=lambda ids: (Said(text="".join(map(chr, ids))), len(ids)),
-            flush=lambda cut: Said(text="!"),
+            push=lambda ids: (ParsedOutput(text="".join(map(chr, ids))), len(ids)),
+            flush=lambda cut: ParsedOutput(text="!"),
             stopped=False,
             stopped_by="",
         )
@@ -268,7 +268,7 @@ def test_a_busy_router_merges_without_loss(events: list[int | str], direct: bool
         assert [token for delta in script.read for token in delta.token_ids] == list(range(made))
         for delta in script.read:
             assert [entry.sampled.token_id for entry in delta.logprobs] == delta.token_ids
-        assert "".join(delta.said.text for delta in script.read) == "".join(map(chr, range(made))) + "!"
+        assert "".join(delta.parsed.text for delta in script.read) == "".join(map(chr, range(made))) + "!"
         assert [bool(delta.finish_reason) for delta in script.read] == [False] * (len(script.read) - 1) + [True]
         assert [delta.first for delta in script.read][:2] in ([True], [True, False])
 

@@ -127,10 +127,10 @@ def test_a_failing_worker_is_left_out_and_taken_back() -> None:
     made, clock = health()
     for _ in range(3):
         made.failed(["d"], Reason.STALLED)
-    assert made.left_out() == {"d": "ejected: failures in a row"}
+    assert made.ejected() == {"d": "ejected: failures in a row"}
     assert value(made, "millrace_ejected_workers", role="decode") == 1
     clock.now += RULES.pause
-    assert made.left_out() == {} and not made._ejected
+    assert made.ejected() == {} and not made._ejected
     made.spoke("d")
     assert value(made, "millrace_ejected_workers", role="decode") == 0
     assert value(made, "millrace_ejections_total", role="decode", why="consecutive") == 1
@@ -141,7 +141,7 @@ def test_what_is_not_the_workers_fault_is_not_counted(reason: Reason) -> None:
     made, _ = health()
     for _ in range(100):
         made.failed(["d"], reason)
-    assert made.left_out() == {}
+    assert made.ejected() == {}
 
 
 def test_a_role_without_workers_has_none_in_any_state() -> None:
@@ -159,10 +159,10 @@ def test_what_can_be_either_sides_fault_ejects_nobody() -> None:
     made, _ = health()
     for _ in range(20):
         made.failed(["p", "d"], Reason.TRANSFER_FAILED)
-    assert made.left_out() == {} and value(made, "millrace_ejected_workers", role="decode") == 0
+    assert made.ejected() == {} and value(made, "millrace_ejected_workers", role="decode") == 0
     for _ in range(3):
         made.failed(["gone", "d"], Reason.TRANSFER_FAILED)  # the other process does not exist any more
-    assert list(made.left_out()) == ["d"]
+    assert list(made.ejected()) == ["d"]
 
 
 def test_a_role_is_never_left_out_as_a_whole() -> None:
@@ -170,9 +170,9 @@ def test_a_role_is_never_left_out_as_a_whole() -> None:
     for epoch in "pde":
         for _ in range(3):
             made.failed([epoch], Reason.WORKER_LOST)
-    assert made.left_out() == {}
+    assert made.ejected() == {}
     made.keep({"p": "prefill", "d": "decode", "e": "decode", "f": "decode"}, [frozenset("p"), frozenset("def")])
-    assert set(made.left_out()) == {"d", "e"}
+    assert set(made.ejected()) == {"d", "e"}
 
 
 def test_another_process_begins_anew() -> None:
@@ -180,5 +180,5 @@ def test_another_process_begins_anew() -> None:
     for _ in range(3):
         made.failed(["d"], Reason.STALLED)
     made.keep({"p": "prefill", "d2": "decode", "e": "decode"}, [frozenset("p"), frozenset(["d2", "e"])])
-    assert made.left_out() == {}
+    assert made.ejected() == {}
     made.failed(["d"], Reason.STALLED)  # a late word of the old one

@@ -143,7 +143,7 @@ async def test_headers_are_bounded(cluster: Callable) -> None:
 
 
 async def test_a_deadline_shorter_than_the_queue_is_refused_at_once(cluster: Callable) -> None:
-    made: Cluster = await cluster(FakeWorker(UNIFIED, credits=0))
+    made: Cluster = await cluster(FakeWorker(UNIFIED, capacity=0))
     running = [asyncio.create_task(made.generate([1, 2, 3], timeout=60)) for _ in range(2)]
     await made.until(lambda: len(made.router.admission) == 2)
     rate = made.router.admission._rate

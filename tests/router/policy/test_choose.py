@@ -1,4 +1,4 @@
-"""Who is chosen: credits, layouts and pairing first, then each policy, and the consistent hash of sessions."""
+"""Who is chosen: capacity, layouts and pairing first, then each policy, and the consistent hash of sessions."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from hypothesis import strategies as st
 from millrace_router.config import Policy, RouterConfig, Routing
 from millrace_router.policy.choose import Chooser, Situation
 from millrace_router.policy.scoring import SCORERS, Inputs, best, session
-from millrace_router.policy.snapshot import Key, Placement, Replica, View, Want
+from millrace_router.policy.snapshot import Key, Placement, PlacementRequest, Replica, View
 from pydantic import ValidationError
 
-WANT = Want(tokens=10)
+WANT = PlacementRequest(tokens=10)
 COLD: dict = {}
 
 
 def replica(address: str, **fields: object) -> Replica:
-    values = {"index": 0, "epoch": f"e-{address}", "fingerprint": "f", "credits": 4, "tokens": 0, "sequences": 0}
+    values = {"index": 0, "epoch": f"e-{address}", "fingerprint": "f", "capacity": 4, "tokens": 0, "sequences": 0}
     return Replica(address, **(values | fields))
 
 
-def choose(view: View, want: Want = WANT, policy: Policy = Policy.LEAST_LOADED, **routing: object) -> Placement | None:
+def choose(
+    view: View, want: PlacementRequest = WANT, policy: Policy = Policy.LEAST_LOADED, **routing: object
+) -> Placement | None:
     decision = Chooser(policy, policy, Routing(**routing)).choose(Situation(view, want))
     return None if decision is None else decision.placement
 
 
 def pick(
-    policy: Policy, candidates: list[Replica], want: Want = WANT, last: object = None, **fields: object
+    policy: Policy, candidates: list[Replica], want: PlacementRequest = WANT, last: object = None, **fields: object
 ) -> Replica:
     pages = fields.pop("pages", COLD)
     candidates = sorted(candidates, key=lambda r: r.key)
@@ -43,7 +45,7 @@ D1 = replica("d1", sources=frozenset({"e-p1", "e-p2"}))
 
 
 def test_one_token_wants_no_decode_worker() -> None:
-    want = Want(tokens=10, outputs=1)
+    want = PlacementRequest(tokens=10, outputs=1)
     assert choose(View((P1,), ()), want) == Placement(P1, None)
 
 
@@ -55,9 +57,9 @@ def test_unified_when_there_is_no_pair() -> None:
 
 def test_avoided_workers_are_the_last_resort() -> None:
     view = View((P1, P2), (D1,))
-    assert choose(view, Want(10, avoid=frozenset({"p1"}))) == Placement(P2, D1)
-    assert choose(view, Want(10, avoid=frozenset({"p2"}))) == Placement(P1, D1)
-    assert choose(View((P1,), (D1,)), Want(10, avoid=frozenset({"p1", "d1"}))) == Placement(P1, D1)
+    assert choose(view, PlacementRequest(10, avoid=frozenset({"p1"}))) == Placement(P2, D1)
+    assert choose(view, PlacementRequest(10, avoid=frozenset({"p2"}))) == Placement(P1, D1)
+    assert choose(View((P1,), (D1,)), PlacementRequest(10, avoid=frozenset({"p1", "d1"}))) == Placement(P1, D1)
 
 
 @st.composite
@@ -66,7 +68,7 @@ def views(draw: st.DrawFn) -> View:
         return tuple(
             replica(
                 f"{prefix}{i}",
-                credits=draw(st.integers(-1, 2)),
+                capacity=draw(st.integers(-1, 2)),
                 tokens=draw(st.integers(0, 5000)),
                 sequences=draw(st.integers(0, 9)),
                 fingerprint=draw(st.sampled_from("fg")),
@@ -88,10 +90,10 @@ def views(draw: st.DrawFn) -> View:
     st.integers(0, 2**64 - 1),
     st.sampled_from([{}, {"local_prefill_tokens": 500}, {"local_prefill_wait": 1e-9}]),
 )
-def test_whatever_the_policy_nobody_without_credits_and_no_unequal_layouts(
+def test_whatever_the_policy_nobody_without_capacity_and_no_unequal_layouts(
     view: View, prefill: Policy, decode: Policy, one: bool, avoid: frozenset[str], draw: int, local: dict[str, float]
 ) -> None:
-    want = Want(100, outputs=1 if one else 2, avoid=avoid, draw=draw, session=f"s{draw % 3}")
+    want = PlacementRequest(100, outputs=1 if one else 2, avoid=avoid, draw=draw, session=f"s{draw % 3}")
     chooser = Chooser(prefill, decode, Routing(**local))
     situation = Situation(view, want)
     decision = chooser.choose(situation)
@@ -100,13 +102,13 @@ def test_whatever_the_policy_nobody_without_credits_and_no_unequal_layouts(
         (p.key, d.key)
         for p in view.prefill
         for d in view.decode
-        if min(p.credits, d.credits) > 0 and p.epoch in d.sources and p.fingerprint == d.fingerprint
+        if min(p.capacity, d.capacity) > 0 and p.epoch in d.sources and p.fingerprint == d.fingerprint
     }
     match placement:
         case Placement(p, None):
-            assert one and p is not None and p.credits > 0
+            assert one and p is not None and p.capacity > 0
         case Placement(None, worker):
-            assert worker.credits > 0
+            assert worker.capacity > 0
             short = 100 + worker.tokens < local.get("local_prefill_tokens", 0)
             spared = "local_prefill_wait" in local and view.prefill
             assert worker in view.unified or (not one and (short or spared))
@@ -114,7 +116,7 @@ def test_whatever_the_policy_nobody_without_credits_and_no_unequal_layouts(
             assert (p.key, d.key) in possible and not one
         case None:
             assert not possible or one
-            assert not any(u.credits > 0 for u in view.unified)
+            assert not any(u.capacity > 0 for u in view.unified)
     assert chooser.choose(situation) == decision, "the same situation, the same choice"
     if decision is not None:
         last = decision.explain()[-1]
@@ -156,22 +158,22 @@ def test_round_robin_is_fair_while_candidates_come_and_go() -> None:
 
 def test_random_reaches_everybody_alike() -> None:
     everyone = [replica(name, tokens=1000 * i) for i, name in enumerate("abcd")]
-    seen = Counter(pick(Policy.RANDOM, everyone, Want(1, draw=draw)).address for draw in range(400))
+    seen = Counter(pick(Policy.RANDOM, everyone, PlacementRequest(1, draw=draw)).address for draw in range(400))
     assert set(seen.values()) == {100}
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(1, 9))
 def test_power_of_two_takes_the_better_of_two_different_ones(draw: int, count: int) -> None:
     everyone = [replica(str(i), tokens=i) for i in range(count)]
-    inputs = Inputs(Want(1, draw=draw), Routing(), tuple(everyone), COLD, None)
+    inputs = Inputs(PlacementRequest(1, draw=draw), Routing(), tuple(everyone), COLD, None)
     drawn = [i for i, score in enumerate(SCORERS[Policy.POWER_OF_TWO](everyone, inputs)) if score[0] < float("inf")]
     assert len(drawn) == min(count, 2)
-    assert pick(Policy.POWER_OF_TWO, everyone, Want(1, draw=draw)).tokens == min(drawn)
+    assert pick(Policy.POWER_OF_TWO, everyone, PlacementRequest(1, draw=draw)).tokens == min(drawn)
 
 
 @pytest.mark.parametrize("policy", [Policy.PREFIX_AWARE, Policy.KV_AWARE])
 def test_a_cached_prefix_is_worth_its_tokens(policy: Policy) -> None:
-    want = Want(tokens=1000, page_size=64)
+    want = PlacementRequest(tokens=1000, page_size=64)
     warm = {("e-a", 0): 10}  # 640 tokens
     assert pick(policy, [replica("a", tokens=600), replica("b")], want, pages=warm).address == "a"
     assert pick(policy, [replica("a", tokens=700), replica("b")], want, pages=warm).address == "b"
@@ -179,20 +181,22 @@ def test_a_cached_prefix_is_worth_its_tokens(policy: Policy) -> None:
 
 
 def test_a_whole_prompt_in_the_cache_still_leaves_a_token_to_compute() -> None:
-    assert Want(tokens=128, page_size=64).cached(2) == 64
-    assert Want(tokens=129, page_size=64).cached(2) == 128
-    assert Want(tokens=1).cached(5) == 0
+    assert PlacementRequest(tokens=128, page_size=64).cached(2) == 64
+    assert PlacementRequest(tokens=129, page_size=64).cached(2) == 128
+    assert PlacementRequest(tokens=1).cached(5) == 0
 
 
 def test_length_buckets_by_label() -> None:
     bounds = {"length_bounds": (100, 1000), "length_label": "size"}
     everyone = [replica(name, labels={"size": str(i)}) for i, name in enumerate("abc")]
-    found = [pick(Policy.LENGTH_BUCKETS, everyone, Want(n), **bounds).address for n in (1, 100, 101, 1000, 1001)]
+    found = [
+        pick(Policy.LENGTH_BUCKETS, everyone, PlacementRequest(n), **bounds).address for n in (1, 100, 101, 1000, 1001)
+    ]
     assert found == ["a", "a", "b", "b", "c"]
-    assert pick(Policy.LENGTH_BUCKETS, everyone[:2], Want(5000), **bounds).address == "b"  # the nearest
+    assert pick(Policy.LENGTH_BUCKETS, everyone[:2], PlacementRequest(5000), **bounds).address == "b"  # the nearest
     strange = [replica("x", labels={"size": "big"}), replica("y"), everyone[0]]
-    assert pick(Policy.LENGTH_BUCKETS, strange, Want(5000), **bounds).address == "a"
-    assert pick(Policy.LENGTH_BUCKETS, strange[:2], Want(5000), **bounds).address == "x"
+    assert pick(Policy.LENGTH_BUCKETS, strange, PlacementRequest(5000), **bounds).address == "a"
+    assert pick(Policy.LENGTH_BUCKETS, strange[:2], PlacementRequest(5000), **bounds).address == "x"
 
 
 def test_length_buckets_by_rank_count_everybody_of_the_role() -> None:
@@ -201,8 +205,10 @@ def test_length_buckets_by_rank_count_everybody_of_the_role() -> None:
     chooser = Chooser(Policy.LENGTH_BUCKETS, Policy.ROUND_ROBIN, Routing(length_bounds=(100, 1000)))
 
     def prefill(tokens: int, *busy: int) -> str:
-        view = View(tuple(replica(p.address, credits=0) if i in busy else p for i, p in enumerate(everyone)), (decode,))
-        decision = chooser.choose(Situation(view, Want(tokens)))
+        view = View(
+            tuple(replica(p.address, capacity=0) if i in busy else p for i, p in enumerate(everyone)), (decode,)
+        )
+        decision = chooser.choose(Situation(view, PlacementRequest(tokens)))
         assert decision is not None and decision.placement.prefill is not None
         return decision.placement.prefill.address
 
@@ -271,8 +277,10 @@ def test_a_short_uncached_prompt_is_run_by_the_decode_worker(
     worker: Replica, tokens: int, pages: int, way: str | None
 ) -> None:
     chooser = Chooser(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_tokens=256))
-    decision = chooser.choose(Situation(View((P1,), (worker,)), Want(tokens), decode_pages={worker.process: pages}))
-    assert way == (None if decision is None else decision.way)
+    decision = chooser.choose(
+        Situation(View((P1,), (worker,)), PlacementRequest(tokens), decode_pages={worker.process: pages})
+    )
+    assert way == (None if decision is None else decision.route)
 
 
 BUSY = replica("p1", tokens=10_001, prompt_tokens_per_s=20_000)  # half a second, and a token
@@ -293,9 +301,9 @@ THERE = 13 * 64  # tokens in so many pages
         ((BUSY,), decode(tokens=10_001), 0.5, 0, False),
         ((BUSY,), decode(tokens=10_000 - THERE), 0.5, 13, True),
         ((BUSY,), decode(tokens=10_001 - THERE), 0.5, 13, False),
-        ((BUSY,), decode(credits=0), 0.5, 0, False),
-        ((replica("p1", credits=0),), D1, 0.5, 0, True),  # who has no credits is waited for
-        ((replica("p1", credits=0),), D1, 0.0, 0, False),
+        ((BUSY,), decode(capacity=0), 0.5, 0, False),
+        ((replica("p1", capacity=0),), D1, 0.5, 0, True),  # who has no capacity is waited for
+        ((replica("p1", capacity=0),), D1, 0.0, 0, False),
         ((), D1, 0.5, 0, False),  # without any there is no pair, and nothing was warmed
     ],
 )
@@ -305,13 +313,13 @@ def test_a_prompt_that_would_wait_for_long_is_run_by_a_decode_worker(
     """A prompt of 1,000 tokens, of which so many pages are at the first prefill worker."""
     chooser = Chooser(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_wait=wait))
     cached = {prefill[0].process: pages} if prefill else {}
-    decision = chooser.choose(Situation(View(prefill, (worker,)), Want(1000), prefill_pages=cached))
-    assert local is (decision is not None and decision.way == "local")
+    decision = chooser.choose(Situation(View(prefill, (worker,)), PlacementRequest(1000), prefill_pages=cached))
+    assert local is (decision is not None and decision.route == "local")
 
 
 def test_a_decode_worker_runs_no_prompt_of_one_token_or_another_revision() -> None:
     for option in ({"local_prefill_tokens": 256}, {"local_prefill_wait": 1e-9}):
-        assert choose(View((BUSY,), (D1,)), Want(10, outputs=1), **option) == Placement(BUSY, None)
+        assert choose(View((BUSY,), (D1,)), PlacementRequest(10, outputs=1), **option) == Placement(BUSY, None)
     newer = decode(revision="b")
     assert choose(View((BUSY,), (newer,), first="b"), local_prefill_wait=0.6) == Placement(BUSY, newer)
 
@@ -323,16 +331,16 @@ def test_a_decode_worker_runs_no_prompt_of_one_token_or_another_revision() -> No
 @pytest.mark.parametrize(
     ("want", "fields", "chosen"),
     [
-        (Want(300, outputs=1200), {"room": 900, "expected_output": 600}, True),
-        (Want(300, outputs=1200), {"room": 899, "expected_output": 600}, False),
-        (Want(300, outputs=51), {"room": 350, "expected_output": 600}, True),  # max_tokens is the bound
-        (Want(300, outputs=1200), {"room": -5}, False),
-        (Want(300, outputs=412), {"context": 712}, True),
-        (Want(300, outputs=413), {"context": 712}, False),
+        (PlacementRequest(300, outputs=1200), {"room": 900, "expected_output": 600}, True),
+        (PlacementRequest(300, outputs=1200), {"room": 899, "expected_output": 600}, False),
+        (PlacementRequest(300, outputs=51), {"room": 350, "expected_output": 600}, True),  # max_tokens is the bound
+        (PlacementRequest(300, outputs=1200), {"room": -5}, False),
+        (PlacementRequest(300, outputs=412), {"context": 712}, True),
+        (PlacementRequest(300, outputs=413), {"context": 712}, False),
     ],
 )
 def test_a_request_waits_until_its_expected_output_has_room(
-    role: str, want: Want, fields: dict[str, int], chosen: bool
+    role: str, want: PlacementRequest, fields: dict[str, int], chosen: bool
 ) -> None:
     worker = decode(**fields)
     view = View((P1,), (worker,)) if role == "decode" else View((), (), (worker,))
@@ -340,22 +348,22 @@ def test_a_request_waits_until_its_expected_output_has_room(
 
 
 def test_a_prefill_worker_takes_what_fits_until_its_queue_is_long() -> None:
-    assert choose(View((replica("p1", room=1),), (D1,)), Want(100_000)) is not None
+    assert choose(View((replica("p1", room=1),), (D1,)), PlacementRequest(100_000)) is not None
     assert choose(View((replica("p1", room=0),), (D1,))) is None
-    assert choose(View((P1,), (decode(room=-5),)), Want(300, outputs=1)) == Placement(P1, None)
+    assert choose(View((P1,), (decode(room=-5),)), PlacementRequest(300, outputs=1)) == Placement(P1, None)
     small, large = replica("p1", context=300), replica("p2", context=301)
-    assert choose(View((small, large), (D1,)), Want(300, outputs=9)).prefill == large
+    assert choose(View((small, large), (D1,)), PlacementRequest(300, outputs=9)).prefill == large
 
 
 def test_room_is_kept_for_an_earlier_request() -> None:
     small = decode(room=900, context=1000)
     roomy, tight = (replica(f"d{i}", sources=D1.sources, room=room) for i, room in ((2, 500), (3, 400)))
     view = View((P1,), (small, roomy, tight))
-    assert view.roomiest(Want(800, outputs=300)) == "d2", "the largest room of those that are large enough"
-    assert view.roomiest(Want(10, outputs=9)) == "d1"
-    assert View((P1,), (small,)).roomiest(Want(800, outputs=300)) == ""
-    assert choose(View((P1,), (roomy,)), Want(10, kept="d2")) is None
-    assert choose(View((P1,), (roomy, tight)), Want(10, kept="d2")).decode == tight
+    assert view.roomiest(PlacementRequest(800, outputs=300)) == "d2", "the largest room of those that are large enough"
+    assert view.roomiest(PlacementRequest(10, outputs=9)) == "d1"
+    assert View((P1,), (small,)).roomiest(PlacementRequest(800, outputs=300)) == ""
+    assert choose(View((P1,), (roomy,)), PlacementRequest(10, kept="d2")) is None
+    assert choose(View((P1,), (roomy, tight)), PlacementRequest(10, kept="d2")).decode == tight
 
 
 # ------------------------------------------------------------------------------------- sessions
@@ -366,14 +374,18 @@ NAMES = st.sets(st.integers(0, 30), min_size=2, max_size=8)
 
 
 def replicas(names: set[int]) -> list[Replica]:
-    return [Replica(f"w{name:02}", 0, "e", "f", credits=9, tokens=0, sequences=0) for name in sorted(names)]
+    return [Replica(f"w{name:02}", 0, "e", "f", capacity=9, tokens=0, sequences=0) for name in sorted(names)]
 
 
 def home_of(
     candidates: list[Replica], name: str, load_factor: float = 1.25, last: Key | None = None, load_slack: int = 1
 ) -> Replica:
     inputs = Inputs(
-        Want(10, session=name), Routing(load_factor=load_factor, load_slack=load_slack), tuple(candidates), {}, last
+        PlacementRequest(10, session=name),
+        Routing(load_factor=load_factor, load_slack=load_slack),
+        tuple(candidates),
+        {},
+        last,
     )
     return candidates[best(candidates, session(candidates, inputs), last)]
 

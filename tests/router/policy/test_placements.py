@@ -182,7 +182,7 @@ async def test_workers_that_say_nothing_are_served_all_the_same(cluster: Callabl
 async def test_short_prompts_are_run_by_the_decode_worker(cluster: Callable) -> None:
     prefill, decode = Caching(PREFILL), Caching(DECODE)
     made = await cluster(prefill, decode, routing={"local_prefill_tokens": 16})
-    await made.until(lambda: len(made.router.registry.hooks.ready) == 1)  # the decode worker alone is ready before
+    await made.until(lambda: len(made.router.registry.warmups.ready) == 1)  # the decode worker alone is ready before
     short, long = PROMPT[10:], PROMPT  # no common prefix: a page of the short one would make the long one short, too
     assert (await made.generate(short, request_id="short")).tokens() == expected(short, 8)
     assert not prefill.submitted and decode.sources == [None]
@@ -193,9 +193,9 @@ async def test_short_prompts_are_run_by_the_decode_worker(cluster: Callable) -> 
     await made.settled()
     assert (await made.generate(again, request_id="again")).tokens() == expected(again, 8)
     assert len(prefill.submitted) == 1 and decode.sources[2] is None
-    assert [(await ways(made, name))[0].way for name in ("short", "long", "again")] == ["local", "pair", "local"]
+    assert [(await ways(made, name))[0].route for name in ("short", "long", "again")] == ["local", "pair", "local"]
     labels = {"prefill_policy": "least_loaded", "decode_policy": "least_loaded"}
-    assert made.metric("millrace_decisions_total", way="local", **labels) == 2
+    assert made.metric("millrace_placements_total", route="local", **labels) == 2
     await made.quiet()
 
 
@@ -203,16 +203,16 @@ async def test_short_prompts_are_run_by_the_decode_worker(cluster: Callable) -> 
 
 
 async def test_every_attempt_of_every_continuation_can_be_explained(cluster: Callable) -> None:
-    workers = [FakeWorker(PREFILL), FakeWorker(PREFILL, credits=0), FakeWorker(DECODE)]
+    workers = [FakeWorker(PREFILL), FakeWorker(PREFILL, capacity=0), FakeWorker(DECODE)]
     made = await cluster(*workers, prefill_policy="round_robin")
     await made.generate(PROMPT, n=2, request_id="r")
     found = await ways(made, "r")
-    assert [placement.way for placement in found] == ["pair", "pair"]
+    assert [placement.route for placement in found] == ["pair", "pair"]
     prefill, decode = found[0].selections
     assert (prefill.role, prefill.policy, decode.policy) == ("prefill", "round_robin", "least_loaded")
     by_address = {row.address: row for row in prefill.candidates}
     assert by_address[workers[0].address].chosen
-    assert by_address[workers[1].address].excluded == "no credits"
+    assert by_address[workers[1].address].excluded == "no capacity"
     assert [row.chosen for row in decode.candidates] == [True] and list(decode.candidates[0].score) == [0.0, 0.0]
 
 

@@ -15,19 +15,25 @@ from millrace_router.policy import kv_index
 from millrace_router.policy.choose import Chooser, Decision, Situation
 from millrace_router.policy.holders import Bits, depths
 from millrace_router.policy.kv_index import HOST_WEIGHT, KvIndex
-from millrace_router.policy.loans import MOST_LOAN_S, START_LOAN_S, best_loan, lenders, saved
 from millrace_router.policy.placer import Indexes
+from millrace_router.policy.prefix_fetches import (
+    MOST_PREFIX_FETCH_S,
+    START_PREFIX_FETCH_S,
+    best_prefix_fetch,
+    prefix_sources,
+    saved,
+)
 from millrace_router.policy.prefix_index import MAX_DEAD, PrefixIndex
 from millrace_router.policy.scoring import Inputs, cached
-from millrace_router.policy.snapshot import Placement, Replica, View, Want
+from millrace_router.policy.snapshot import Placement, PlacementRequest, Replica, View
 from millrace_testing.blocks import blocks
 
-WANT = Want(tokens=1001, page_size=10)  # 100 full pages
+WANT = PlacementRequest(tokens=1001, page_size=10)  # 100 full pages
 
 
 def replica(address: str, **fields: object) -> Replica:
-    values = {"index": 0, "epoch": f"e-{address}", "fingerprint": "f", "credits": 4, "tokens": 0, "sequences": 0}
-    measured = {"page_bytes": 1000, "prompt_tokens_per_s": 1000.0, "read_bytes_per_s": 1e6, "loan_s": 0.01}
+    values = {"index": 0, "epoch": f"e-{address}", "fingerprint": "f", "capacity": 4, "tokens": 0, "sequences": 0}
+    measured = {"page_bytes": 1000, "prompt_tokens_per_s": 1000.0, "read_bytes_per_s": 1e6, "prefix_fetch_s": 0.01}
     return Replica(address, **(values | measured | fields))
 
 
@@ -37,78 +43,92 @@ VIEW = View((P1, P2), (D1,))
 
 
 def decide(
-    view: View = VIEW, own: dict[str, int] | None = None, lent: dict[str, int] | None = None, want: Want = WANT
+    view: View = VIEW,
+    own: dict[str, int] | None = None,
+    served: dict[str, int] | None = None,
+    want: PlacementRequest = WANT,
 ) -> Decision:
-    """`own` and `lent`: pages by address."""
-    own, lent = own or {}, lent or {}
-    lendable = {(f"e-{address}", 0): pages for address, pages in {**own, **lent}.items()}
+    """`own` and `served`: pages by address."""
+    own, served = own or {}, served or {}
+    fetchable = {(f"e-{address}", 0): pages for address, pages in {**own, **served}.items()}
     chooser = Chooser(Policy.KV_AWARE, Policy.LEAST_LOADED, Routing())
-    decision = chooser.choose(Situation(view, want, {}, dict(lendable), {}, lendable))
+    decision = chooser.choose(Situation(view, want, {}, dict(fetchable), {}, fetchable))
     assert decision is not None
     return decision
 
 
 def test_the_answer_comes_back_from_the_decode_worker() -> None:
-    decision = decide(own={"p1": 50}, lent={"d1": 90})
-    assert decision.placement.prefill == P1 and decision.loan is not None
-    assert (decision.loan.lender, decision.loan.num_pages, decision.loan.missing) == (D1, 90, 400)
-    assert decision.loan.fetch_s == pytest.approx(0.01 + 40 * 1000 / 1e6)
-    assert decision.loan.compute_s == pytest.approx(400 / 1000)
+    decision = decide(own={"p1": 50}, served={"d1": 90})
+    assert decision.placement.prefill == P1 and decision.prefix_fetch is not None
+    assert (decision.prefix_fetch.source, decision.prefix_fetch.num_pages, decision.prefix_fetch.missing) == (
+        D1,
+        90,
+        400,
+    )
+    assert decision.prefix_fetch.fetch_s == pytest.approx(0.01 + 40 * 1000 / 1e6)
+    assert decision.prefix_fetch.compute_s == pytest.approx(400 / 1000)
     assert decision.cached_tokens == 900
-    assert decision.attributes()["millrace.route.lender"] == "d1/0"
+    assert decision.attributes()["millrace.route.prefix_source"] == "d1/0"
 
 
 def test_a_fetch_that_takes_longer_is_shown_and_not_done() -> None:
     slow = replica("p1", prompt_tokens_per_s=1e6)
-    decision = decide(View((slow,), (D1,)), own={"p1": 50}, lent={"d1": 90})
-    assert decision.loan is None and decision.placement.loan is not None and decision.cached_tokens == 500
-    assert "millrace.route.lender" not in decision.attributes()
+    decision = decide(View((slow,), (D1,)), own={"p1": 50}, served={"d1": 90})
+    assert (
+        decision.prefix_fetch is None and decision.placement.prefix_fetch is not None and decision.cached_tokens == 500
+    )
+    assert "millrace.route.prefix_source" not in decision.attributes()
 
 
 def test_nothing_is_fetched_that_is_there_already() -> None:
-    assert decide(own={"p1": 90}, lent={"d1": 90}).placement.loan is None
-    assert decide(own={"p1": 100}, lent={"d1": 300}).placement.loan is None  # one token is computed in any case
+    assert decide(own={"p1": 90}, served={"d1": 90}).placement.prefix_fetch is None
+    # one token is computed in any case
+    assert decide(own={"p1": 100}, served={"d1": 300}).placement.prefix_fetch is None
 
 
-@pytest.mark.parametrize("change", [{"fingerprint": "other"}, {"left_out": "ejected"}])
-def test_who_cannot_lend_is_passed_over(change: dict[str, str]) -> None:
+@pytest.mark.parametrize("change", [{"fingerprint": "other"}, {"ejected": "ejected"}])
+def test_who_cannot_serve_the_prefix_is_passed_over(change: dict[str, str]) -> None:
     bad = replica("d0", sources=frozenset({"e-p1"}), **change)
-    decision = decide(View((P1,), (bad, D1)), lent={"d0": 95, "d1": 90})
-    assert decision.loan is not None and decision.loan.lender == D1
+    decision = decide(View((P1,), (bad, D1)), served={"d0": 95, "d1": 90})
+    assert decision.prefix_fetch is not None and decision.prefix_fetch.source == D1
 
 
-def test_a_replica_lends_to_another_of_its_worker_and_not_to_itself() -> None:
+def test_a_replica_serves_another_of_its_worker_and_not_itself() -> None:
     first, second = replica("p1"), replica("p1", index=1)
-    rows = lenders([first, second], {first.process: 40, second.process: 60}, WANT)
+    rows = prefix_sources([first, second], {first.process: 40, second.process: 60}, WANT)
     assert [tokens for tokens, _ in rows] == [600, 400]
-    found = best_loan(first, 400, WANT, rows)
-    assert found is not None and found.lender == second
-    assert best_loan(second, 600, WANT, rows) is None
-    assert best_loan(second, 0, WANT, rows).lender == first, "whatever another index knows of its own pages"
+    found = best_prefix_fetch(first, 400, WANT, rows)
+    assert found is not None and found.source == second
+    assert best_prefix_fetch(second, 600, WANT, rows) is None
+    assert best_prefix_fetch(second, 0, WANT, rows).source == first, "whatever another index knows of its own pages"
     assert saved([second], [0], WANT, rows[:1]) == [0]
 
 
 def test_an_idle_worker_that_fetches_is_better_than_a_busy_one_that_has_it() -> None:
     busy = replica("p1", tokens=500)
     decision = decide(View((busy, P2), (D1,)), own={"p1": 90})
-    assert decision.placement.prefill == P2 and decision.loan is not None and decision.loan.lender == busy
+    assert (
+        decision.placement.prefill == P2 and decision.prefix_fetch is not None and decision.prefix_fetch.source == busy
+    )
     unable = replica("p2", prompt_tokens_per_s=1e6)  # fetching is no gain for it
     assert decide(View((busy, unable), (D1,)), own={"p1": 90}).placement.prefill == busy
 
 
 def test_before_anything_is_measured_pages_of_a_large_model_are_computed() -> None:
-    new = {"page_bytes": 4 << 20, "prompt_tokens_per_s": 0.0, "read_bytes_per_s": 0.0, "loan_s": 0.0}
-    want = Want(tokens=8001, page_size=64)
+    new = {"page_bytes": 4 << 20, "prompt_tokens_per_s": 0.0, "read_bytes_per_s": 0.0, "prefix_fetch_s": 0.0}
+    want = PlacementRequest(tokens=8001, page_size=64)
     decision = decide(
-        View((replica("p1", **new),), (replica("d1", sources=frozenset({"e-p1"}), **new),)), lent={"d1": 120}, want=want
+        View((replica("p1", **new),), (replica("d1", sources=frozenset({"e-p1"}), **new),)),
+        served={"d1": 120},
+        want=want,
     )
-    assert decision.placement.loan is not None and decision.loan is None
-    assert decision.placement.loan.fetch_s > START_LOAN_S
+    assert decision.placement.prefix_fetch is not None and decision.prefix_fetch is None
+    assert decision.placement.prefix_fetch.fetch_s > START_PREFIX_FETCH_S
 
 
 def test_a_slow_spell_is_forgotten() -> None:
-    found = best_loan(replica("p", loan_s=30.0), 0, WANT, [(1000, D1)])
-    assert found is not None and found.fetch_s == pytest.approx(MOST_LOAN_S + 0.1)
+    found = best_prefix_fetch(replica("p", prefix_fetch_s=30.0), 0, WANT, [(1000, D1)])
+    assert found is not None and found.fetch_s == pytest.approx(MOST_PREFIX_FETCH_S + 0.1)
 
 
 @given(
@@ -116,13 +136,13 @@ def test_a_slow_spell_is_forgotten() -> None:
     st.integers(0, 120),
     st.integers(1, 1100),
 )
-def test_a_loan_has_more_than_the_borrower_and_leaves_a_token(
+def test_a_prefix_fetch_has_more_than_the_fetcher_and_leaves_a_token(
     rows: list[tuple[int, str]], own: int, tokens: int
 ) -> None:
     replicas = [replica(f"d{i}", fingerprint=fingerprint) for i, (_, fingerprint) in enumerate(rows)]
     pages = {r.process: count for r, (count, _) in zip(replicas, rows, strict=True) if count}
-    want = Want(tokens=tokens, page_size=10)
-    found = best_loan(P1, want.cached(own), want, lenders(replicas, pages, want))
+    want = PlacementRequest(tokens=tokens, page_size=10)
+    found = best_prefix_fetch(P1, want.cached(own), want, prefix_sources(replicas, pages, want))
     best = max((want.cached(count) for count, fingerprint in rows if fingerprint == "f"), default=0)
     assert (found is None) == (best <= want.cached(own))
     if found is not None:
@@ -140,7 +160,7 @@ def test_copies_in_a_hosts_memory_count_a_little_less() -> None:
     index.apply(b, CacheChange(sequence=1, snapshot=True, stored=chain[:2], host_stored=chain[:6]))
     index.apply(a, CacheChange(after=1, sequence=2, host_stored=chain[4:5]))
     found = index.lookup(chain)
-    assert found == {a: 4, b: 2}  # what they can lend
+    assert found == {a: 4, b: 2}  # what they can serve
     assert index.weighted(chain, found) == {a: 4 + HOST_WEIGHT, b: 2 + 4 * HOST_WEIGHT}
     index.apply(b, CacheChange(after=1, sequence=2, removed=chain[:2], host_removed=chain[5:6]))
     found = index.lookup(chain)
@@ -169,32 +189,32 @@ def test_copies_in_a_hosts_memory_count_a_little_less() -> None:
 def test_all_candidates_at_once_are_scored_as_one_by_one(
     rows: list[tuple[int, bool, str, float, float, float]], tokens: int
 ) -> None:
-    want = Want(tokens=tokens, page_size=10)
+    want = PlacementRequest(tokens=tokens, page_size=10)
     replicas = [
         replica(
             f"p{i}",
             fingerprint=layout,
-            left_out="ejected" if ejected else "",
+            ejected="ejected" if ejected else "",
             tokens=7 * i,
             prompt_tokens_per_s=speed,
             read_bytes_per_s=read,
-            loan_s=loan_s,
+            prefix_fetch_s=prefix_fetch_s,
         )
-        for i, (_, ejected, layout, speed, read, loan_s) in enumerate(rows)
+        for i, (_, ejected, layout, speed, read, prefix_fetch_s) in enumerate(rows)
     ]
     pages = {r.process: n for r, (n, *_) in zip(replicas, rows, strict=True) if n}
-    offers = lenders(replicas, pages, want)
+    offers = prefix_sources(replicas, pages, want)
     assert list(offers) == sorted(
-        [(want.cached(pages[r.process]), r) for r in replicas if r.process in pages and not r.left_out],
+        [(want.cached(pages[r.process]), r) for r in replicas if r.process in pages and not r.ejected],
         key=lambda row: -row[0],
     )
 
     def alone(r: Replica) -> tuple[float, float]:
         own = want.cached(pages.get(r.process, 0))
-        loan = best_loan(r, own, want, offers)
+        prefix_fetch = best_prefix_fetch(r, own, want, offers)
         saved: float = own
-        if loan is not None and loan.worthwhile:
-            saved = own + loan.missing - loan.missing * loan.fetch_s / loan.compute_s
+        if prefix_fetch is not None and prefix_fetch.worthwhile:
+            saved = own + prefix_fetch.missing - prefix_fetch.missing * prefix_fetch.fetch_s / prefix_fetch.compute_s
         return r.load + 2.0 * (want.tokens - saved), r.sequences
 
     inputs = Inputs(want, Routing(cache_weight=2.0), tuple(replicas), pages, None, offers)
@@ -419,7 +439,7 @@ def test_workers_that_are_gone_are_forgotten_and_their_bits_used_again() -> None
 
 
 def holder_of(name: str) -> Replica:
-    return Replica(name, 0, name, "f", credits=1, tokens=0, sequences=0)
+    return Replica(name, 0, name, "f", capacity=1, tokens=0, sequences=0)
 
 
 def test_only_the_indexes_that_somebody_asks() -> None:
@@ -438,19 +458,19 @@ def test_only_the_indexes_that_somebody_asks() -> None:
 def test_each_policy_asks_its_own_index() -> None:
     indexes = Indexes(Policy.PREFIX_AWARE, Policy.KV_AWARE, Routing())
     assert indexes.kv is not None
-    want = Want(tokens=200, pages=indexes.blocks(list(range(200)), 64, SALT))
+    want = PlacementRequest(tokens=200, pages=indexes.blocks(list(range(200)), 64, SALT))
     assert len(want.pages) == 3 and indexes.lookup(want) == ({}, {}, {})
     indexes.note(want, Placement(holder_of("p"), holder_of("d")))
     indexes.kv.apply(("d", 0), change(0, 0, want.pages[:1], snapshot=True))
     assert indexes.lookup(want) == ({("p", 0): 3, ("d", 0): 3}, {("d", 0): 1}, {("d", 0): 1})
-    assert indexes.lookup(Want(tokens=200)) == ({}, {}, {})
+    assert indexes.lookup(PlacementRequest(tokens=200)) == ({}, {}, {})
     indexes.keep([("d", 0)])
     assert indexes.lookup(want) == ({("d", 0): 3}, {("d", 0): 1}, {("d", 0): 1})
 
 
 def test_local_prefill_has_an_estimate_whatever_the_policy() -> None:
     indexes = Indexes(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_tokens=100))
-    want = Want(tokens=200, pages=indexes.blocks(list(range(200)), 64, SALT))
+    want = PlacementRequest(tokens=200, pages=indexes.blocks(list(range(200)), 64, SALT))
     indexes.note(want, Placement(None, holder_of("d")))
     assert indexes.lookup(want) == ({}, {("d", 0): 3}, {})
 

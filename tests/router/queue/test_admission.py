@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from millrace_common.reasons import Reason
 from millrace_router.policy.choose import Decision
-from millrace_router.policy.snapshot import Pace, Want
+from millrace_router.policy.snapshot import Pace, PlacementRequest
 from millrace_router.queue.admission import KEEP_AFTER, Admission, ServiceRate
 from millrace_router.queue.fair_queue import HOLD_S, PATIENCE, Place, Ticket
 from millrace_rpc.errors import MillraceError
@@ -27,14 +27,14 @@ class Gate:
         self.sizes: list[int] = []
         self.queue = Admission(size, 60.0, self, self.sizes.append, look_ahead, lambda: self.now)
 
-    def choose(self, want: Want) -> Decision | None:
+    def choose(self, want: PlacementRequest) -> Decision | None:
         if want.tokens > self.room:
             return None
         self.room -= want.tokens
         self.kept.append(want.kept)
         return PLACE
 
-    def to_keep(self, want: Want) -> str:
+    def to_keep(self, want: PlacementRequest) -> str:
         return self.keeps
 
     def pace(self) -> Pace:
@@ -53,7 +53,7 @@ class Gate:
     ) -> Ticket:
         ticket = Ticket(
             place or self.queue.place(priority, tenant),
-            Want(tokens, outputs, least),
+            PlacementRequest(tokens, outputs, least),
             serve=lambda _: self.served.append(name),
             refuse=lambda error: self.refused.update({name: error}),
             paid=place is not None if paid is None else paid,
@@ -85,7 +85,7 @@ def test_serving_may_enter_again() -> None:
     gate = Gate()
     gate.room = 2
     place = gate.queue.place(0)
-    first = Ticket(place, Want(1), lambda _: gate.enter("again", place=place) and None, gate.refused.update)
+    first = Ticket(place, PlacementRequest(1), lambda _: gate.enter("again", place=place) and None, gate.refused.update)
     gate.queue.enter(first)
     assert gate.served == ["again"] and len(gate.queue) == 0
 

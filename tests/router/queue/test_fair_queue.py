@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from millrace_router.policy.snapshot import Want
+from millrace_router.policy.snapshot import PlacementRequest
 from millrace_router.queue.fair_queue import HOLD_S, PATIENCE, FairQueue, Place, Ticket
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
@@ -22,7 +22,7 @@ class Line:
 
     def add(self, tenant: str = "a", tokens: int = 10, priority: int = 0, paid: bool = False) -> Ticket:
         place = Place(priority, next(self._arrivals), tenant, WEIGHTS.get(tenant, 1.0))
-        ticket = Ticket(place, Want(tokens), serve=lambda _: None, refuse=lambda _: None, paid=paid)
+        ticket = Ticket(place, PlacementRequest(tokens), serve=lambda _: None, refuse=lambda _: None, paid=paid)
         self.queue.add(ticket)
         return ticket
 

@@ -18,7 +18,7 @@ from millrace_router.flow.stream import AnswerText
 from millrace_router.text.call_stream import CallDelta
 from millrace_router.text.chat_format import ChatFormat, Style
 from millrace_router.text.markers import DEEPSEEK, KIMI, THINK, THINK_END, StopMatcher
-from millrace_router.text.message import MessageParser, Said, joined
+from millrace_router.text.message import MessageParser, ParsedOutput, joined
 from millrace_router.text.tokenizer import Tokenizer
 from router.fake_worker import PREFILL, FakeWorker
 from router.harness import EOS, Cluster, events
@@ -93,7 +93,7 @@ def text_of(tokenizer: Tokenizer, form: Form, stops: Sequence[str], one_call: bo
     return AnswerText(tokenizer, parser, stops, one_call=one_call)
 
 
-def read(text: AnswerText, pieces: list[list[int]]) -> tuple[Said, int]:
+def read(text: AnswerText, pieces: list[list[int]]) -> tuple[ParsedOutput, int]:
     """All that was said, and the number of tokens that were used."""
     said, used = [], 0
     for piece in pieces:
@@ -181,10 +181,10 @@ def test_equals_the_naive_cut_of_each_text_between_calls(
         expected.append(shown)
         if stop:
             break
-    expected = Said.of(whole.thoughts, [part for part in expected if part])
+    expected = ParsedOutput.of(whole.thoughts, [part for part in expected if part])
     text = text_of(tokenizer, form, stops)
     said, used = read(text, [ids[a:b] for a, b in itertools.pairwise(at)])
-    assert joined([said, Said()]) == joined([expected, Said()]) and text.stopped_by == stop
+    assert joined([said, ParsedOutput()]) == joined([expected, ParsedOutput()]) and text.stopped_by == stop
     assert read(text_of(tokenizer, form, stops), [ids]) == (said, used)
 
 

@@ -19,7 +19,7 @@ from millrace_common.reasons import Reason
 from millrace_router.flow.stream import AnswerText
 from millrace_router.text import limited_template
 from millrace_router.text.limited_template import CPU_S, LimitedEnvironment, LimitedTemplate, TooMuch
-from millrace_router.text.message import MessageParser, Said
+from millrace_router.text.message import MessageParser, ParsedOutput
 from millrace_router.text.tokenizer import LONG_TEXT, V32_TEMPLATE, Tokenizer
 from millrace_rpc.errors import MillraceError
 from router.harness import BOS, EOS, TEMPLATE, USER, write_tokenizer
@@ -75,7 +75,7 @@ def test_incremental_equals_whole_for_any_ids(
 def test_a_character_appears_when_its_last_byte_does(tokenizer: Tokenizer) -> None:
     ids, stream = tokenizer._encode("é🚀", add_bos=False), AnswerText(tokenizer, MessageParser.of_plain_text())
     assert [stream.push([i])[0].text for i in ids] == ["", "é", "", "", "", "🚀"]
-    assert stream.push(ids[:1]) == (Said(), 1) and stream.flush().text == "\ufffd"
+    assert stream.push(ids[:1]) == (ParsedOutput(), 1) and stream.flush().text == "\ufffd"
 
 
 def test_ids_beyond_the_tokenizer_are_silent(tokenizer: Tokenizer) -> None:

@@ -136,7 +136,7 @@ def _response(delta: Delta, request_id: str, model: str, prompt_tokens: int) -> 
     response = pb.GenerateResponse()
     response.request_id = request_id
     response.index = delta.index
-    response.text = delta.said.text
+    response.text = delta.parsed.text
     response.token_ids.extend(delta.token_ids)
     if delta.logprobs:
         response.logprobs.extend(delta.logprobs)

@@ -18,7 +18,7 @@ from millrace_router.flow.inference import Answer
 from millrace_router.flow.stream import Delta
 from millrace_router.http.answers import COMMENT, event, one_line
 from millrace_router.text.call_stream import CallDelta
-from millrace_router.text.message import Said, joined
+from millrace_router.text.message import ParsedOutput, joined
 from millrace_router.text.tokenizer import Tokenizer
 
 STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
@@ -82,12 +82,12 @@ class AnswerShape:
         finish = FINISH.get(delta.finish_reason)
         if self.chat:
             reading = self.readings[delta.index]
-            said = reading.read(delta)
-            part |= {"message": _message(said)} if whole else {"delta": _delta(said, delta.first)}
+            parsed = reading.read(delta)
+            part |= {"message": _message(parsed)} if whole else {"delta": _delta(parsed, delta.first)}
             if reading.called and finish == STOP:
                 finish = TOOL_CALLS
         else:
-            part["text"] = delta.said.text
+            part["text"] = delta.parsed.text
         part["finish_reason"] = finish
         return part
 
@@ -141,33 +141,33 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
     last = deltas[-1]
     return replace(
         last,
-        said=joined([delta.said for delta in deltas]),
+        parsed=joined([delta.parsed for delta in deltas]),
         token_ids=[token for delta in deltas for token in delta.token_ids],
         logprobs=[entry for delta in deltas for entry in delta.logprobs],
         cached_tokens=max(delta.cached_tokens for delta in deltas),
     )
 
 
-def _message(said: Said) -> objects.ChatMessage:
+def _message(parsed: ParsedOutput) -> objects.ChatMessage:
     """The text is null if there are calls only."""
-    content = said.text or (None if said.calls else "")
+    content = parsed.text or (None if parsed.calls else "")
     message: objects.ChatMessage = {"role": "assistant", "content": content, "refusal": None}
-    if said.thoughts:
-        message["reasoning_content"] = said.thoughts
-    if said.calls:
-        message["tool_calls"] = [_call(call) for call in said.calls]
+    if parsed.thoughts:
+        message["reasoning_content"] = parsed.thoughts
+    if parsed.calls:
+        message["tool_calls"] = [_call(call) for call in parsed.calls]
     return message
 
 
-def _delta(said: Said, first: bool) -> objects.ChatDelta:
+def _delta(parsed: ParsedOutput, first: bool) -> objects.ChatDelta:
     """Empty fields are left out, except the first delta's content."""
     delta: objects.ChatDelta = {"role": "assistant", "content": ""} if first else {}
-    if said.text:
-        delta["content"] = said.text
-    if said.thoughts:
-        delta["reasoning_content"] = said.thoughts
-    if said.calls:
-        delta["tool_calls"] = [_call_chunk(call) for call in said.calls]
+    if parsed.text:
+        delta["content"] = parsed.text
+    if parsed.thoughts:
+        delta["reasoning_content"] = parsed.thoughts
+    if parsed.calls:
+        delta["tool_calls"] = [_call_chunk(call) for call in parsed.calls]
     return delta
 
 

@@ -1,7 +1,7 @@
 """The holders of each physical page.
 
 A page has three kinds of holders, and its state is its strongest one. Without holders it is free, on the free list.
-Page 0 is the sink: it takes the KV writes of padding rows, is never given to a sequence, and has no state.
+Page 0 is the null page: it takes the KV writes of padding rows, is never given to a sequence, and has no state.
 
 free + cached + published + running == total, always.
 """

@@ -4,8 +4,8 @@ Life of a page:
     1. `allocate`  free -> running (evicting idle cached pages when the free list is short)
     2. `insert`    a full page whose KV is written becomes findable; from now on it is read only
     3. `match`     another sequence of the same prefix shares it
-    4. `publish`   a decode worker may read it; `park` when the prompt is done, `unpublish` when its lease has ended
-       `lend`      another worker may read it while it is cached here; `take_back` when that is over
+    4. `publish`   a decode worker may read it; `hold` when the prompt is done, `unpublish` when its lease has ended
+       `serve_prefix`      another worker may read it while it is cached here; `take_back` when that is over
     5. `release`   its last running holder leaves: cached if it was inserted, else free
 """
 
@@ -97,23 +97,23 @@ class KvCache:
         """Let a decode worker read these pages of a running prompt from now on."""
         self.pool.hold(pages, Holder.PUBLISHED)
 
-    def park(self, prefix: CachedPrefix, pages: list[int]) -> None:
+    def hold(self, prefix: CachedPrefix, pages: list[int]) -> None:
         """A running prompt leaves. Its published pages stay, and its pins too: a parent must not go before a child."""
         self.pool.hold(prefix.pins, Holder.PUBLISHED)
         self._leave(prefix, pages, Holder.RUNNING)
 
     def unpublish(self, prefix: CachedPrefix, pages: list[int]) -> None:
-        """End of a parked prompt; `pages` are the ones that it published."""
+        """End of a held prompt; `pages` are the ones that it published."""
         self._leave(prefix, pages, Holder.PUBLISHED)
 
-    def lend(self, blocks: Sequence[bytes]) -> list[int]:
+    def serve_prefix(self, blocks: Sequence[bytes]) -> list[int]:
         """Hold the cached pages of the longest run of `blocks` for another worker."""
         pages = [node.page for node in self._tree.find(blocks)]
         self._share(pages, Holder.PUBLISHED)
         return pages
 
     def take_back(self, pages: list[int]) -> None:
-        """End of a loan."""
+        """End of a prefix fetch."""
         self.pool.drop(pages, Holder.PUBLISHED)
         self._set_idle(reversed(pages))
 

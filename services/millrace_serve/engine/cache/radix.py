@@ -1,6 +1,6 @@
 """Prefix cache: a tree of full pages, one node per page, keyed by the page's tokens; that of a first page by the salt
-of its prompts, too. So a prompt finds pages of its own salt and tokens, whatever their blocks are. Loans, which name
-pages by their block, find one node of each.
+of its prompts, too. So a prompt finds pages of its own salt and tokens, whatever their blocks are. Prefix fetches,
+which name pages by their block, find one node of each.
 
 Nodes name physical pages but do not own them: engine/cache/kv_cache.py keeps the holders in the block pool, and marks
 idle nodes (no sequence and no published prompt uses their page). Idle nodes are evicted in the order in which they

@@ -46,7 +46,7 @@ class Forecast:
         elif of is not None and seconds is not None:
             self._took.setdefault(of, deque(maxlen=RECENT)).append((self._clock(), seconds))
 
-    def hold_s(self, of: Kind | None, started_at: float) -> float:
+    def launch_delay_s(self, of: Kind | None, started_at: float) -> float:
         """Seconds to hold the next launch back, behind a step of this kind that began at `started_at`, by the clock."""
         if of is None or of not in self._took:
             return 0.0

@@ -1,4 +1,4 @@
-"""What the main thread of a rank is at, for the thread that tells the frontend (engine/health/pulse_thread.py).
+"""What the main thread of a rank is at, for the thread that tells the frontend (engine/health/heartbeat_thread.py).
 
 The main thread owes progress unless it waits: for messages, or for other ranks. A step may take a multiple of the
 slowest recent one; a step with prompt chunks a multiple of what recent ones took per token. What takes longer for a
@@ -40,7 +40,7 @@ class Progress:
         self._plain, self._per_token = Slowest(), Slowest()
         self._in_flight: deque[tuple[float | None, float]] = deque()  # `_tokens` of each step, and when it was launched
         self._busy: list[str] = []
-        self._excused = False  # something was announced since the oldest step in flight began
+        self._long_operation = False  # something was announced since the oldest step in flight began
 
     @property
     def doing(self) -> str:
@@ -51,13 +51,13 @@ class Progress:
     def busy(self, what: str) -> Iterator[None]:
         """Announce what may take long. From any thread."""
         self._busy.append(what)
-        self._excused = True
+        self._long_operation = True
         self.tell()
         try:
             yield
         finally:
             self._busy.remove(what)
-            self._excused = True
+            self._long_operation = True
             self.tell()
 
     @contextlib.contextmanager
@@ -75,7 +75,7 @@ class Progress:
         """A step; `finished` follows when its results are there."""
         self.launched += 1
         if not self._in_flight:
-            self._excused = bool(self._busy)
+            self._long_operation = bool(self._busy)
         self._in_flight.append((_tokens(batch), self._clock()))
         self._expect()
 
@@ -89,16 +89,16 @@ class Progress:
         they are not known. `late`: it had ended before anybody waited for it, perhaps hours ago.
         """
         tokens, launched_at = self._in_flight.popleft()
-        now, excused, self._excused = self._clock(), self._excused, bool(self._busy)
+        now, long_operation, self._long_operation = self._clock(), self._long_operation, bool(self._busy)
         began = self._marked_at if late else max(launched_at, self._ended_at)
         seconds, self._ended_at = now - began, now
-        if tokens and not excused:
+        if tokens and not long_operation:
             self._per_token.add(seconds / tokens)
-        elif tokens is not None and not excused:
+        elif tokens is not None and not long_operation:
             self._plain.add(seconds)
         self._expect()
         self._mark()
-        return None if excused or late else seconds
+        return None if long_operation or late else seconds
 
     def _mark(self) -> None:
         self._marked_at = self._clock()

@@ -1,5 +1,5 @@
-"""What the ranks of one host share: a counter of each kind and a bell per rank, the vectors of all replicas, and the
-rings through which leaders send their followers batches.
+"""What the ranks of one host share: a counter of each kind and a wake-up pipe per rank, the vectors of all replicas,
+and the rings through which leaders send their followers batches.
 
 Made in three steps, and between two of them all ranks of the host wait for each other: every rank makes what is its
 own, opens what is the others', and removes the names, so that a killed rank leaves nothing behind.
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from millrace_serve.engine.lockstep.shared_memory import Bell, Counter, Segment
+from millrace_serve.engine.lockstep.shared_memory import Counter, Segment, WakeupPipe
 
 LINE = 64  # bytes of a cache line
 COUNTERS = 4  # of a rank: POSTED … TAKEN
@@ -25,7 +25,7 @@ class Host:
         """Step 1.
 
         Args:
-            name: of the memory; bells have it with a suffix.
+            name: of the memory; wake-up pipes have it with a suffix.
             ranks: of this host, ascending.
             table_bytes: for a vector of each replica.
             rings: the ranks that need one.
@@ -37,7 +37,7 @@ class Host:
         self._nbytes = self._frames + len(rings) * FRAMES * FRAME_STRIDE
         if rank == ranks[0]:
             self._memory = Segment(name, self._nbytes, create=True)
-        self.bells = {rank: Bell(self._bell(rank), owner=True)}
+        self.wakeup_pipes = {rank: WakeupPipe(self._wakeup_pipe(rank), owner=True)}
 
     def open(self) -> None:
         """Step 2."""
@@ -45,17 +45,17 @@ class Host:
             self._memory = Segment(self._name, self._nbytes, create=False)
         for rank in self.ranks:
             if rank != self.rank:
-                self.bells[rank] = Bell(self._bell(rank), owner=False)
+                self.wakeup_pipes[rank] = WakeupPipe(self._wakeup_pipe(rank), owner=False)
 
     def unlink(self) -> None:
         """Step 3."""
-        self._bell(self.rank).unlink()
+        self._wakeup_pipe(self.rank).unlink()
         if self.rank == self.ranks[0]:
             self._name.unlink()
 
     def close(self) -> None:
-        for bell in self.bells.values():
-            bell.close()
+        for wakeup_pipe in self.wakeup_pipes.values():
+            wakeup_pipe.close()
 
     def counter(self, rank: int, kind: int) -> Counter:
         return self._memory.counter(LOST_BYTES + (self.ranks.index(rank) * COUNTERS + kind) * LINE)
@@ -80,7 +80,7 @@ class Host:
         """For Counter.wait: looks whether the ranks that are `missing` live."""
 
         def look() -> str:
-            ended = (f"rank {rank} has ended" for rank in missing() if not self.bells[rank].owner_lives())
+            ended = (f"rank {rank} has ended" for rank in missing() if not self.wakeup_pipes[rank].owner_lives())
             return self._lost() or next(ended, "")
 
         return look
@@ -88,5 +88,5 @@ class Host:
     def _lost(self) -> str:
         return bytes(self._memory.view[1 : 1 + self._memory.view[0]]).decode(errors="replace")
 
-    def _bell(self, rank: int) -> Path:
-        return self._name.with_name(f"{self._name.name}-bell{rank}")
+    def _wakeup_pipe(self, rank: int) -> Path:
+        return self._name.with_name(f"{self._name.name}-wakeup_pipe{rank}")

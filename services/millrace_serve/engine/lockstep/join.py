@@ -58,7 +58,7 @@ class Map:
 
     @property
     def beside(self) -> dict[int, list[int]]:
-        """captain -> the replicas whose leaders are on its host."""
+        """node leader -> the replicas whose leaders are on its host."""
         by_host: dict[str, list[int]] = {}
         for leader in self.leaders:
             by_host.setdefault(self.hosts[leader], []).append(leader)
@@ -73,11 +73,11 @@ class Map:
 
     @property
     def linked(self) -> list[int]:
-        """Ranks to connect with: a captain with the others, a leader with its followers on other hosts."""
+        """Ranks to connect with: a node leader with the others, a leader with its followers on other hosts."""
         if self.rank != self.leader:
             return [] if self.is_local(self.leader) else [self.leader]
-        captains = [other for other in self.beside if other != self.rank] if self.rank in self.beside else []
-        return captains + [rank for rank in self.followers if not self.is_local(rank)]
+        node_leaders = [other for other in self.beside if other != self.rank] if self.rank in self.beside else []
+        return node_leaders + [rank for rank in self.followers if not self.is_local(rank)]
 
 
 def join(rank: int, tp: int, dp: int, exchange: Exchange, address: str = "127.0.0.1", host: str = "") -> Lockstep:
@@ -117,8 +117,8 @@ def _lockstep(place: Map, shared: Host, links: list[RankConnection]) -> Lockstep
         local = [rank for rank in place.followers if place.is_local(rank)]
         outlet = Outlet(shared, local, [link for link in links if link.rank in place.followers])
     if place.rank == place.leader and len(place.leaders) > 1:
-        captains = [link for link in links if link.rank in place.beside]
-        replicas = Replicas(shared, place.leaders, captains, place.beside)
+        node_leaders = [link for link in links if link.rank in place.beside]
+        replicas = Replicas(shared, place.leaders, node_leaders, place.beside)
 
     def close() -> None:
         shared.close()

@@ -17,7 +17,7 @@ from millrace_serve.engine.health.progress import Progress
 from millrace_serve.engine.lockstep import packing
 from millrace_serve.engine.lockstep.followers import Inlet, LinkInlet, Outlet
 from millrace_serve.engine.lockstep.replicas import Replicas, ReplicaState, Said
-from millrace_serve.engine.schedule.plan import Plan, SharedTurn
+from millrace_serve.engine.schedule.plan import ContextParallelTurn, Plan
 from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.engine.step.runner import Runner, StepHandle
 from millrace_serve.model.context_parallel.split import Split
@@ -32,7 +32,7 @@ class Agreement:
     chunk_tokens: tuple[int, ...]
     last: bool  # of all steps
     split: Split | None = None  # of the step's shared chunk
-    turn: SharedTurn | None = None  # in the next step
+    turn: ContextParallelTurn | None = None  # in the next step
 
     @property
     def anybody_works(self) -> bool:
@@ -144,8 +144,8 @@ def _agreement(states: Sequence[Said], me: int) -> Agreement:
     return Agreement(decode, tuple(map(add, decode, chunks)), tokens, any(ends), split, turn)
 
 
-def _turn(wants: Sequence[int], split: Split | None, me: int) -> SharedTurn:
+def _turn(wants: Sequence[int], split: Split | None, me: int) -> ContextParallelTurn:
     """Of those that want it, the first one behind the owner of this step's shared chunk."""
     count, first = len(wants), 0 if split is None else split.owner + 1
     replica = next(index % count for index in range(first, first + count) if wants[index % count])
-    return SharedTurn(replica == me, count)
+    return ContextParallelTurn(replica == me, count)

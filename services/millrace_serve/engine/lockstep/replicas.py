@@ -1,10 +1,10 @@
 """The agreement of replicas, once per step: every replica brings a vector of integers and gets those of all.
 
-Leaders of replicas write their vectors into the memory of their host, and the first leader of each host, its captain,
-collects them. Captains send each other those of their hosts, and publish all. A leader that sleeps is woken by its bell
-(within a host) or by the captain's connections, so that an idle worker does nothing at all.
+Leaders of replicas write their vectors into the memory of their host, and the first leader of each host, its node
+leader, collects them. Node leaders send each other those of their hosts, and publish all. A leader that sleeps is woken
+by its wake-up pipe (within a host) or by the node leader's connections, so that an idle worker does nothing at all.
 
-A captain that waits in vain tells the others why, so all errors name the rank that is missing.
+A node leader that waits in vain tells the others why, so all errors name the rank that is missing.
 """
 
 from __future__ import annotations
@@ -47,32 +47,32 @@ class Replicas:
         """
         Args:
             leaders: of all replicas.
-            links: of a captain to the others.
-            beside: captain -> the replicas of its host.
+            links: of a node leader to the others.
+            beside: node leader -> the replicas of its host.
         """
         self._host, self._links = host, links
         self.index = leaders.index(host.rank)
-        self._captain, own = next(block for block in beside.items() if self.index in block[1])
+        self._node_leader, own = next(block for block in beside.items() if self.index in block[1])
         self._posted = {leaders[index]: host.counter(leaders[index], POSTED) for index in own}
-        self._published = host.counter(self._captain, PUBLISHED)
+        self._published = host.counter(self._node_leader, PUBLISHED)
         placed = [index for block in beside.values() for index in block]  # a host's vectors stand together
         self._places = [placed.index(index) for index in range(len(leaders))]
         self._blocks: dict[int, slice] = {}
-        for captain, block in beside.items():
+        for node_leader, block in beside.items():
             first = placed.index(block[0])
-            self._blocks[captain] = slice(first * VECTOR.size, (first + len(block)) * VECTOR.size)
+            self._blocks[node_leader] = slice(first * VECTOR.size, (first + len(block)) * VECTOR.size)
         self._look = host.look(self._missing)
-        self._look_for_captain = host.look(lambda: self._missing() or (self._captain,))
+        self._look_for_node_leader = host.look(lambda: self._missing() or (self._node_leader,))
         self._poll = select.poll()
         for link in links:
             self._poll.register(link, select.POLLIN)
         self._step, self._table = 0, host.table(0)
         # one of them becomes readable when another replica calls
-        self.fds: Sequence[int] = [host.bells[host.rank].fd, *(link.fileno() for link in links)]
+        self.fds: Sequence[int] = [host.wakeup_pipes[host.rank].fd, *(link.fileno() for link in links)]
 
     def called(self) -> bool:
         """Whether another replica waits in the next step. If not, a call from now on makes one of `fds` readable."""
-        self._host.bells[self._host.rank].silence()
+        self._host.wakeup_pipes[self._host.rank].silence()
         if any(counter.has(self._step + 1) for counter in self._posted.values()):
             return True
         return bool(self._links and self._poll.poll(0))
@@ -82,15 +82,15 @@ class Replicas:
         self._post(mine)
         if ring:
             for rank in self._missing():
-                self._host.bells[rank].ring()
+                self._host.wakeup_pipes[rank].ring()
         try:
-            if self._host.rank == self._captain:
+            if self._host.rank == self._node_leader:
                 self._collect()
                 self._send()
                 self._receive()
                 self._published.raise_to(self._step)
             else:
-                self._published.wait(self._step, self._look_for_captain)
+                self._published.wait(self._step, self._look_for_node_leader)
         except RankLost as error:
             self._tell(str(error))
             raise
@@ -112,7 +112,7 @@ class Replicas:
 
     def _send(self) -> None:
         if self._links:
-            message = HEADER.pack(self._step, 0) + self._table[self._blocks[self._captain]]
+            message = HEADER.pack(self._step, 0) + self._table[self._blocks[self._node_leader]]
             for link in self._links:
                 link.send(message)
 
@@ -135,7 +135,7 @@ class Replicas:
         self._host.lose(why)
         self._published.wake()
         text = why.encode()
-        nothing = bytes(len(self._table[self._blocks[self._captain]]))
+        nothing = bytes(len(self._table[self._blocks[self._node_leader]]))
         for link in self._links:
             with contextlib.suppress(RankLost):
                 link.send(HEADER.pack(self._step, len(text)) + nothing + text)

@@ -1,8 +1,8 @@
 """Memory that the ranks of a host share, and waiting for each other in it without turning round.
 
 counter  a number that one rank only ever raises; others sleep on it (futex) until it has reached theirs
-bell     a pipe of each rank: it wakes a rank that sleeps on its inbox, and its lock is free as soon as the rank's
-         process has ended, however it ended
+wake-up pipe     a pipe of each rank: it wakes a rank that sleeps on its inbox, and its lock is free as soon as the
+         rank's process has ended, however it ended
 
 x86-64 Linux: its stores are seen in their order, so what a rank wrote before it raised a counter is there for those who
 have seen the counter.
@@ -87,7 +87,7 @@ class Counter:
             _futex(FUTEX, self._address, FUTEX_WAIT, seen, ctypes.byref(_LOOK))
 
 
-class Bell:
+class WakeupPipe:
     """The named pipe at `path`. Its `owner` makes it and holds its lock; others ring it."""
 
     def __init__(self, path: Path, *, owner: bool) -> None:

@@ -320,10 +320,10 @@ class DecodeScheduler(Scheduler):
         running = len(self._prefilling) + len(self._decoding)
         load = self._load(running, importing=len(self._importing) + len(self._ready), exporting=0)
         most = self.config.max_running + min(self.config.max_running // 8 + 1, self.config.max_waiting)
-        credits = max(min(load.credits, most - self.requests.num_active), 0)
+        capacity = max(min(load.capacity, most - self.requests.num_active), 0)
         return msgspec.structs.replace(
             load,
-            credits=credits,
+            capacity=capacity,
             room=self._room_now(),
             expected_output=self.outputs.mean,
             output_tokens_per_s=self._tokens_per_s,

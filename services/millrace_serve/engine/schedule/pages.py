@@ -75,14 +75,14 @@ class Pages:
         seq.pages, seq.prefix, seq.capacity, seq.trust = [], None, 0, Trust.PROVEN
         seq.set_computed(0)
 
-    def park(self, seq: Sequence) -> None:
+    def hold(self, seq: Sequence) -> None:
         """Keep the published pages of a prompt and give the others back."""
         assert seq.prefix is not None
-        self.cache.park(seq.prefix, seq.pages)
+        self.cache.hold(seq.prefix, seq.pages)
         del seq.pages[seq.num_published :]
 
-    def unpark(self, seq: Sequence) -> None:
-        """Give the published pages of a parked prompt back."""
+    def release_held(self, seq: Sequence) -> None:
+        """Give the published pages of a held prompt back."""
         assert seq.prefix is not None
         self.cache.unpublish(seq.prefix, seq.pages)
         self._forget_corrupt(seq)

@@ -22,7 +22,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedTurn:
+class ContextParallelTurn:
     """The next step may have one shared chunk: agreed among the replicas in the step before."""
 
     mine: bool

@@ -3,15 +3,15 @@
 Life of an EXPORT request:
     1. Submit            WAITING, in the queue
     2. schedule          RUNNING: a slot, and pages for the whole prompt; cached pages are published at once, if
-                         only as a part without pages: the decode worker reserves its own while this one computes
+                         only as a chunk without pages: the decode worker reserves its own while this one computes
     3. commit            after each chunk its finished pages are published
-    4. last commit       the first token goes out, with the last part; PARKED
+    4. last commit       the first token goes out, with the last chunk; HELD
     5. LeaseEnded        the pages are free
-A request that borrows is EXPECTED until KvOffered says what another worker lends, or KvFailed that nobody does. If that
-is more than our prefix cache has, 2 begins a fill (scheduler.py), and cached pages are published when it is over:
+A request that fetches is EXPECTED until KvOffered says what another worker serves, or KvFailed that nobody does. If
+that is more than our prefix cache has, 2 begins a fill (scheduler.py), and cached pages are published when it is over:
 KvArrived; or KvFailed, and the pages are computed here. KvLate: they may be written for as long as a lost worker likes,
 so the request gives them up and returns to the queue.
-Abort or deadline: nothing published -> DONE, pages free; something published -> PARKED until LeaseEnded.
+Abort or deadline: nothing published -> DONE, pages free; something published -> HELD until LeaseEnded.
 LeaseEnded before 4: no worker will read the rest, so the request ends in an error.
 """
 
@@ -27,10 +27,10 @@ from millrace_serve.engine.core import (
     Failure,
     FinishReason,
     KvArrived,
+    KvChunk,
     KvFailed,
     KvLate,
     KvOffered,
-    KvPart,
     KvReserved,
     LeaseEnded,
     Load,
@@ -51,7 +51,7 @@ QUEUE_S = 4.0
 class PrefillScheduler(Scheduler):
     def __init__(self, config: EngineConfig, requests: EngineRequests, pages: Pages) -> None:
         super().__init__(config, requests, pages)
-        self._num_parked = 0
+        self._num_held = 0
         self._speed = Rate()  # prompt tokens
         self._committed_at = 0.0
 
@@ -59,7 +59,7 @@ class PrefillScheduler(Scheduler):
         live = self.requests.live
         match msg:
             case Abort(id):
-                if (seq := live.get(id)) and seq.phase not in (Phase.PARKED, Phase.DONE):
+                if (seq := live.get(id)) and seq.phase not in (Phase.HELD, Phase.DONE):
                     self._stop(seq, FinishReason.ABORT)
             case KvOffered(id, num_pages):
                 if (seq := live.get(id)) and seq.phase is Phase.EXPECTED:
@@ -71,9 +71,9 @@ class PrefillScheduler(Scheduler):
                 if (seq := live.get(id)) and seq.num_offered and seq.phase is Phase.RUNNING:
                     self._do_without(seq)
             case KvFailed(id):
-                self.loans.settle(id)
+                self.served_pages.settle(id)
                 if seq := live.get(id):
-                    self._lose_loan(seq)
+                    self._lose_prefix(seq)
             case LeaseEnded(id) if id in live:
                 self._end_lease(live[id])
             case _:
@@ -116,7 +116,7 @@ class PrefillScheduler(Scheduler):
 
     def load(self) -> Load:
         filling = sum(seq.filling for seq in self._prefilling)
-        load = self._load(len(self._prefilling) - filling, importing=filling, exporting=self._num_parked)
+        load = self._load(len(self._prefilling) - filling, importing=filling, exporting=self._num_held)
         speed = self._speed.per_s
         most = int(speed * QUEUE_S) if speed else load.pages_total * self.pages.size
         return msgspec.structs.replace(load, prompt_tokens_per_s=speed, room=most - load.waiting_tokens)
@@ -124,7 +124,7 @@ class PrefillScheduler(Scheduler):
     def _admit_head(self, seq: Sequence, budget: int) -> bool:
         if not self._may_admit(budget):
             return False
-        pool, most = self.pages.cache.pool, self.config.max_parked_pages
+        pool, most = self.pages.cache.pool, self.config.max_held_pages
         held = pool.num_running + pool.num_published
         if held and most and held + self.pages.count(len(seq.tokens)) > most:
             self._blocked = True
@@ -158,7 +158,7 @@ class PrefillScheduler(Scheduler):
         if seq.phase is Phase.RUNNING:
             self._publish(seq, num_pages)
 
-    def _lose_loan(self, seq: Sequence) -> None:
+    def _lose_prefix(self, seq: Sequence) -> None:
         if seq.phase is Phase.EXPECTED:
             self._queue(seq, 0)
         elif seq.num_offered and seq.filling:
@@ -168,49 +168,49 @@ class PrefillScheduler(Scheduler):
     def _do_without(self, seq: Sequence) -> None:
         """The pages that are being read are kept aside until KvFailed."""
         own, seq.num_offered = slice(seq.num_computed // self.pages.size, seq.num_offered), 0
-        self.loans.set_aside(seq.id, seq.pages[own])
+        self.served_pages.set_aside(seq.id, seq.pages[own])
         self._take_off(seq)
         seq.preempted = True
         self._leave(seq, Phase.WAITING)
         self._filled(seq, 0)
 
     def _finish(self, seq: Sequence, row: int, tokens: list[int], output: StepOutput) -> None:
-        """The prompt is complete: its first token goes out with the last part."""
+        """The prompt is complete: its first token goes out with the last chunk."""
         _, finish = seq.extend(tokens)
         first = self.outbox.output(seq, output.outputs(row, tokens, seq), finish)
         self._publish(seq, len(seq.pages), first, output.drafts_of(row))
         del self._prefilling[seq]
-        self._leave(seq, Phase.PARKED)
+        self._leave(seq, Phase.HELD)
 
     def _publish(
         self, seq: Sequence, num_pages: int, first: SequenceOutput | None = None, drafts: tuple[int, ...] = ()
     ) -> None:
-        """Announce pages[num_published : num_pages]; with `first`, as the last part. There may be no pages in it."""
+        """Announce pages[num_published : num_pages]; with `first`, as the last chunk. There may be no pages in it."""
         span = slice(seq.num_published, num_pages)
         pages, hashes = seq.pages[span], seq.prompt_hashes[span]
         num_tokens = min(num_pages * self.pages.size, len(seq.request.token_ids))
         self.pages.cache.publish(pages)
-        part = KvPart(seq.id, seq.num_published, pages, hashes, num_tokens, first is not None, first, drafts)
-        self.outbox.events.parts.append(part)
+        chunk = KvChunk(seq.id, seq.num_published, pages, hashes, num_tokens, first is not None, first, drafts)
+        self.outbox.events.chunks.append(chunk)
         seq.num_published = num_pages
 
     def _leave(self, seq: Sequence, phase: Phase) -> None:
         """A prompt of which a decode worker may read pages stays until its lease ends."""
         if phase is Phase.DONE and seq.num_published:
-            phase = Phase.PARKED
-        self._num_parked += phase is Phase.PARKED
+            phase = Phase.HELD
+        self._num_held += phase is Phase.HELD
         super()._leave(seq, phase)
 
     def _end_lease(self, seq: Sequence) -> None:
         if seq.phase in (Phase.WAITING, Phase.RUNNING):
             message = "the lease ended before the prompt was computed"
             self._stop(seq, FinishReason.ERROR, Failure(Reason.KV_EXPIRED, message))
-        if seq.phase is not Phase.PARKED:
+        if seq.phase is not Phase.HELD:
             return
-        self._num_parked -= 1
+        self._num_held -= 1
         seq.enter(Phase.DONE)
         if seq.inflight:  # aborted an instant ago: the commit of its last step frees its pages
             self.pages.unpublish(seq)
         else:
-            self.pages.unpark(seq)
+            self.pages.release_held(seq)
             del self.requests.live[seq.id]

@@ -32,7 +32,7 @@ class EngineRequests:
     ) -> None:
         self.live: dict[RequestId, Sequence] = {}  # every sequence that holds something or is waited for
         self.waiting = WaitingQueue()
-        self.num_active = 0  # requests that still need this engine's work: neither DONE nor PARKED
+        self.num_active = 0  # requests that still need this engine's work: neither DONE nor HELD
         self.clock = clock
         self._config, self._role, self._facts = config, role, facts
         self._grammars = grammars
@@ -82,7 +82,7 @@ class EngineRequests:
         now = self.clock()
         if now < self._next_deadline:
             return []
-        active = [seq for seq in self.live.values() if seq.phase not in (Phase.DONE, Phase.PARKED)]
+        active = [seq for seq in self.live.values() if seq.phase not in (Phase.DONE, Phase.HELD)]
         self._next_deadline = min((seq.deadline for seq in active if seq.deadline > now), default=math.inf)
         return [seq for seq in active if seq.deadline <= now]
 

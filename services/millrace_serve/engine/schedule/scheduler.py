@@ -1,14 +1,15 @@
 """The interface of a scheduler, and the common part of both: how a sequence leaves.
 
-A sequence that leaves (finished, preempted, parked) gives its slot and pages back at once when no launched step names
+A sequence that leaves (finished, preempted, held) gives its slot and pages back at once when no launched step names
 it, otherwise with the commit of the last such step. Only then may another sequence have them.
 
 Leading pages of a running prompt may be filled by somebody else: a copy from the host's memory, a read from another
 worker. `_fill` begins that; the sequence has its slot and pages and plans no chunk; `_filled` ends it, and the rest of
 the prompt is computed. A sequence that leaves meanwhile keeps its pages until then.
 
-The rest of a long prompt (`share_prompts`) is computed in shared chunks only, one in each turn that the replicas give
-this one. In such a step every replica has half of its tokens for the shared chunk and half for prompts of its own.
+The rest of a long prompt (`context_parallel_tokens`) is computed in shared chunks only, one in each turn that the
+replicas give this one. In such a step every replica has half of its tokens for the shared chunk and half for prompts of
+its own.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from millrace_serve.engine.core import (
     FinishReason,
     FlushCache,
     LeaseEnded,
-    Lend,
     Load,
     SchedulerInput,
+    ServePrefix,
     Submit,
 )
 from millrace_serve.engine.offload.host_copies import HostCopies
-from millrace_serve.engine.schedule.loans import Loans
 from millrace_serve.engine.schedule.outbox import Outbox
 from millrace_serve.engine.schedule.pages import Pages
-from millrace_serve.engine.schedule.plan import Chunk, Plan, SharedTurn, StepOutput
+from millrace_serve.engine.schedule.plan import Chunk, ContextParallelTurn, Plan, StepOutput
 from millrace_serve.engine.schedule.requests import EngineRequests
 from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer, Trust
+from millrace_serve.engine.schedule.served_pages import ServedPages
 from millrace_serve.engine.schedule.waiting import Waits
 
 
@@ -43,9 +44,9 @@ class Scheduler(abc.ABC):
         self.config, self.requests, self.pages = config, requests, pages
         self.outbox = Outbox()
         self.host = HostCopies(pages.cache)
-        self.loans = Loans(pages.cache)
+        self.served_pages = ServedPages(pages.cache)
         self.leaving: set[Sequence] = set()  # have left, but a launched step still names them
-        self.turn: SharedTurn | None = None  # whether the next step has a shared chunk; the engine sets it
+        self.turn: ContextParallelTurn | None = None  # whether the next step has a shared chunk; the engine sets it
         self._prefilling: dict[Sequence, None] = {}  # in order of admission
         self._joined: list[Sequence] = []  # got a slot that no plan has named yet
         self._blocked = False  # the head of the queue lacked pages when it was last tried
@@ -64,10 +65,10 @@ class Scheduler(abc.ABC):
                     self.outbox.refuse(request, enrolled)
                 elif enrolled is not None and enrolled.phase is Phase.WAITING:
                     self.requests.waiting.push(enrolled)
-            case Lend(id, blocks):
-                self.outbox.events.parts.append(self.loans.lend(id, blocks))
+            case ServePrefix(id, blocks):
+                self.outbox.events.chunks.append(self.served_pages.serve_prefix(id, blocks))
             case LeaseEnded(id):
-                self.loans.end(id)
+                self.served_pages.end(id)
             case FlushCache():
                 self.pages.cache.flush()
             case _:
@@ -120,7 +121,7 @@ class Scheduler(abc.ABC):
         return max(most - self.config.shared_tokens, 1) if self.turn else most
 
     def _is_long(self, seq: Sequence) -> bool:
-        return not seq.filling and 0 < self.config.share_prompts <= len(seq.tokens) - seq.num_computed
+        return not seq.filling and 0 < self.config.context_parallel_tokens <= len(seq.tokens) - seq.num_computed
 
     def _take_own(self, plan: Plan, seq: Sequence, budget: int) -> int:
         """Plan a chunk that this replica computes alone, unless the prompt is long. Returns its tokens."""
@@ -251,8 +252,8 @@ class Scheduler(abc.ABC):
         self._prefilling.pop(seq, None)
 
     def _leave(self, seq: Sequence, phase: Phase) -> None:
-        """`seq`, already taken off, goes to WAITING, PARKED or DONE."""
-        if phase is not Phase.WAITING and seq.phase is not Phase.PARKED:
+        """`seq`, already taken off, goes to WAITING, HELD or DONE."""
+        if phase is not Phase.WAITING and seq.phase is not Phase.HELD:
             self.requests.num_active -= 1
         seq.enter(phase)
         self._settle(seq)
@@ -288,8 +289,8 @@ class Scheduler(abc.ABC):
     def _free(self, seq: Sequence) -> None:
         self.leaving.discard(seq)
         self.pages.free_slot(seq)
-        if seq.phase is Phase.PARKED:
-            self.pages.park(seq)
+        if seq.phase is Phase.HELD:
+            self.pages.hold(seq)
             return
         self.pages.release(seq)
         if seq.phase is Phase.WAITING:
@@ -314,7 +315,7 @@ class Scheduler(abc.ABC):
             pages_running=pool.num_running,
             drafted=tuple(self.outbox.drafts.drafted[: self.config.draft_tokens]),
             accepted=tuple(self.outbox.drafts.accepted[: self.config.draft_tokens]),
-            credits=0 if self._blocked else max(requests.room(), 0),
+            capacity=0 if self._blocked else max(requests.room(), 0),
             host_pages_total=self.host.total,
             host_pages_used=self.host.used,
             counters=self.outbox.counters.copy(),

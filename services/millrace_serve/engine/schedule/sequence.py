@@ -1,12 +1,12 @@
 """One request inside a scheduler.
 
     phase       left by                                          slot   pages       transfer
-    EXPECTED    KvOffered, or no loan -> WAITING                 -      -           AWAITED, NONE
+    EXPECTED    KvOffered, or no prefix fetch -> WAITING                 -      -           AWAITED, NONE
     WAITING     admitted -> RUNNING; reserved -> IMPORTING       (a)    (a)         NONE, AWAITED
     IMPORTING   KvArrived -> READY                               -      own         READING
     READY       a free slot -> RUNNING; preempted -> WAITING     -      own         NONE
-    RUNNING     preempted -> WAITING; exported -> PARKED         own    own         NONE
-    PARKED      LeaseEnded -> DONE                               (a)    published   NONE
+    RUNNING     preempted -> WAITING; exported -> HELD         own    own         NONE
+    HELD      LeaseEnded -> DONE                               (a)    published   NONE
     DONE        nothing                                          (a)    (a) (b)     any
 
 Every phase may go to DONE by abort, deadline or failure. (a) A sequence that has left RUNNING keeps its slot and its
@@ -39,7 +39,7 @@ class Phase(enum.Enum):
     IMPORTING = enum.auto()
     READY = enum.auto()
     RUNNING = enum.auto()
-    PARKED = enum.auto()
+    HELD = enum.auto()
     DONE = enum.auto()
 
 
@@ -65,8 +65,8 @@ PHASES = Transitions(
         Phase.WAITING: {Phase.IMPORTING, Phase.RUNNING, Phase.DONE},
         Phase.IMPORTING: {Phase.READY, Phase.DONE},
         Phase.READY: {Phase.RUNNING, Phase.WAITING, Phase.DONE},
-        Phase.RUNNING: {Phase.WAITING, Phase.PARKED, Phase.DONE},
-        Phase.PARKED: {Phase.DONE},
+        Phase.RUNNING: {Phase.WAITING, Phase.HELD, Phase.DONE},
+        Phase.HELD: {Phase.DONE},
         Phase.DONE: (),
     }
 )
@@ -106,15 +106,15 @@ class Sequence:
     drafts: tuple[int, ...] = ()  # that came with the KV; with a grammar those of the newest step; the device has them
     num_drafted: int = 0  # drafts that steps have verified
     num_accepted: int = 0  # of these
-    num_published: int = 0  # pages announced in KvParts
-    num_offered: int = 0  # leading pages that another worker lends
+    num_published: int = 0  # pages announced in KvChunks
+    num_offered: int = 0  # leading pages that another worker serves
 
     def __post_init__(self) -> None:
         self.id, self.tokens = self.request.id, list(self.request.token_ids)
         self.num_prompt = len(self.tokens) - self.request.num_prior_outputs
         if self.request.route is Route.IMPORT:
             self.phase, self.transfer = Phase.EXPECTED, Transfer.AWAITED
-        elif self.request.borrows:
+        elif self.request.fetches_prefix:
             self.phase = Phase.EXPECTED
 
     @property

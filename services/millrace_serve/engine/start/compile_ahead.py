@@ -37,8 +37,8 @@ from millrace_kernels import backend, fp8
 
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import Role
-from millrace_serve.engine.start import memory, rehearsal
-from millrace_serve.engine.start.startup import Site, capture
+from millrace_serve.engine.start import memory, profiling_run
+from millrace_serve.engine.start.startup import RankSetup, capture
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.engine.step.graphs import buckets_up_to
 from millrace_serve.engine.step.torch_runner import TorchRunner
@@ -67,7 +67,7 @@ T = TypeVar("T")
 class CompilePart:
     """The input of one process."""
 
-    site: Site
+    setup: RankSetup
     index: int
     count: int
     num_bytes: int  # that torch may allocate: the rank's weights must find room beside all parts
@@ -76,13 +76,13 @@ class CompilePart:
 # ------------------------------------------------------------------------------------------------ the rank
 
 
-def parts(site: Site, room: int) -> list[CompilePart]:
+def parts(setup: RankSetup, room: int) -> list[CompilePart]:
     """The inputs of the processes to start. `room`: bytes of the device that are unused while weights are read."""
-    file = mark_file(site)
+    file = mark_file(setup)
     if file is None or file.exists():
         return []
-    small, portable = small_config(site.model), dataclasses.replace(site, dims=alone(site.dims))
-    least = weight_bytes(small, portable.dims, site.dtype, site.kept) + WORK_BYTES + memory.CONTEXT_BYTES
+    small, portable = small_config(setup.model), dataclasses.replace(setup, dims=alone(setup.dims))
+    least = weight_bytes(small, portable.dims, setup.dtype, setup.kept) + WORK_BYTES + memory.CONTEXT_BYTES
     count = num_processes(len(os.sched_getaffinity(0)), room, least)
     return [CompilePart(portable, i, count, room // count - memory.CONTEXT_BYTES) for i in range(count)]
 
@@ -95,14 +95,14 @@ def num_processes(cores: int, room: int, least: int) -> int:
 
 @contextlib.contextmanager
 def beside(
-    site: Site, wanted: Sequence[CompilePart], command: Sequence[str] = COMMAND, limit_s: float = LIMIT_S
+    setup: RankSetup, wanted: Sequence[CompilePart], command: Sequence[str] = COMMAND, limit_s: float = LIMIT_S
 ) -> Iterator[None]:
     """Context: processes compile during its body. Its end waits for them; a failure of the body kills them."""
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         running = []
         try:
-            if wanted and _is_first(site, stack):
+            if wanted and _is_first(setup, stack):
                 running = [stack.enter_context(_started(part, command)) for part in wanted]
         except Exception as error:  # no start is lost for a faster one
             log.warning("cannot compile ahead: %s: %s", type(error).__name__, error)
@@ -114,35 +114,35 @@ def beside(
         log.info("compiled ahead processes=%d seconds=%.1f", len(running), time.monotonic() - started)
 
 
-def together(site: Site) -> None:
+def together(setup: RankSetup) -> None:
     """Wait for every rank, so that the others find the kernels of the first rank's processes."""
-    if site.device.type == "cuda" and site.dims.world_group is not None:
-        dist.all_reduce(torch.zeros(1), group=site.dims.world_group)
+    if setup.device.type == "cuda" and setup.dims.world_group is not None:
+        dist.all_reduce(torch.zeros(1), group=setup.dims.world_group)
 
 
-def mark(site: Site) -> None:
+def mark(setup: RankSetup) -> None:
     """Mark the folder as complete, for all roles after a unified worker. A read-only folder stays as it is."""
-    for role in Role if site.role is Role.UNIFIED else (site.role,):
-        if (file := mark_file(dataclasses.replace(site, role=role))) is not None:
+    for role in Role if setup.role is Role.UNIFIED else (setup.role,):
+        if (file := mark_file(dataclasses.replace(setup, role=role))) is not None:
             with contextlib.suppress(OSError):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.touch()
 
 
-def mark_file(site: Site) -> Path | None:
+def mark_file(setup: RankSetup) -> Path | None:
     """The file of `mark`; None where nothing is compiled ahead: on CPUs, and without a cache folder."""
-    folder = site.execution.cache_dir
-    if folder is None or site.device.type != "cuda":
+    folder = setup.execution.cache_dir
+    if folder is None or setup.device.type != "cuda":
         return None
-    return folder.expanduser() / FOLDER / fingerprint(site, torch.cuda.get_device_name(site.device))
+    return folder.expanduser() / FOLDER / fingerprint(setup, torch.cuda.get_device_name(setup.device))
 
 
-def fingerprint(site: Site, device_name: str) -> str:
+def fingerprint(setup: RankSetup, device_name: str) -> str:
     """Hash of everything that decides the kernels: shapes, limits, libraries, and our own sources."""
-    dims = dataclasses.replace(alone(site.dims), rank=0)
-    layout = msgspec.structs.replace(site.layout, model_hash="")
-    limits, attention = site.limits.model_copy(update={"num_pages": "auto"}), site.execution.attention
-    facts = (site.role, limits, site.model, layout, dims, site.dtype, attention, site.buckets, site.chunk_buckets)
+    dims = dataclasses.replace(alone(setup.dims), rank=0)
+    layout = msgspec.structs.replace(setup.layout, model_hash="")
+    limits, attention = setup.limits.model_copy(update={"num_pages": "auto"}), setup.execution.attention
+    facts = (setup.role, limits, setup.model, layout, dims, setup.dtype, attention, setup.buckets, setup.chunk_buckets)
     whole = hashlib.sha256(repr((device_name, *facts, *map(_version, LIBRARIES))).encode())
     for path in sorted(Path(backend.__file__).parent.rglob("*.py")):
         whole.update(path.read_bytes())
@@ -156,9 +156,9 @@ def _version(library: str) -> str:
         return "absent"
 
 
-def _is_first(site: Site, stack: contextlib.ExitStack) -> bool:
+def _is_first(setup: RankSetup, stack: contextlib.ExitStack) -> bool:
     """Whether this rank is the first that fills the folder with these kernels; until `stack` ends."""
-    if (file := mark_file(site)) is not None:
+    if (file := mark_file(setup)) is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = stack.enter_context(file.with_suffix(".lock").open("w"))
         try:
@@ -205,7 +205,7 @@ def _end(process: subprocess.Popen[bytes], errors: IO[bytes], until: float) -> s
 def main() -> None:
     part: CompilePart = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
-    device = part.site.device
+    device = part.setup.device
     with contextlib.ExitStack() as stack:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -220,34 +220,34 @@ def run(part: CompilePart) -> None:
     """Run steps, GEMMs and graphs. torch.compile is left out, because its result depends on all layers. Steps with
     prompt chunks are launched op by op, where one without memory is left out.
     """
-    execution = part.site.execution.model_copy(update={"compile_max_batch": 0, "chunk_graph_tokens": 0})
-    backend.prefer(execution.libraries, part.site.device)
-    model = small_model(part.site)
-    layout = msgspec.structs.replace(part.site.layout, num_layers=len(model.layers))
-    site = dataclasses.replace(part.site, model=model.config, layout=layout, execution=execution)
-    config = site.limits.resolved(2)
-    pool = KvPool.create(layout, config.num_pages, site.device)
-    runner = TorchRunner(model, pool, config, site.model.vocab_size, device_of(site.device))
-    shapes = [rehearsal.largest(config), *rehearsal.prefill_shapes(config, site.model.index_topk)]
-    shapes += [rehearsal.chunk_shape(config, rows) for rows in part.site.chunk_buckets]
-    if site.role is not Role.PREFILL:
-        shapes += rehearsal.decode_shapes(config, site.buckets or buckets_up_to(config.max_running))
+    execution = part.setup.execution.model_copy(update={"compile_max_batch": 0, "chunk_graph_tokens": 0})
+    backend.prefer(execution.libraries, part.setup.device)
+    model = small_model(part.setup)
+    layout = msgspec.structs.replace(part.setup.layout, num_layers=len(model.layers))
+    setup = dataclasses.replace(part.setup, model=model.config, layout=layout, execution=execution)
+    config = setup.limits.resolved(2)
+    pool = KvPool.create(layout, config.num_pages, setup.device)
+    runner = TorchRunner(model, pool, config, setup.model.vocab_size, device_of(setup.device))
+    shapes = [profiling_run.largest(config), *profiling_run.prefill_shapes(config, setup.model.index_topk)]
+    shapes += [profiling_run.chunk_shape(config, rows) for rows in part.setup.chunk_buckets]
+    if setup.role is not Role.PREFILL:
+        shapes += profiling_run.decode_shapes(config, setup.buckets or buckets_up_to(config.max_running))
     for shape in turned(shapes, part.index, part.count):
         with contextlib.suppress(torch.OutOfMemoryError):
-            runner.launch(rehearsal.batch_of(shape, config, site.dims.dp)).result()
-    most = rehearsal.most_rows(config, shapes)
-    runner.call(lambda: fp8.compile_ahead(most, site.device, part.index / part.count))
-    if site.buckets:
-        capture(site, config, runner)
+            runner.launch(profiling_run.batch_of(shape, config, setup.dims.dp)).result()
+    most = profiling_run.most_rows(config, shapes)
+    runner.call(lambda: fp8.compile_ahead(most, setup.device, part.index / part.count))
+    if setup.buckets:
+        capture(setup, config, runner)
     runner.close()
 
 
-def small_model(site: Site) -> DeepseekV3:
+def small_model(setup: RankSetup) -> DeepseekV3:
     """Three layers, of which the last two share their weights; only the last one leaves out rows (`sampled_only`).
     An MTP layer comes on top of them, and writes its KV where the last one does.
     """
-    config = small_config(site.model)
-    model = DeepseekV3(site.random_weights(), config, site.dims, site.thresholds)
+    config = small_config(setup.model)
+    model = DeepseekV3(setup.random_weights(), config, setup.dims, setup.thresholds)
     whole = copy.copy(model.layers[-1])
     whole.sampled_only = False
     model.layers.insert(-1, whole)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from millrace_serve.engine.config import Role
-from millrace_serve.engine.start.startup import Site
+from millrace_serve.engine.start.startup import RankSetup
 from millrace_serve.engine.step.graphs import buckets_up_to, graph_keys
 from millrace_serve.model.experts.deepep import DeepEpExperts
 from millrace_serve.model.experts.deepep_buffer import DeepEpBuffer, machines, refusal
@@ -33,30 +33,30 @@ class ExpertExchange:
     error: Tensor | None = None  # int32 [1] on the device: 0, or 1 + the replica that did not answer for minutes
 
 
-def make_exchange(site: Site) -> ExpertExchange:
+def make_exchange(setup: RankSetup) -> ExpertExchange:
     """Collective. auto: peer memory on one host and DeepEP between hosts, where they can serve, else `gather`.
 
     Raises ValueError if the exchange that is asked for cannot serve these ranks.
     """
-    made = _choose(site)
-    log.info("exchange=%s dp=%d: rows to the experts of other replicas", made.name, site.dims.dp)
+    made = _choose(setup)
+    log.info("exchange=%s dp=%d: rows to the experts of other replicas", made.name, setup.dims.dp)
     return made
 
 
-def _choose(site: Site) -> ExpertExchange:
-    wanted, dims = site.execution.exchange, site.dims
+def _choose(setup: RankSetup) -> ExpertExchange:
+    wanted, dims = setup.execution.exchange, setup.dims
     if dims.dp == 1:
         return ExpertExchange("local", LocalExperts)
     if wanted in ("auto", "peer"):
-        why = _no_peers(site)
+        why = _no_peers(setup)
         if not why:
-            return _peer(site)
+            return _peer(setup)
         _refuse(wanted, "peer", why)
     if wanted == "deepep" or (wanted == "auto" and len({*hosts(dims)}) > 1):
-        rows = _decode_rows(site)
-        why = refusal(site.model, dims, machines(dims), rows, fp8=site.kept.fp8_experts)
+        rows = _decode_rows(setup)
+        why = refusal(setup.model, dims, machines(dims), rows, fp8=setup.kept.fp8_experts)
         if not why:
-            return _deepep(site, rows)
+            return _deepep(setup, rows)
         _refuse(wanted, "deepep", why)
         log.warning("exchange=deepep would be faster and cannot run: %s", why)
     return ExpertExchange("gather", GatherExperts)
@@ -67,9 +67,9 @@ def _refuse(wanted: str, name: str, why: str) -> None:
         raise ValueError(f"exchange={name} cannot run: {why}. exchange=gather runs everywhere")
 
 
-def _no_peers(site: Site) -> str:
+def _no_peers(setup: RankSetup) -> str:
     """Why the ranks cannot share memory; empty: they can. The same on every rank."""
-    dims, own = site.dims, site.device
+    dims, own = setup.dims, setup.device
     if own.type != "cuda":
         return f"the device is {own.type}, not cuda"
     if dims.dp > MOST_PEERS:
@@ -80,29 +80,29 @@ def _no_peers(site: Site) -> str:
     return "" if all(reached) else "devices do not reach each other's memory"
 
 
-def _peer(site: Site) -> ExpertExchange:
+def _peer(setup: RankSetup) -> ExpertExchange:
     from millrace_kernels.peer.exchange import Exchange as Peers  # needs Triton
 
     from millrace_serve.model.experts.peer import PeerExperts
 
-    dims, model = site.dims, site.model
+    dims, model = setup.dims, setup.model
     assert dims.dp_group is not None
     choices = model.num_experts_per_tok + 1
-    rows = min(site.most_rows, PEER_BYTES // dims.dp // Peers.row_bytes(model.hidden_size, choices, site.dtype))
-    peers = Peers(dims.dp_group, site.device, rows, model.hidden_size, choices, site.dtype)
+    rows = min(setup.most_rows, PEER_BYTES // dims.dp // Peers.row_bytes(model.hidden_size, choices, setup.dtype))
+    peers = Peers(dims.dp_group, setup.device, rows, model.hidden_size, choices, setup.dtype)
     return ExpertExchange("peer", functools.partial(PeerExperts, peers), peers.nbytes, peers.error)
 
 
-def _deepep(site: Site, rows: int) -> ExpertExchange:
-    dims, model = site.dims, site.model
-    slots = model.n_routed_experts // dims.world + dims.spare_experts
-    buffer = DeepEpBuffer(model, dims, slots, rows, site.device)
+def _deepep(setup: RankSetup, rows: int) -> ExpertExchange:
+    dims, model = setup.dims, setup.model
+    slots = model.n_routed_experts // dims.world + dims.redundant_experts
+    buffer = DeepEpBuffer(model, dims, slots, rows, setup.device)
     return ExpertExchange("deepep", functools.partial(DeepEpExperts, buffer), buffer.nbytes, buffer.error)
 
 
-def _decode_rows(site: Site) -> int:
+def _decode_rows(setup: RankSetup) -> int:
     """The most rows of a decode step, padding included; 0 on a prefill worker."""
-    if site.role is Role.PREFILL:
+    if setup.role is Role.PREFILL:
         return 0
-    buckets = site.buckets or buckets_up_to(site.limits.max_running)
-    return max(key.bucket * key.num_queries for key in graph_keys(buckets, site.limits.num_drafts))
+    buckets = setup.buckets or buckets_up_to(setup.limits.max_running)
+    return max(key.bucket * key.num_queries for key in graph_keys(buckets, setup.limits.num_drafts))

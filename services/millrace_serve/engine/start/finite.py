@@ -8,37 +8,37 @@ import torch
 import torch.distributed as dist
 from millrace_kernels.fp8 import Operand
 
-from millrace_serve.engine.start import rehearsal
-from millrace_serve.engine.start.startup import Site
+from millrace_serve.engine.start import profiling_run
+from millrace_serve.engine.start.startup import RankSetup
 from millrace_serve.engine.step.torch_runner import TorchRunner
 from millrace_serve.model.checkpoint.tensor_file import all_finite
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.weights import CheckpointError
 
 
-def check(site: Site, runner: TorchRunner, model: DeepseekV3) -> None:
+def check(setup: RankSetup, runner: TorchRunner, model: DeepseekV3) -> None:
     """Collective. Raises CheckpointError, which names the first layer, when the logits of a prompt are not finite."""
-    if not _broken(site, runner):
+    if not _broken(setup, runner):
         return
     layers, found = model.layers, list[int]()
     model.layers = [_Watched(layer, index, found) for index, layer in enumerate(layers)]  # type: ignore[misc]
     try:
-        _broken(site, runner)
+        _broken(setup, runner)
     finally:
         model.layers = layers
     where = f"layer {found[0]} is the first whose output has one" if found else "the outputs of all layers have none"
     raise CheckpointError(f"the model's logits have a NaN or an infinite number for a first prompt: {where}")
 
 
-def _broken(site: Site, runner: TorchRunner) -> bool:
+def _broken(setup: RankSetup, runner: TorchRunner) -> bool:
     """The same on every rank. A prompt of a page, because all of its KV goes to one."""
-    limits = site.limits
+    limits = setup.limits
     length = min(limits.page_size, limits.max_prefill_tokens, limits.max_model_len - 1)
-    prompt = rehearsal.StepShape(num_queries=1 + limits.num_drafts(1), chunks=1, chunk=length)
-    broken = bool(runner.launch(rehearsal.batch_of(prompt, limits, site.dims.dp)).result().corrupt)
-    if site.dims.world_group is not None:
+    prompt = profiling_run.StepShape(num_queries=1 + limits.num_drafts(1), chunks=1, chunk=length)
+    broken = bool(runner.launch(profiling_run.batch_of(prompt, limits, setup.dims.dp)).result().corrupt)
+    if setup.dims.world_group is not None:
         anywhere = torch.tensor([int(broken)])
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=site.dims.world_group)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=setup.dims.world_group)
         broken = bool(anywhere)
     return broken
 

@@ -11,7 +11,7 @@ import torch
 
 from millrace_serve.engine.config import GIB, Execution, Limits, Role
 from millrace_serve.engine.start.memory import Demand, Memory, OverCommitted
-from millrace_serve.engine.start.startup import Site, estimated, kv_layout, planned
+from millrace_serve.engine.start.startup import RankSetup, estimated, kv_layout, planned
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.parallel import ParallelDims
 
@@ -49,19 +49,21 @@ def layouts(
     """Those of `shapes`, tp and dp, that divide the model, on every kind of GPU. `gpus`: GiB of each kind."""
     layout = kv_layout(limits, execution, model, "", torch.bfloat16)
     for tp, dp in shapes:
-        site = Site(Role.UNIFIED, limits, execution, model, layout, ParallelDims(tp=tp, dp=dp), CUDA, torch.bfloat16)
+        setup = RankSetup(
+            Role.UNIFIED, limits, execution, model, layout, ParallelDims(tp=tp, dp=dp), CUDA, torch.bfloat16
+        )
         try:
-            demand = estimated(site)
+            demand = estimated(setup)
         except ValueError:
             continue
         for gpu, gib in gpus.items():
-            yield Layout(gpu, tp, dp, demand.weights, *_kv_tokens(site, demand, int(gib * GIB)))
+            yield Layout(gpu, tp, dp, demand.weights, *_kv_tokens(setup, demand, int(gib * GIB)))
 
 
-def _kv_tokens(site: Site, demand: Demand, total: int) -> tuple[int, str]:
+def _kv_tokens(setup: RankSetup, demand: Demand, total: int) -> tuple[int, str]:
     """Tokens that fit beside the weights, or 0 and the reason. `total`: bytes of a GPU."""
     try:
-        plan = planned(site, Memory(total, total), demand)
+        plan = planned(setup, Memory(total, total), demand)
     except OverCommitted as error:
         return 0, str(error)
     return (plan.num_pages - 1) * plan.page_tokens, ""

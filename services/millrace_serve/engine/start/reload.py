@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from millrace_serve.engine.start.startup import Site
+from millrace_serve.engine.start.startup import RankSetup
 from millrace_serve.engine.step.torch_runner import TorchRunner
 from millrace_serve.model.checkpoint.checkpoint_hash import checkpoint_hash
 from millrace_serve.model.checkpoint.headers import check_headers
@@ -14,7 +14,7 @@ from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, open_checkpoint
 
 
-def load(site: Site, model: DeepseekV3, runner: TorchRunner, path: Path, check: bool) -> str:
+def load(setup: RankSetup, model: DeepseekV3, runner: TorchRunner, path: Path, check: bool) -> str:
     """Between two steps. Returns the checkpoint's hash.
 
     Tensors keep their addresses, so graphs go on. One part of the model at a time is there twice.
@@ -25,30 +25,30 @@ def load(site: Site, model: DeepseekV3, runner: TorchRunner, path: Path, check: 
         ModelConfigError, ValueError: the checkpoint cannot take the place of the present one.
         CheckpointError: likewise; without `check` some weights may be the new ones already.
     """
-    _check(site, path)
+    _check(setup, path)
     if check:
         return ""
 
     def replace() -> None:
-        checkpoint, _ = open_checkpoint(path, site.device, site.dtype, mtp=site.model.num_nextn_predict_layers > 0)
+        checkpoint, _ = open_checkpoint(path, setup.device, setup.dtype, mtp=setup.model.num_nextn_predict_layers > 0)
         model.load(checkpoint)
         checkpoint.finish()
-        if site.device.type == "cuda":
-            torch.cuda.synchronize(site.device)
+        if setup.device.type == "cuda":
+            torch.cuda.synchronize(setup.device)
             torch.cuda.empty_cache()  # what was there twice
 
     runner.call(replace)
     return checkpoint_hash(path)
 
 
-def _check(site: Site, path: Path) -> None:
-    if site.execution.random_weights:
+def _check(setup: RankSetup, path: Path) -> None:
+    if setup.execution.random_weights:
         raise ValueError("random_weights=true: the worker serves no checkpoint")
     config = ModelConfig.load(path)
-    ours = site.model.model_dump()
-    theirs = (config if site.model.num_nextn_predict_layers else config.without_mtp()).model_dump()
+    ours = setup.model.model_dump()
+    theirs = (config if setup.model.num_nextn_predict_layers else config.without_mtp()).model_dump()
     if set(theirs["eos_token_ids"]) <= set(ours["eos_token_ids"]):  # trainers often write no generation_config.json
         theirs["eos_token_ids"] = ours["eos_token_ids"]
     if other := [f"{key}={theirs[key]!r}, not {ours[key]!r}" for key in ours if theirs[key] != ours[key]]:
         raise ValueError(f"its configuration is not that of the present weights: {'; '.join(other)}")
-    check_headers(path, mtp=site.model.num_nextn_predict_layers > 0)
+    check_headers(path, mtp=setup.model.num_nextn_predict_layers > 0)

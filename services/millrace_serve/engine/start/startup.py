@@ -1,5 +1,5 @@
 """The start of a rank from a loaded model to READY: measure and plan memory, compile kernels, capture graphs. Every
-function here is collective over the ranks of the worker: they run the same rehearsals.
+function here is collective over the ranks of the worker: they run the same profiling runs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from millrace_kernels import fp8, indexer
 
 from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
-from millrace_serve.engine.start import memory, rehearsal
+from millrace_serve.engine.start import memory, profiling_run
 from millrace_serve.engine.start.compile import compiled
 from millrace_serve.engine.start.phases import Phases
-from millrace_serve.engine.start.rehearsal import StepShape
+from millrace_serve.engine.start.profiling_run import StepShape
 from millrace_serve.engine.step.chunk_graphs import chunk_buckets_up_to
 from millrace_serve.engine.step.device import Device, device_of
 from millrace_serve.engine.step.graphs import DecodeGraphs, Forward, buckets_up_to, graph_keys
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class RankSetup:
     """A rank's model, limits and device."""
 
     role: Role
@@ -104,8 +104,9 @@ def kv_layout(
     limits: Limits, execution: Execution, model: ModelConfig, model_hash: str, dtype: torch.dtype
 ) -> KvLayout:
     """Of the pages of a rank with activations in `dtype`. Raises ValueError: the model does not support the limits."""
-    if model.index_topk and limits.share_prompts:
-        text = f"limits.share_prompts={limits.share_prompts}: must be 0 for a model with sparse attention (index_topk)"
+    if model.index_topk and limits.context_parallel_tokens:
+        tokens = limits.context_parallel_tokens
+        text = f"limits.context_parallel_tokens={tokens}: must be 0 for a model with sparse attention (index_topk)"
         raise ValueError(text)
     kv_dtype = str(dtype).removeprefix("torch.") if execution.kv_dtype == "auto" else execution.kv_dtype
     return KvLayout(
@@ -120,29 +121,30 @@ def kv_layout(
     )
 
 
-def estimated(site: Site) -> memory.Demand:
+def estimated(setup: RankSetup) -> memory.Demand:
     """Before the weights are read."""
-    weights = weight_bytes(site.model, site.dims, site.dtype, site.kept)
-    return memory.estimate(site.limits, weights, site.model.hidden_size, site.model.vocab_size, site.num_graphs)
+    weights = weight_bytes(setup.model, setup.dims, setup.dtype, setup.kept)
+    return memory.estimate(setup.limits, weights, setup.model.hidden_size, setup.model.vocab_size, setup.num_graphs)
 
 
-def planned(site: Site, device_memory: memory.Memory, demand: memory.Demand) -> memory.MemoryPlan:
+def planned(setup: RankSetup, device_memory: memory.Memory, demand: memory.Demand) -> memory.MemoryPlan:
     """Raises memory.OverCommitted."""
-    everybody = site.limits.max_running * site.limits.max_pages_per_seq + 1
-    fraction, page_bytes = site.execution.memory_fraction, site.layout.page_bytes
-    return memory.make_plan(site.limits, device_memory, fraction, demand, page_bytes, everybody)
+    everybody = setup.limits.max_running * setup.limits.max_pages_per_seq + 1
+    fraction, page_bytes = setup.execution.memory_fraction, setup.layout.page_bytes
+    return memory.make_plan(setup.limits, device_memory, fraction, demand, page_bytes, everybody)
 
 
 class MemoryPlanner:
     """1. made before anything is on the device; 2. `check` before the weights are read; 3. `pages` after."""
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
+    def __init__(self, setup: RankSetup) -> None:
+        self._setup = setup
         self.outside_torch = 0  # bytes that are known, of the libraries' memory
         self._memory = None
-        if site.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(site.device)
-            self._memory = memory.Memory(total, free + torch.cuda.memory_reserved(site.device))  # what is there is ours
+        if setup.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(setup.device)
+            # what is there is ours
+            self._memory = memory.Memory(total, free + torch.cuda.memory_reserved(setup.device))
 
     def check(self) -> int:
         """Return the bytes that are unused while the weights are read. Raises memory.OverCommitted when the weights and
@@ -150,42 +152,42 @@ class MemoryPlanner:
         """
         if self._memory is None:
             return 0
-        demand = estimated(self._site)
+        demand = estimated(self._setup)
         demand = replace(demand, libraries=demand.libraries + self.outside_torch)
-        plan = planned(self._site, self._memory, demand)
+        plan = planned(self._setup, self._memory, demand)
         log.info("memory, estimated before the weights are read:", extra={"lines": plan.table()})
         return plan.budget - demand.weights - demand.libraries
 
     def pages(self, model: DeepseekV3) -> int:
         """Pages of the KV pool, the same on every rank. Raises memory.OverCommitted."""
         if self._memory is None:
-            wanted = self._site.limits.num_pages
+            wanted = self._setup.limits.num_pages
             assert wanted != "auto", "only the memory of CUDA devices is planned"
             return wanted
-        plan = planned(self._site, self._memory, self._measure(model))
+        plan = planned(self._setup, self._memory, self._measure(model))
         log.info("memory:", extra={"lines": plan.table()})
-        return _smallest(plan.num_pages, self._site.dims)
+        return _smallest(plan.num_pages, self._setup.dims)
 
     def _measure(self, model: DeepseekV3) -> memory.Demand:
-        """Run the largest step, and the largest step of the graphs, on a pool of the sink page alone."""
+        """Run the largest step, and the largest step of the graphs, on a pool of the null page alone."""
         assert self._memory is not None
-        site, device = self._site, device_of(self._site.device)
+        setup, device = self._setup, device_of(self._setup.device)
         torch.cuda.empty_cache()
-        weights = torch.cuda.memory_allocated(site.device)
-        pool = KvPool.create(site.layout, 2, site.device)
-        runner = TorchRunner(model, pool, site.limits.resolved(2), site.model.vocab_size, device)
-        activations = self._peak(runner, rehearsal.largest(site.limits))
+        weights = torch.cuda.memory_allocated(setup.device)
+        pool = KvPool.create(setup.layout, 2, setup.device)
+        runner = TorchRunner(model, pool, setup.limits.resolved(2), setup.model.vocab_size, device)
+        activations = self._peak(runner, profiling_run.largest(setup.limits))
         if model.balancer is not None:  # experts move between two steps
             activations = max(activations, model.balancer.staging_bytes)
         graphs = self._chunk_graphs(runner, device)
-        if site.buckets:
-            step = max(rehearsal.decode_shapes(site.limits, site.buckets), key=lambda shape: shape.num_tokens)
-            results = step.num_tokens * (site.model.vocab_size * 4 + site.model.hidden_size * site.dtype.itemsize)
-            graphs += memory.graph_reserve(site.num_graphs, self._peak(runner, step) + results)
+        if setup.buckets:
+            step = max(profiling_run.decode_shapes(setup.limits, setup.buckets), key=lambda shape: shape.num_tokens)
+            results = step.num_tokens * (setup.model.vocab_size * 4 + setup.model.hidden_size * setup.dtype.itemsize)
+            graphs += memory.graph_reserve(setup.num_graphs, self._peak(runner, step) + results)
         runner.close()
         del runner, pool
-        free = _free(site.device)
-        libraries = self._memory.free - free - torch.cuda.memory_reserved(site.device)
+        free = _free(setup.device)
+        libraries = self._memory.free - free - torch.cuda.memory_reserved(setup.device)
         libraries = min(max(libraries, 0), memory.MOST_LIBRARY_BYTES + self.outside_torch)
         return memory.Demand(weights, activations, graphs, libraries)
 
@@ -193,85 +195,85 @@ class MemoryPlanner:
         """Bytes of the graphs of steps with prompt chunks: what is free again when they are gone. Each has hundreds of
         parts, of which no estimate was right.
         """
-        graphs = runner.chunk_graphs(device, self._site.chunk_buckets)
+        graphs = runner.chunk_graphs(device, self._setup.chunk_buckets)
         if graphs is None:
             return 0
         runner.call(graphs.capture)
-        taken = _free(self._site.device)
+        taken = _free(self._setup.device)
         del graphs
-        return max(_free(self._site.device) - taken, 0)
+        return max(_free(self._setup.device) - taken, 0)
 
     def _peak(self, runner: TorchRunner, shape: StepShape) -> int:
         """Bytes that a step needs besides what was allocated before it."""
-        site = self._site
-        before = torch.cuda.memory_allocated(site.device)
-        torch.cuda.reset_peak_memory_stats(site.device)
-        runner.launch(rehearsal.batch_of(shape, site.limits, site.dims.dp)).result()
-        return torch.cuda.max_memory_allocated(site.device) - before
+        setup = self._setup
+        before = torch.cuda.memory_allocated(setup.device)
+        torch.cuda.reset_peak_memory_stats(setup.device)
+        runner.launch(profiling_run.batch_of(shape, setup.limits, setup.dims.dp)).result()
+        return torch.cuda.max_memory_allocated(setup.device) - before
 
 
-def prepare(site: Site, config: EngineConfig, runner: TorchRunner, phases: Phases) -> None:
+def prepare(setup: RankSetup, config: EngineConfig, runner: TorchRunner, phases: Phases) -> None:
     """Compile and capture everything that `runner` will need, then freeze the garbage collector."""
-    if site.device.type == "cuda":
+    if setup.device.type == "cuda":
         with phases("compile"):
-            compile_kernels(site, config, runner)
-    if site.graphs:
+            compile_kernels(setup, config, runner)
+    if setup.graphs:
         with phases("capture"):
-            capture(site, config, runner)
-    if site.graphs or site.device.type == "cuda":
+            capture(setup, config, runner)
+    if setup.graphs or setup.device.type == "cuda":
         gc_hooks.freeze()
 
 
-def compile_kernels(site: Site, config: EngineConfig, runner: TorchRunner) -> None:
+def compile_kernels(setup: RankSetup, config: EngineConfig, runner: TorchRunner) -> None:
     """Those of steps that are no graphs."""
-    shapes = rehearsal.prefill_shapes(config, site.model.index_topk)
-    if not site.buckets and site.role is not Role.PREFILL:
-        shapes += rehearsal.decode_shapes(config, buckets_up_to(config.max_running))
-    _rehearse(site, runner, shapes)
-    if config.share_prompts:
-        runner.launch(rehearsal.shared_batch(config, site.dims.dp, site.dims.dp_rank)).result()
-    runner.call(lambda: fp8.compile_ahead(rehearsal.most_rows(config, shapes), site.device))
-    if site.model.index_topk:
-        runner.call(lambda: indexer.compile_ahead(config.max_running * (1 + config.draft_tokens), site.device))
+    shapes = profiling_run.prefill_shapes(config, setup.model.index_topk)
+    if not setup.buckets and setup.role is not Role.PREFILL:
+        shapes += profiling_run.decode_shapes(config, buckets_up_to(config.max_running))
+    _profile(setup, runner, shapes)
+    if config.context_parallel_tokens:
+        runner.launch(profiling_run.shared_batch(config, setup.dims.dp, setup.dims.dp_rank)).result()
+    runner.call(lambda: fp8.compile_ahead(profiling_run.most_rows(config, shapes), setup.device))
+    if setup.model.index_topk:
+        runner.call(lambda: indexer.compile_ahead(config.max_running * (1 + config.draft_tokens), setup.device))
 
 
-def capture(site: Site, config: EngineConfig, runner: TorchRunner) -> None:
+def capture(setup: RankSetup, config: EngineConfig, runner: TorchRunner) -> None:
     """The graphs of all buckets, and each replayed, those of decode steps with greedy and other sampling."""
-    device, graphs = device_of(site.device), None
-    chunk_graphs = runner.chunk_graphs(device, site.chunk_buckets)
+    device, graphs = device_of(setup.device), None
+    chunk_graphs = runner.chunk_graphs(device, setup.chunk_buckets)
     if chunk_graphs is not None:  # first: they need more memory, which the others share
         runner.call(chunk_graphs.capture)
-    if site.buckets:
+    if setup.buckets:
         graphs = DecodeGraphs(
             device,
-            _forwards(site, runner),
+            _forwards(setup, runner),
             runner.slots,
-            site.buckets,
-            site.dims.dp,
+            setup.buckets,
+            setup.dims.dp,
             runner.drafter,
-            site.limits.num_drafts,
+            setup.limits.num_drafts,
         )
         runner.call(graphs.capture)
     runner.use_graphs(graphs, chunk_graphs)
     if chunk_graphs is not None:
-        _rehearse(site, runner, [rehearsal.chunk_shape(config, bucket) for bucket in chunk_graphs.buckets])
+        _profile(setup, runner, [profiling_run.chunk_shape(config, bucket) for bucket in chunk_graphs.buckets])
     if graphs is not None:
-        _rehearse(site, runner, list(rehearsal.decode_shapes(site.limits, site.buckets)), graphs=True)
+        _profile(setup, runner, list(profiling_run.decode_shapes(setup.limits, setup.buckets)), graphs=True)
 
 
-def _rehearse(site: Site, runner: TorchRunner, shapes: list[StepShape], *, graphs: bool = False) -> None:
+def _profile(setup: RankSetup, runner: TorchRunner, shapes: list[StepShape], *, graphs: bool = False) -> None:
     for shape in shapes:
-        runner.launch(rehearsal.batch_of(shape, site.limits, site.dims.dp, graphs=graphs)).result()
-    log.info("rehearsed %d steps of %d to %d tokens", len(shapes), min(_tokens(shapes)), max(_tokens(shapes)))
+        runner.launch(profiling_run.batch_of(shape, setup.limits, setup.dims.dp, graphs=graphs)).result()
+    log.info("warmed %d steps of %d to %d tokens", len(shapes), min(_tokens(shapes)), max(_tokens(shapes)))
 
 
 def _tokens(shapes: list[StepShape]) -> list[int]:
     return [shape.num_tokens for shape in shapes]
 
 
-def _forwards(site: Site, runner: TorchRunner) -> Callable[[int], Forward]:
+def _forwards(setup: RankSetup, runner: TorchRunner) -> Callable[[int], Forward]:
     """The functions to capture, by bucket."""
-    plain, execution = runner.forward, site.execution
+    plain, execution = runner.forward, setup.execution
     fast = compiled(plain) if execution.compile_max_batch else plain
     return lambda bucket: fast if bucket <= execution.compile_max_batch else plain
 

@@ -31,7 +31,7 @@ from millrace_serve.engine.start.exchange import ExpertExchange, make_exchange
 from millrace_serve.engine.start.memory import check_host_tier, host_memory
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.reload import load
-from millrace_serve.engine.start.startup import MemoryPlanner, Site, kv_layout, prepare
+from millrace_serve.engine.start.startup import MemoryPlanner, RankSetup, kv_layout, prepare
 from millrace_serve.engine.step.batch import BatchBuilder
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.engine.step.torch_runner import TorchRunner
@@ -89,12 +89,12 @@ def load_rank(
         address: at which ranks of other hosts reach this one.
     Raises:
         ModelConfigError, CheckpointError: the checkpoint cannot be used.
-        ValueError: max_model_len, draft_tokens, spare_experts, exchange or attention asks for what the model, the ranks
-            or the device cannot give, or the model does not divide by `dims`.
+        ValueError: max_model_len, draft_tokens, redundant_experts, exchange or attention asks for what the model, the
+            ranks or the device cannot give, or the model does not divide by `dims`.
         OverCommitted: there is too little memory.
     """
     execution, phases = execution or Execution(), phases or Phases()
-    dims = replace(dims, dense_tp=execution.dense_tp, spare_experts=execution.spare_experts)
+    dims = replace(dims, dense_tp=execution.dense_tp, redundant_experts=execution.redundant_experts)
     device = device_of(device).torch  # other processes must be told which one it is
     backend.prefer(execution.libraries, device)
     model_config = _model_config(limits, path) if model is None else model.config
@@ -102,15 +102,15 @@ def load_rank(
         raise ValueError(f"max_model_len={limits.max_model_len} is more than the model's {most}")
     read = model is None and not execution.random_weights
     layout = kv_layout(limits, execution, model_config, checkpoint_hash(path) if read else "random", dtype)
-    site = Site(role, limits, execution, model_config, layout, dims, device, dtype)
-    planner = MemoryPlanner(site)
+    setup = RankSetup(role, limits, execution, model_config, layout, dims, device, dtype)
+    planner = MemoryPlanner(setup)
     _check_host_tier(limits, dims)
     lockstep = Lockstep() if dims.world == 1 else join(dims.rank, dims.tp, dims.dp, dims.exchange, address)
-    compilations = _watch_compilers(site, lockstep.progress)
+    compilations = _watch_compilers(setup, lockstep.progress)
     exchange = None
     if model is None:
         with phases("load"):
-            model, exchange = _load(site, path, planner)
+            model, exchange = _load(setup, path, planner)
     if model.balancer is not None:
         model.balancer.connect()
     with phases("memory"):
@@ -124,20 +124,20 @@ def load_rank(
     runner.announce = lockstep.progress.busy
     _watch(runner, exchange, model.reduce.fused)
     with phases("memory"):
-        finite.check(site, runner, model)
-    prepare(site, config, runner, phases)
+        finite.check(setup, runner, model)
+    prepare(setup, config, runner, phases)
     runner.balance()
-    compile_ahead.mark(site)
+    compile_ahead.mark(setup)
     compilations.start_is_over()
-    return Rank(role, path, config, model_config, pool, runner, lockstep, copier, partial(load, site, model, runner))
+    return Rank(role, path, config, model_config, pool, runner, lockstep, copier, partial(load, setup, model, runner))
 
 
-def _watch_compilers(site: Site, progress: Progress) -> Compilations:
+def _watch_compilers(setup: RankSetup, progress: Progress) -> Compilations:
     """Whoever watches this rank learns of each compilation, while it runs and how many there were."""
-    folder = site.execution.cache_dir
+    folder = setup.execution.cache_dir
     own = Path.home() / ".deep_gemm" if folder is None else folder.expanduser() / "deep_gemm"
     compilations = Compilations(own / "cache")
-    if site.device.type == "cuda":
+    if setup.device.type == "cuda":
         announce_kernels(progress)
         compilations.subscribe()
         progress.compiled = compilations.counts
@@ -168,14 +168,14 @@ def _model_config(limits: Limits, path: Path) -> ModelConfig:
     return config
 
 
-def _load(site: Site, path: Path, planner: MemoryPlanner) -> tuple[DeepseekV3, ExpertExchange]:
-    exchange = make_exchange(site)
-    sums = fused_reduce(site.dims, site.most_rows, site.model.hidden_size, site.device, site.dtype)
+def _load(setup: RankSetup, path: Path, planner: MemoryPlanner) -> tuple[DeepseekV3, ExpertExchange]:
+    exchange = make_exchange(setup)
+    sums = fused_reduce(setup.dims, setup.most_rows, setup.model.hidden_size, setup.device, setup.dtype)
     planner.outside_torch = exchange.nbytes + (0 if sums is None else sums.nbytes)
-    with compile_ahead.beside(site, compile_ahead.parts(site, planner.check())):
-        model = _model(site, path, exchange.experts)
+    with compile_ahead.beside(setup, compile_ahead.parts(setup, planner.check())):
+        model = _model(setup, path, exchange.experts)
         model.reduce.fused = sums
-    compile_ahead.together(site)
+    compile_ahead.together(setup)
     return model, exchange
 
 
@@ -187,10 +187,10 @@ def _watch(runner: TorchRunner, exchange: ExpertExchange | None, sums: Fused | N
         runner.watch("a sum over tp", sums.error)
 
 
-def _model(site: Site, path: Path, experts: Implementation) -> DeepseekV3:
-    if not site.execution.random_weights:
-        if site.execution.simulated_acceptance:
+def _model(setup: RankSetup, path: Path, experts: Implementation) -> DeepseekV3:
+    if not setup.execution.random_weights:
+        if setup.execution.simulated_acceptance:
             raise ValueError("simulated_acceptance needs random_weights=true: outputs of real weights would be wrong")
-        mtp = site.model.num_nextn_predict_layers > 0
-        return load_model(path, site.dims, site.device, site.dtype, site.thresholds, mtp=mtp, experts=experts)
-    return DeepseekV3(site.random_weights(), site.model, site.dims, site.thresholds, experts)
+        mtp = setup.model.num_nextn_predict_layers > 0
+        return load_model(path, setup.dims, setup.device, setup.dtype, setup.thresholds, mtp=mtp, experts=experts)
+    return DeepseekV3(setup.random_weights(), setup.model, setup.dims, setup.thresholds, experts)

@@ -48,7 +48,7 @@ class SlotUpdates(Generic[A]):
 
 
 @dataclass(slots=True)
-class SharedChunk(Generic[A]):
+class ContextParallelChunk(Generic[A]):
     """A prompt chunk of which every replica computes a part. Only its owner has the arrays; others' are empty."""
 
     split: Split
@@ -76,7 +76,7 @@ class StepBatch(Generic[A]):
     sample_rows: A  # int64 [R]: all rows of the decode sequences, then the last row of each chunk that ends its prompt
     sample_slots: A  # int64 [S]
     sampling: SamplingBatch[A] | None  # None: argmax, and no logprobs
-    shared: SharedChunk[A] | None = None
+    shared: ContextParallelChunk[A] | None = None
     updates: SlotUpdates[A] | None = None
     canary: CanaryBatch[A] | None = None
     dp_num_tokens: tuple[int, ...] = ()  # T of every data-parallel replica; empty when dp == 1
@@ -166,7 +166,7 @@ class BatchBuilder:
         first = [self._sent_pages[seq.slot] for seq in grown]
         for seq in grown:
             self._sent_pages[seq.slot] = len(seq.pages)
-        # The sink: those entries are of a former owner of the slot, and its pages may hold anything by now.
+        # The null page: those entries are of a former owner of the slot, and its pages may hold anything by now.
         behind = [0] * self._config.pages_behind
         spans = [range(start, len(seq.pages) + len(behind)) for seq, start in zip(grown, first, strict=True)]
         new = ((*seq.pages[start:], *behind) for seq, start in zip(grown, first, strict=True))
@@ -253,11 +253,11 @@ def _tokens(chunks: list[Chunk], ahead: int) -> np.ndarray:
     return np.concatenate((_int64([]), *parts))
 
 
-def _shared(split: Split, chunk: Chunk | None) -> SharedChunk[np.ndarray]:
+def _shared(split: Split, chunk: Chunk | None) -> ContextParallelChunk[np.ndarray]:
     """`chunk`: None where another replica has the sequence."""
     if chunk is None:
-        return SharedChunk(split, _int64([]), _int64([]))
-    return SharedChunk(split, _padded(chunk.seq.tokens, chunk.start, chunk.end + 1), _int64([chunk.seq.slot]))
+        return ContextParallelChunk(split, _int64([]), _int64([]))
+    return ContextParallelChunk(split, _padded(chunk.seq.tokens, chunk.start, chunk.end + 1), _int64([chunk.seq.slot]))
 
 
 def _padded(tokens: list[int], start: int, end: int) -> np.ndarray:

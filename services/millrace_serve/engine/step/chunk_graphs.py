@@ -9,7 +9,7 @@ attentions the work of a layer depends on the number of rows alone, so it is cap
     …
     graph L   o_proj and MLP of the last layer, final norm
 
-`num_rows` keeps padding rows away from the experts and their KV goes to the sink, as in decode graphs
+`num_rows` keeps padding rows away from the experts and their KV goes to the null page, as in decode graphs
 (engine/step/graphs.py); attention leaves them out. All replicas take the bucket of the longest one.
 """
 

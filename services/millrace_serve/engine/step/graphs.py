@@ -8,8 +8,8 @@
 5. `capture` made the graphs, the largest first, so that the others find room in its memory.
 
 Everything else that a graph reads is the state of the slots on the device (engine/step/slots.py). The padding slot has
-length 0 and capacity 0, so the KV of its rows goes to the sink; `num_rows` keeps them away from the experts, and no
-result is taken from them. Rows are independent, so padding changes nothing. Data-parallel replicas replay the same
+length 0 and capacity 0, so the KV of its rows goes to the null page; `num_rows` keeps them away from the experts, and
+no result is taken from them. Rows are independent, so padding changes nothing. Data-parallel replicas replay the same
 bucket, idle ones with padding alone, because the experts' exchange has one shape for all.
 
 On a CPU the replay is the call that would have been captured: the same padding and the same memory, without the speed.

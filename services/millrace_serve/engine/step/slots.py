@@ -6,7 +6,7 @@ one was read, however many tokens that one accepts.
     row i of a decode sequence   token last_tokens[slot, i] at position lengths[slot] + i
     row i of a chunk             token i of the chunk at position lengths[slot] + i
 
-The row's KV goes to the page of its position. A row at or behind `capacity` has no page: it writes to the sink and
+The row's KV goes to the page of its position. A row at or behind `capacity` has no page: it writes to the null page and
 reads there, and nothing that comes of it is accepted. The host drops tokens behind the end of a sequence. The last slot
 is padding: its length and its capacity are 0.
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from millrace_serve.engine.cache.canary import mismatches
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig
-from millrace_serve.engine.context_parallel.shared_rows import with_shared
+from millrace_serve.engine.context_parallel.turns import with_shared
 from millrace_serve.engine.core import Failure
 from millrace_serve.engine.drafts.speculate import Drafter
 from millrace_serve.engine.health.progress import Progress

@@ -39,7 +39,7 @@ class ExpertPlacement:
         """
         held = check_divides("n_routed_experts", num_experts, "tp * dp", num_ranks)
         if num_spare > num_experts - held:
-            raise ValueError(f"spare_experts={num_spare}: other ranks have only {num_experts - held} experts")
+            raise ValueError(f"redundant_experts={num_spare}: other ranks have only {num_experts - held} experts")
         first = np.arange(num_ranks, dtype=np.int32)[:, None] * held
         experts = (first + np.arange(held + num_spare, dtype=np.int32)) % num_experts
         return cls(np.broadcast_to(experts, (num_layers, *experts.shape)), num_experts)

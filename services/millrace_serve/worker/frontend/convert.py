@@ -21,7 +21,7 @@ from millrace_serve.engine.core import (
     FinishReason,
     Grammar,
     GrammarKind,
-    KvPart,
+    KvChunk,
     Load,
     Request,
     RequestId,
@@ -56,7 +56,7 @@ def attempt_id(id: RequestId) -> common_pb2.AttemptId:
     return common_pb2.AttemptId(room=id.room, attempt=id.attempt)
 
 
-def request(wire: worker_pb2.EngineRequest, route: Route, borrows: bool = False) -> Request:
+def request(wire: worker_pb2.EngineRequest, route: Route, fetches_prefix: bool = False) -> Request:
     """The engine checks the values (engine/schedule/limits.py). Raises MillraceError (INVALID_ARGUMENT): there is no
     such message.
     """
@@ -69,7 +69,7 @@ def request(wire: worker_pb2.EngineRequest, route: Route, borrows: bool = False)
         priority=wire.priority,
         timeout_s=wire.timeout_ms / 1000 if wire.timeout_ms else None,
         cache_salt=wire.cache_salt,
-        borrows=borrows,
+        fetches_prefix=fetches_prefix,
     )
 
 
@@ -167,22 +167,22 @@ def _core_token(token_id: int, wire: common_pb2.TokenLogprobs) -> TokenOutput:
 # ---------------------------------------------------------------------------------------------------- KV
 
 
-def wire_part(part: KvPart) -> kv_pb2.KvPart:
-    return kv_pb2.KvPart(
-        first_page=part.first_page,
-        page_ids=part.page_ids,
-        fingerprints=part.fingerprints,
-        num_tokens=part.num_tokens,
-        last=part.last,
-        first=wire_output(part.first) if part.first else None,
-        drafts=part.drafts,
+def wire_chunk(chunk: KvChunk) -> kv_pb2.KvChunk:
+    return kv_pb2.KvChunk(
+        first_page=chunk.first_page,
+        page_ids=chunk.page_ids,
+        fingerprints=chunk.fingerprints,
+        num_tokens=chunk.num_tokens,
+        last=chunk.last,
+        first=wire_output(chunk.first) if chunk.first else None,
+        drafts=chunk.drafts,
     )
 
 
-def core_part(id: RequestId, wire: kv_pb2.KvPart) -> KvPart:
+def core_chunk(id: RequestId, wire: kv_pb2.KvChunk) -> KvChunk:
     """Of more drafts than an engine takes, the first ones."""
     first = core_output(wire.first) if wire.HasField("first") else None
-    return KvPart(
+    return KvChunk(
         id,
         wire.first_page,
         list(wire.page_ids),

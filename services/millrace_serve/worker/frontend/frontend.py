@@ -26,7 +26,7 @@ from millrace_rpc.tls import identity_of
 from prometheus_client import CollectorRegistry
 
 from millrace_serve.engine.core import Events, Failure, FlushCache
-from millrace_serve.engine.health.pulse import Pulse
+from millrace_serve.engine.health.heartbeat import RankHeartbeat
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.phases import table as phase_table
 from millrace_serve.worker.config import WorkerConfig
@@ -69,7 +69,7 @@ class Frontend:
             Events: self._on_events,
             RankProgress: self._on_progress,
             GcPauses: lambda rank, report: self.gc.observe("rank", report.pauses),
-            Pulse: self._on_pulse,
+            RankHeartbeat: self._on_heartbeat,
         }
         self.ranks = Ranks(config, launcher, handlers, self._on_lost, self._on_stray)
         facts = (lambda: STATES[self.lifecycle.state]), epoch, (lambda: self.ranks.busy), (lambda: self.ranks.starved)
@@ -152,7 +152,7 @@ class Frontend:
             await self.flush_cache()
 
     async def drain(self, timeout_s: float) -> int:
-        """Stop admission, let work end, abort the rest, wait for parked pages and transfers. Returns the aborted."""
+        """Stop admission, let work end, abort the rest, wait for held pages and transfers. Returns the aborted."""
         if self.lifecycle.state in (State.READY, State.PAUSED):
             timeout_s = timeout_s if self.lifecycle.state is State.READY else 0.0  # what is paused does not end
             self.lifecycle.to(State.DRAINING)
@@ -222,9 +222,9 @@ class Frontend:
     def _on_progress(self, rank: int, progress: RankProgress) -> None:
         self.lifecycle.advance(State(progress.state), progress.message)
 
-    def _on_pulse(self, rank: int, pulse: Pulse) -> None:
-        self.ranks.heard(rank, pulse)
-        self._count_compilations(rank, pulse.compiled)
+    def _on_heartbeat(self, rank: int, heartbeat: RankHeartbeat) -> None:
+        self.ranks.heard(rank, heartbeat)
+        self._count_compilations(rank, heartbeat.compiled)
 
     def _count_compilations(self, rank: int, compiled: dict[str, int]) -> None:
         """Those for which a request may have waited; before READY none does."""

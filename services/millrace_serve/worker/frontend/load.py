@@ -18,7 +18,7 @@ from millrace_serve.worker.frontend.wakeup import Wakeup
 
 DOING = ("running", "waiting", "importing", "exporting")
 PAGES = ("free", "cached", "published", "running")
-LOAN_MEMORY_S = 30.0  # a slow loan is no reason never to try one again
+PREFIX_FETCH_MEMORY_S = 30.0  # a slow prefix fetch is no reason never to try one again
 
 
 class LoadBoard:
@@ -34,8 +34,8 @@ class LoadBoard:
         self.loads: list[Load] = [Load()] * replicas
         self.changed = Wakeup()
         self.reads = Rate()  # bytes of KV from other workers
-        self._loans = Rate()  # of borrowed prefixes, without the reads of their pages
-        self._loan_at = -math.inf
+        self._prefix_fetches = Rate()  # of fetched prefixes, without the reads of their pages
+        self._prefix_fetch_at = -math.inf
         self._state, self._busy, self._starved = state, busy, starved
         self.epoch = epoch
         self._reported: dict[Any, float] = {}  # by counter
@@ -51,16 +51,16 @@ class LoadBoard:
             self.loads[replica] = load
             self.changed.fire()
 
-    def borrowed(self, seconds: float) -> None:
-        """A loan took so long beside its reads."""
-        self._loans.add(1, seconds)
-        self._loan_at = time.monotonic()
+    def fetched(self, seconds: float) -> None:
+        """A prefix fetch took so long beside its reads."""
+        self._prefix_fetches.add(1, seconds)
+        self._prefix_fetch_at = time.monotonic()
 
     @property
-    def loan_s(self) -> float:
+    def prefix_fetch_s(self) -> float:
         """0: unknown, or not measured lately."""
-        known = self._loans.per_s and time.monotonic() < self._loan_at + LOAN_MEMORY_S
-        return 1 / self._loans.per_s if known else 0.0
+        known = self._prefix_fetches.per_s and time.monotonic() < self._prefix_fetch_at + PREFIX_FETCH_MEMORY_S
+        return 1 / self._prefix_fetches.per_s if known else 0.0
 
     @property
     def idle(self) -> bool:
@@ -77,7 +77,7 @@ class LoadBoard:
             state=self._state(),
             replicas=replicas,
             read_bytes_per_s=self.reads.per_s,
-            loan_seconds=self.loan_s,
+            prefix_fetch_seconds=self.prefix_fetch_s,
             busy=self._busy(),
             starved=self._starved(),
         )
@@ -105,7 +105,7 @@ class LoadBoard:
             for use in PAGES:
                 metrics.pages.labels(replica=replica, use=use).set(getattr(load, f"pages_{use}"))
             metrics.waiting_tokens.labels(replica=replica).set(load.waiting_tokens)
-            metrics.credits.labels(replica=replica).set(load.credits)
+            metrics.capacity.labels(replica=replica).set(load.capacity)
             for name, count in load.counters.items():
                 metric, _, label = name.rpartition("/")
                 self._advance(families[metric].labels(replica, label), count)

@@ -22,7 +22,7 @@ from millrace_common.starvation import Starvation
 from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.core import EngineInput
-from millrace_serve.engine.health.pulse import Pulse
+from millrace_serve.engine.health.heartbeat import RankHeartbeat
 from millrace_serve.engine.health.rank_watch import RankWatch
 from millrace_serve.engine.start.phases import slowest
 from millrace_serve.transfer.base import MemoryHandle
@@ -77,7 +77,7 @@ class Ranks:
             GcFrozen: self._answered,
             ProfileDone: self._answered,
             WeightsSet: self._answered,
-            Pulse: self.heard,
+            RankHeartbeat: self.heard,
             **handlers,
         }
         self._on_lost = on_lost
@@ -229,12 +229,12 @@ class Ranks:
     def _answered(self, rank: int, answer: Answer) -> None:
         self._asked.pop((type(answer), rank)).set_result(answer)
 
-    def heard(self, rank: int, pulse: Pulse) -> None:
+    def heard(self, rank: int, heartbeat: RankHeartbeat) -> None:
         self._looks.pop(rank, None)
-        self._watch.heard(rank, pulse, self._clock.now())
+        self._watch.heard(rank, heartbeat, self._clock.now())
 
     async def _watch_ranks(self) -> None:
-        """A pulse of each rank has come before it was ready, and the clock stood still since the start."""
+        """A heartbeat of each rank has come before it was ready, and the clock stood still since the start."""
         while not (why := self._watch.hung(self._clock.tick())):
             await asyncio.sleep(TICK_S)
         self._lose(why)

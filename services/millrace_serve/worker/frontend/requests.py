@@ -59,7 +59,7 @@ class Requests:
     def __init__(self, replicas: int, lifecycle: Lifecycle, ranks: Ranks, spans: WorkerSpans, metrics: Metrics) -> None:
         self.changed = Wakeup()  # fires when an attempt ends
         # what a role does for an attempt besides the engine's work; `on_abort` gets why the attempt ends, for whoever
-        # reads or lends its pages, and returns whether there was anything
+        # reads or serves its pages, and returns whether there was anything
         self.on_start: Callable[[RequestId, int], None] = lambda id, replica: None
         self.on_abort: Callable[[RequestId, Failure], bool] = lambda id, why: False
         self._replicas = replicas
@@ -88,7 +88,7 @@ class Requests:
         raise MillraceError(Reason.NOT_READY, f"the worker is {state}: {self._lifecycle.message}".rstrip(": "))
 
     def submit(
-        self, wire: worker_pb2.EngineRequest, route: Route, owner: Owner, borrows: bool = False
+        self, wire: worker_pb2.EngineRequest, route: Route, owner: Owner, fetches_prefix: bool = False
     ) -> Request | None:
         """Admit a router's request and give it to an engine. None: the owner has submitted the same attempt before,
         and its answer is coming. Raises MillraceError when the request is refused.
@@ -96,7 +96,7 @@ class Requests:
         self.check_admission()
         if wire.replica >= self._replicas:
             raise convert.invalid("replica", f"is {wire.replica}; the worker has {self._replicas}")
-        request = convert.request(wire, route, borrows)
+        request = convert.request(wire, route, fetches_prefix)
         known = self._live.get(request.id)
         if known is not None and known.owner is owner:
             self.count_stale("submit")

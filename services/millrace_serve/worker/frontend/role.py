@@ -46,7 +46,7 @@ class RoleLogic(abc.ABC):
     @property
     @abc.abstractmethod
     def busy(self) -> bool:
-        """Parked pages or transfers: a drain waits for them."""
+        """Held pages or transfers: a drain waits for them."""
 
     async def disconnect(self) -> None:  # noqa: B027
         """The ranks are about to end: what they are connected with."""

@@ -27,7 +27,7 @@ class _AttemptSpans:
     span: Span
     queue: Span | None = None
     answered: bool = False  # a token is out
-    borrowed: int = 0  # pages
+    fetched: int = 0  # pages
 
 
 class WorkerSpans:
@@ -59,9 +59,9 @@ class WorkerSpans:
             attempt.span.end(now, {"millrace.pages_read": num_pages})
             self._decode(attempt, now)
 
-    def borrowed(self, id: RequestId, num_pages: int) -> None:
+    def fetched(self, id: RequestId, num_pages: int) -> None:
         if (attempt := self._live.get(id)) is not None:
-            attempt.borrowed = num_pages
+            attempt.fetched = num_pages
 
     def on_outputs(self, outputs: Iterable[SequenceOutput]) -> None:
         if not self._live:
@@ -92,8 +92,8 @@ class WorkerSpans:
         queue = self._tracer.begin("queue", attempt.span.traceparent, attempt.began)
         queue.end(attempt.began + output.queued_s)
         attempt.answered = True
-        cached, borrowed = output.num_cached_tokens, attempt.borrowed
-        attempt.span.end(now, {"millrace.cached_tokens": cached, "millrace.pages_borrowed": borrowed})
+        cached, fetched = output.num_cached_tokens, attempt.fetched
+        attempt.span.end(now, {"millrace.cached_tokens": cached, "millrace.pages_fetched": fetched})
         if attempt.route is Route.LOCAL:
             self._decode(attempt, now)
         else:

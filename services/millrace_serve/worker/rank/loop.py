@@ -93,7 +93,7 @@ class EngineLoop:
         self._ship(Events(load=engine.load()))
         while not engine.stopped:
             self._receive()
-            while engine.hold_s():
+            while engine.launch_delay_s():
                 engine.reserve()
                 self._ship_early()
                 self._receive()

@@ -7,7 +7,7 @@ Life of a rank:
    (engine/start/startup.py)
 3. open the transport: describe the pool for others, and start the reader
 4. report RankReady with the endpoints of the inboxes
-5. the engine loop (loop.py), until Stop; a thread reports the progress of the process meanwhile (pulse.py)
+5. the engine loop (loop.py), until Stop; a thread reports the progress of the process meanwhile (heartbeat.py)
 6. the transfer ends before the pool goes away, and the rank leaves the others
 An error on the way is reported as RankFailed, and the process exits with code 1.
 """
@@ -32,7 +32,7 @@ from millrace_common.process_start import no_core_dumps
 
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import GIB
-from millrace_serve.engine.health.pulse_thread import PulseThread
+from millrace_serve.engine.health.heartbeat_thread import HeartbeatThread
 from millrace_serve.engine.offload.disk_tier import DiskTier
 from millrace_serve.engine.offload.page_folder import PageFolder
 from millrace_serve.engine.start.phases import Phases
@@ -124,8 +124,8 @@ def _live(spec: RankSpec, context: zmq.Context[Any], key: bytes, report: Callabl
             memory=source.handle(),
         )
     )
-    pulses: Sender[FromRank] = Sender(context, spec.frontend, key)
-    with PulseThread(parts.progress, lambda pulse: pulses.send(FromRank(spec.rank, pulse))):
+    heartbeats: Sender[FromRank] = Sender(context, spec.frontend, key)
+    with HeartbeatThread(parts.progress, lambda heartbeat: heartbeats.send(FromRank(spec.rank, heartbeat))):
         to_set = partial(set_weights, parts, lambda: _add_disk_tier(parts, config))
         _step(parts, inbox, report, Upkeep(spec.rank, report, parts.progress, to_set))
     reader.join()

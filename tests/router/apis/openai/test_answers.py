@@ -22,7 +22,7 @@ from millrace_router.text import markers
 from millrace_router.text.call_stream import CallDelta
 from millrace_router.text.chat_format import ChatFormat, Style
 from millrace_router.text.markers import THINK_END
-from millrace_router.text.message import MessageParser, Said
+from millrace_router.text.message import MessageParser, ParsedOutput
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_testing import paths
 from router.harness import BOS, write_tokenizer
@@ -191,8 +191,8 @@ def parser_of() -> MessageParser:
 
 def test_the_rest_of_a_call_stands_before_the_text_behind_it() -> None:
     blocks = ContentBlocks()
-    list(blocks.push(Said.of("", [CallDelta(0, "f", "{")]), last=False))
-    list(blocks.push(Said.of("", [CallDelta(0, "", "}"), "Done.", CallDelta(1, "g", "{}")]), last=True))
+    list(blocks.push(ParsedOutput.of("", [CallDelta(0, "f", "{")]), last=False))
+    list(blocks.push(ParsedOutput.of("", [CallDelta(0, "", "}"), "Done.", CallDelta(1, "g", "{}")]), last=True))
     assert [(block.kind, block.name, block.text) for block in blocks.all] == [
         (Kind.CALL, "f", "{}"), (Kind.TEXT, "", "Done."), (Kind.CALL, "g", "{}"),
     ]  # fmt: skip
@@ -218,7 +218,7 @@ def test_an_event_has_one_line_of_data() -> None:
 def test_a_chunk_has_one_line_of_data(chat: bool) -> None:
     answer = Answer("", "".join(BREAKS), 1, False, None)  # type: ignore[arg-type]
     shape, text = AnswerShape(chat, answer, Tokenizer.load(paths.TINY), False), "x".join(BREAKS)
-    told = data(shape.push(Delta(0, Said("", text), [5], [], 0, 1, 0, 0, 0, True)))
+    told = data(shape.push(Delta(0, ParsedOutput("", text), [5], [], 0, 1, 0, 0, 0, True)))
     assert isinstance(told, dict)
     (choice,) = told["choices"]
     assert (choice["delta"]["content"] if chat else choice["text"]) == text and told["model"] == "".join(BREAKS)

@@ -155,7 +155,7 @@ async def test_an_error_in_mid_stream_is_an_event(pair: Cluster) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("after", [0, 2])
-async def test_disconnect_cancels_both_legs(pair: Cluster, stream: bool, after: int) -> None:
+async def test_disconnect_cancels_both_subs(pair: Cluster, stream: bool, after: int) -> None:
     pair.prefills[0].script.append(hangs())
     pair.decodes[0].script.append(hangs(after))
     body = json.dumps({"prompt": "x", "stream": stream}).encode()

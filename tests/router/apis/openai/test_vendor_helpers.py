@@ -95,7 +95,7 @@ async def test_raw_responses_have_ids_and_events(pair: Cluster) -> None:
 @pytest.mark.parametrize("name", ["openai", "anthropic"])
 async def test_retries_come_when_the_router_says(name: str, cluster: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue is full until the client waits, as long as it was told."""
-    made = await cluster(FakeWorker(PREFILL, credits=0), FakeWorker(DECODE), queue_size=1)
+    made = await cluster(FakeWorker(PREFILL, capacity=0), FakeWorker(DECODE), queue_size=1)
     waiting = asyncio.create_task(made.generate([3, 1, 4]))
     await made.until(lambda: len(made.router.admission) == 1)
     pauses: list[float] = []
@@ -104,7 +104,7 @@ async def test_retries_come_when_the_router_says(name: str, cluster: Callable, m
     async def pause(seconds: float) -> None:
         if seconds:
             pauses.append(seconds)
-            made.prefills[0].change(credits=4)
+            made.prefills[0].change(capacity=4)
             await waiting
         await sleep(0)
 

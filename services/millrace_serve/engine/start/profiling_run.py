@@ -1,5 +1,5 @@
 """Steps without requests: to measure the memory of the largest one, and to have every kernel compiled before the first
-request asks for it. All of their KV lies in the sink page, and they go through the runner as real ones do.
+request asks for it. All of their KV lies in the null page, and they go through the runner as real ones do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from millrace_kernels.backend import SMALL_TOKENS
 
 from millrace_serve.engine.config import Limits
-from millrace_serve.engine.step.batch import HostBatch, SharedChunk, SlotUpdates, StepBatch
+from millrace_serve.engine.step.batch import ContextParallelChunk, HostBatch, SlotUpdates, StepBatch
 from millrace_serve.engine.step.graphs import graph_keys
 from millrace_serve.engine.step.sampling_batch import HostSampling, SamplingBatch
 from millrace_serve.model.context_parallel.split import Split
@@ -151,7 +151,9 @@ def shared_batch(limits: Limits, dp: int, dp_rank: int) -> HostBatch:
     batch.num_pages = -(-split.end // limits.page_size)
     batch.num_rows = np.array([rows[dp_rank]], np.int32)
     tokens, slots = np.arange(count + 1) % 100, np.zeros(1, np.int64)
-    batch.shared = SharedChunk(split, tokens, slots) if split.mine else SharedChunk(split, tokens[:0], slots[:0])
+    batch.shared = (
+        ContextParallelChunk(split, tokens, slots) if split.mine else ContextParallelChunk(split, tokens[:0], slots[:0])
+    )
     batch.dp_num_tokens, batch.dp_num_sampled = rows, (0,) * dp
     return batch
 

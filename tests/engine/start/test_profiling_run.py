@@ -1,4 +1,4 @@
-"""Rehearsed steps are legal, cover what they promise, and go through the runner of a real model."""
+"""Warmed steps are legal, cover what they promise, and go through the runner of a real model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Submit
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.start.phases import Phases, slowest, table
-from millrace_serve.engine.start.rehearsal import (
+from millrace_serve.engine.start.profiling_run import (
     PREFIX_TOKENS,
     StepShape,
     batch_of,
@@ -50,7 +50,7 @@ def test_largest_step_uses_every_slot_and_a_prefix() -> None:
     assert largest(SHORT) == StepShape(num_decode=0, chunks=3, chunk=32, prefix=0, greedy=False)
 
 
-def test_prompts_of_every_size_class_are_rehearsed() -> None:
+def test_prompts_of_every_size_class_are_warmed() -> None:
     lengths = {shape.chunk for shape in prefill_shapes(V3) if shape.chunks == 1}
     assert {*range(1, 17), 64, 4096, 16384} <= lengths  # up to SMALL_TOKENS a token more may change the kernel
     assert {47, 3071, 12287} <= lengths  # Triton's kernels for lengths that are no multiples of 16
@@ -64,7 +64,7 @@ def test_prompts_of_every_size_class_are_rehearsed() -> None:
     assert [shape.num_decode for shape in decode_shapes(V3, (1, 4))] == [4, 4, 1, 1]
 
 
-def test_every_graph_is_rehearsed() -> None:
+def test_every_graph_is_warmed() -> None:
     """Also those of a bucket that holds numbers of sequences with more drafts than it has when it is full."""
     limits = V3.model_copy(update={"max_running": 64, "draft_tokens": 3})
     steps = [(shape.num_decode, shape.num_queries, shape.greedy) for shape in decode_shapes(limits, (1, 8, 64))]
@@ -81,7 +81,7 @@ def test_products_are_compiled_for_as_many_cached_tokens_as_are_expanded(most: i
     assert rows >= max(sum(lens) for _, lens in chunks) and rows <= PREFIX_TOKENS
 
 
-def test_sparse_attention_is_rehearsed_where_it_is_dense() -> None:
+def test_sparse_attention_is_warmed_where_it_is_dense() -> None:
     """Behind cached tokens every prompt of V3 would be longer than the 2,048 keys that V3.2 chooses."""
     shapes = prefill_shapes(V3, 2048)
     dense = {shape for shape in shapes if shape.prefix + shape.chunk <= 2048}
@@ -92,7 +92,7 @@ def test_sparse_attention_is_rehearsed_where_it_is_dense() -> None:
     assert prefill_shapes(SHORT, 2048) == prefill_shapes(SHORT)
 
 
-def test_cached_tokens_are_rehearsed_though_the_longest_prompt_is_one_step() -> None:
+def test_cached_tokens_are_warmed_though_the_longest_prompt_is_one_step() -> None:
     limits = SMALL.model_copy(update={"max_prefill_tokens": 511})
     behind = {shape.chunk: shape.prefix for shape in prefill_shapes(limits) if shape.prefix and not shape.num_decode}
     assert max(behind) == 511 - 64 and behind[511 - 64] == 64 and behind[1] == 448

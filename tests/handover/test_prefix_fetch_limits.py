@@ -1,4 +1,4 @@
-"""What a prefill worker's frontend does for a loan, with a scripted lender and scripted ranks."""
+"""What a prefill worker's frontend does for a prefix fetch, with a scripted source and scripted ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from millrace_serve.engine.core import (
     Events,
     FinishReason,
     KvArrived,
+    KvChunk,
     KvFailed,
     KvLate,
     KvOffered,
-    KvPart,
     KvReserved,
     LeaseEnded,
     Request,
@@ -31,7 +31,7 @@ from millrace_serve.engine.core import (
     SamplingParams,
     SequenceOutput,
 )
-from millrace_serve.handover import borrowing
+from millrace_serve.handover import prefix_fetches
 from millrace_serve.prefill.service import PrefillRole
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.messages import ReadDone, ReadPages, ReadStuck
@@ -49,7 +49,7 @@ HASHES = page_hashes(PROMPT[:192], 64)
 
 
 class Bench:
-    """A prefill worker with one request that borrows; its engine is the test."""
+    """A prefill worker with one request that fetches; its engine is the test."""
 
     def __init__(self) -> None:
         self.engine: list[Any] = []
@@ -77,15 +77,17 @@ class Bench:
             leave=None,
         )
         self.role = PrefillRole(frontend)
-        self.lender = Peer()
+        self.prefix_source = Peer()
         peers = self.role.imports._peers
-        peers._peers["p:1", "e"] = self.lender  # type: ignore[assignment]
-        peers._watch(self.lender)  # type: ignore[arg-type]
+        peers._peers["p:1", "e"] = self.prefix_source  # type: ignore[assignment]
+        peers._watch(self.prefix_source)  # type: ignore[arg-type]
 
-    def _submit(self, wire: worker_pb2.EngineRequest, route: Route, link: object, borrows: bool) -> Request:
+    def _submit(self, wire: worker_pb2.EngineRequest, route: Route, link: object, fetches_prefix: bool) -> Request:
         id = RequestId(wire.id.room, wire.id.attempt)
         sampling = SamplingParams(max_tokens=4)
-        self.submitted = Request(id=id, token_ids=list(wire.token_ids), sampling=sampling, route=route, borrows=borrows)
+        self.submitted = Request(
+            id=id, token_ids=list(wire.token_ids), sampling=sampling, route=route, fetches_prefix=fetches_prefix
+        )
         self.role.exports.expect(id, 0)
         return self.submitted
 
@@ -107,31 +109,31 @@ class Bench:
         await self.settle()
         if stage == "asked":
             return
-        self.lender.said.put_nowait([MemoryHandle("nixl", "lender", b"", 0, 64, 10)])
-        self.lender.said.put_nowait(KvPart(ID, 0, [7, 8], HASHES[:2], 128, True))
+        self.prefix_source.said.put_nowait([MemoryHandle("nixl", "prefix_source", b"", 0, 64, 10)])
+        self.prefix_source.said.put_nowait(KvChunk(ID, 0, [7, 8], HASHES[:2], 128, True))
         await self.settle()
         assert self.engine == [KvOffered(ID, 2)]
         if stage == "offered":
             return
         self.role.on_events(0, Events(reserved=[KvReserved(ID, [3, 4], 1)]))
-        assert self.reads == [ReadPages(ID, 0, [8], [4], "lender")]
+        assert self.reads == [ReadPages(ID, 0, [8], [4], "prefix_source")]
         if stage == "reading":
             return
-        self.lender.answer = asyncio.CancelledError  # nothing is answered
-        self.lender.release = self._hear_release  # type: ignore[method-assign]
+        self.prefix_source.answer = asyncio.CancelledError  # nothing is answered
+        self.prefix_source.release = self._hear_release  # type: ignore[method-assign]
         self.role.handlers[ReadDone](0, ReadDone(ID, 0, "", 1))
         await self.settle()
-        assert self.lender.released == 1
+        assert self.prefix_source.released == 1
 
     async def _hear_release(self) -> None:
-        self.lender.released += 1
+        self.prefix_source.released += 1
 
     def failures(self) -> dict[str, float]:
-        rows = self.metrics.loan_failures.collect()[0].samples
+        rows = self.metrics.prefix_fetch_failures.collect()[0].samples
         return {row.labels["reason"]: row.value for row in rows if row.name.endswith("_total")}
 
     def over(self, reason: Reason) -> None:
-        """The loan is over, and the engine goes on without."""
+        """The prefix fetch is over, and the engine goes on without."""
         last = self.engine[-1]
         assert isinstance(last, KvFailed) and last.failure.reason == reason
         assert len(self.role.imports) == 0 and self.failures() == {reason: 1}
@@ -147,55 +149,55 @@ async def bench() -> AsyncIterator[Bench]:
 STAGES = ["asked", "offered", "reading", "releasing"]
 
 
-async def test_what_is_lent_is_read_and_proved(bench: Bench) -> None:
+async def test_what_is_served_is_read_and_proved(bench: Bench) -> None:
     await bench.to("reading")
-    assert bench.submitted.borrows
-    assert bench.lender.prefix is not None
-    assert (bench.lender.prefix.replica, list(bench.lender.prefix.blocks)) == (2, HASHES)
+    assert bench.submitted.fetches_prefix
+    assert bench.prefix_source.prefix is not None
+    assert (bench.prefix_source.prefix.replica, list(bench.prefix_source.prefix.blocks)) == (2, HASHES)
     bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "", 1))
     await bench.settle()
-    assert bench.lender.released == 1 and bench.engine[1:] == [KvArrived(ID)] and bench.failures() == {}
-    assert bench.metrics.loan_pages.labels(direction="borrowed")._value.get() == 1
+    assert bench.prefix_source.released == 1 and bench.engine[1:] == [KvArrived(ID)] and bench.failures() == {}
+    assert bench.metrics.prefix_fetch_pages.labels(direction="fetched")._value.get() == 1
     assert bench.board.reads.per_s > 0
-    assert bench.board.loan_s == 0  # the first loan of a lender had to connect
+    assert bench.board.prefix_fetch_s == 0  # the first prefix fetch of a source had to connect
 
 
-async def test_further_loans_of_a_lender_are_measured_and_forgotten(
+async def test_further_prefix_fetches_of_a_prefix_source_are_measured_and_forgotten(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bench.to("reading")
     bench.role.imports._live[ID].connects = False  # type: ignore[attr-defined]
     bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "", 1))
     await bench.settle()
-    assert bench.board.loan_s > 0
-    monkeypatch.setattr(load, "LOAN_MEMORY_S", 0.0)
-    assert bench.board.loan_s == 0
+    assert bench.board.prefix_fetch_s > 0
+    monkeypatch.setattr(load, "PREFIX_FETCH_MEMORY_S", 0.0)
+    assert bench.board.prefix_fetch_s == 0
 
 
 @pytest.mark.parametrize(("length", "pages"), [(200, 3), (193, 3), (192, 2)])
-async def test_loan_leaves_a_token_to_compute(bench: Bench, length: int, pages: int) -> None:
+async def test_prefix_fetch_leaves_a_token_to_compute(bench: Bench, length: int, pages: int) -> None:
     bench.submit(num_pages=1000, length=length)
     assert len(bench.role.imports) == 1
     await bench.settle()
-    assert bench.lender.prefix is not None and list(bench.lender.prefix.blocks) == HASHES[:pages]
+    assert bench.prefix_source.prefix is not None and list(bench.prefix_source.prefix.blocks) == HASHES[:pages]
 
 
-@pytest.mark.parametrize(("stage", "seconds"), [("asked", borrowing.OFFER_S), ("reading", WorkerTimeouts().stall)])
-async def test_loan_has_a_limit_at_each_stage(bench: Bench, stage: str, seconds: float) -> None:
+@pytest.mark.parametrize(("stage", "seconds"), [("asked", prefix_fetches.OFFER_S), ("reading", WorkerTimeouts().stall)])
+async def test_prefix_fetch_has_a_limit_at_each_stage(bench: Bench, stage: str, seconds: float) -> None:
     began = asyncio.get_running_loop().time()
     await bench.to(stage)
     timer = bench.role.imports._use._timers[ID]  # type: ignore[attr-defined]
     assert began + seconds <= timer.when() <= asyncio.get_running_loop().time() + seconds and not timer.cancelled()
     if stage == "reading":
         bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "no route", 1))
-        assert bench.role.imports._failed_reads.total == 0, "a failed loan fails no prompt, and ends no worker"
+        assert bench.role.imports._failed_reads.total == 0, "a failed prefix fetch fails no prompt, and ends no worker"
         assert bench.failures() == {Reason.TRANSFER_FAILED: 1}
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_lost_lender_costs_only_the_loan(bench: Bench, stage: str) -> None:
+async def test_lost_prefix_source_costs_only_the_prefix_fetch(bench: Bench, stage: str) -> None:
     await bench.to(stage)
-    bench.lender.said.put_nowait(MillraceError(Reason.WORKER_LOST, "reset"))
+    bench.prefix_source.said.put_nowait(MillraceError(Reason.WORKER_LOST, "reset"))
     await bench.settle()
     if stage == "reading":
         assert bench.engine[1:] == [KvLate(ID)]  # the engine need not wait for the reads
@@ -204,7 +206,7 @@ async def test_lost_lender_costs_only_the_loan(bench: Bench, stage: str) -> None
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_abort_ends_the_loan_when_nothing_is_in_flight(bench: Bench, stage: str) -> None:
+async def test_abort_ends_the_prefix_fetch_when_nothing_is_in_flight(bench: Bench, stage: str) -> None:
     await bench.to(stage)
     assert bench.requests.on_abort(ID, ABORTED)
     if stage == "reading":
@@ -213,11 +215,11 @@ async def test_abort_ends_the_loan_when_nothing_is_in_flight(bench: Bench, stage
     await bench.settle()
     failed = [message for message in bench.engine if isinstance(message, KvFailed)]
     assert [message.failure.reason for message in failed] == [Reason.CANCELLED] and len(bench.role.imports) == 0
-    assert bench.lender.released == (0 if stage == "asked" else 1)
+    assert bench.prefix_source.released == (0 if stage == "asked" else 1)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_request_that_the_engine_ends_ends_its_loan(bench: Bench, stage: str) -> None:
+async def test_request_that_the_engine_ends_ends_its_prefix_fetch(bench: Bench, stage: str) -> None:
     await bench.to(stage)
     bench.role.on_events(0, Events(outputs=[SequenceOutput(ID, 0, [], FinishReason.ABORT)]))
     if stage == "reading":
@@ -226,12 +228,14 @@ async def test_request_that_the_engine_ends_ends_its_loan(bench: Bench, stage: s
 
 
 @pytest.mark.parametrize("stage", ["asked", "reading", "releasing"])
-async def test_nobody_waits_for_a_silent_lender(bench: Bench, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_waits_for_a_silent_prefix_source(
+    bench: Bench, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The timers of both limits, made short: of the offer, and of everything after the reservation."""
     if stage == "asked":
-        monkeypatch.setattr(borrowing, "OFFER_S", 0.01)
+        monkeypatch.setattr(prefix_fetches, "OFFER_S", 0.01)
     else:
-        bench.role._borrowing._stall_s = 0.01
+        bench.role._prefix_fetches._stall_s = 0.01
     await bench.to(stage)
     async with asyncio.timeout(120):
         while not any(isinstance(message, KvLate | KvFailed) for message in bench.engine):
@@ -253,16 +257,16 @@ async def test_stuck_read_is_told_once(bench: Bench) -> None:
 
 async def test_other_tokens_are_not_read(bench: Bench) -> None:
     await bench.to("asked")
-    bench.lender.said.put_nowait([MemoryHandle("nixl", "lender", b"", 0, 64, 10)])
-    bench.lender.said.put_nowait(KvPart(ID, 0, [7, 8], [HASHES[0], block(1)], 128, True))
+    bench.prefix_source.said.put_nowait([MemoryHandle("nixl", "prefix_source", b"", 0, 64, 10)])
+    bench.prefix_source.said.put_nowait(KvChunk(ID, 0, [7, 8], [HASHES[0], block(1)], 128, True))
     await bench.settle()
     bench.over(Reason.KV_MISMATCH)
 
 
-async def test_lender_that_has_evicted_all_of_it(bench: Bench) -> None:
+async def test_prefix_source_that_has_evicted_all_of_it(bench: Bench) -> None:
     await bench.to("asked")
-    bench.lender.said.put_nowait([MemoryHandle("nixl", "lender", b"", 0, 64, 10)])
-    bench.lender.said.put_nowait(KvPart(ID, 0, [], [], 0, True))
+    bench.prefix_source.said.put_nowait([MemoryHandle("nixl", "prefix_source", b"", 0, 64, 10)])
+    bench.prefix_source.said.put_nowait(KvChunk(ID, 0, [], [], 0, True))
     await bench.settle()
     bench.over(Reason.KV_NOT_FOUND)
 
@@ -270,5 +274,5 @@ async def test_lender_that_has_evicted_all_of_it(bench: Bench) -> None:
 async def test_another_layout_is_not_asked_for(bench: Bench) -> None:
     bench.submit(fingerprint="other")
     await bench.settle()
-    assert not bench.submitted.borrows and len(bench.role.imports) == 0
+    assert not bench.submitted.fetches_prefix and len(bench.role.imports) == 0
     assert bench.engine == [] and bench.failures() == {Reason.LAYOUT_MISMATCH: 1}

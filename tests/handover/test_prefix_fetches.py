@@ -1,6 +1,7 @@
 """Cached prefixes that travel back to prefill workers: real processes, NIXL between them.
 
-Every test ends with the pools of all workers whole, and with the tokens of the oracle, whatever happens to a loan.
+Every test ends with the pools of all workers whole, and with the tokens of the oracle, whatever happens to a prefix
+fetch.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 Waiting: TypeAlias = tuple[FakeLink, worker_pb2.EngineRequest, Callable[[], None]]
 PAGE = 64
-# Pools of 40 pages: a parked prompt of 30 makes the next one of 12 wait in the queue, and 10 may be lent.
+# Pools of 40 pages: a held prompt of 30 makes the next one of 12 wait in the queue, and 10 may be served.
 TIGHT = (*SIM, "limits.num_pages=41", "limits.max_model_len=2048", "timeouts={stall: 3.0}")
-PARKED, BORROWED = 30 * PAGE, 11 * PAGE
+HELD, FETCHED = 30 * PAGE, 11 * PAGE
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -47,22 +48,22 @@ async def cache(worker: Worker, prompt: list[int], salt: bytes = b"") -> None:
         link.submit(r)
         await link.first(r)
         if worker.role == "prefill":
-            link.abort(r)  # it is parked there
+            link.abort(r)  # it is held there
         else:
             await link.finish(r)
         await worker.whole()
 
 
-async def prefix(lender: Worker, num_pages: int, replica: int = 0) -> prefill_pb2.KvPrefixRef:
-    return prefill_pb2.KvPrefixRef(worker=await lender.source(), replica=replica, num_pages=num_pages)
+async def prefix(prefix_source: Worker, num_pages: int, replica: int = 0) -> prefill_pb2.KvPrefixRef:
+    return prefill_pb2.KvPrefixRef(worker=await prefix_source.source(), replica=replica, num_pages=num_pages)
 
 
 async def failures(worker: Worker, reason: str) -> float:
-    return await worker.metric("millrace_loan_failures_total", reason=reason)
+    return await worker.metric("millrace_prefix_fetch_failures_total", reason=reason)
 
 
 async def pages(worker: Worker, direction: str) -> float:
-    return await worker.metric("millrace_loan_pages_total", direction=direction)
+    return await worker.metric("millrace_prefix_fetch_pages_total", direction=direction)
 
 
 async def until(worker: Worker, what: str, condition: Callable[[worker_pb2.ReplicaLoad], bool]) -> None:
@@ -78,39 +79,39 @@ async def until_counted(read: Callable[[], object], value: float) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("lender", [1, 2])
-async def test_prompt_cached_elsewhere_is_borrowed_and_handed_over(three: list[Worker], lender: int) -> None:
+@pytest.mark.parametrize("prefix_source", [1, 2])
+async def test_prompt_cached_elsewhere_is_fetched_and_handed_over(three: list[Worker], prefix_source: int) -> None:
     """From the decode worker that goes on with the very attempt, and from a unified worker."""
     prefill, decode = three[0], three[1]
     history = prompt_of(1000)
-    await cache(three[lender], history)
-    before = await pages(prefill, "borrowed"), await pages(three[lender], "lent")
+    await cache(three[prefix_source], history)
+    before = await pages(prefill, "fetched"), await pages(three[prefix_source], "served")
     async with FakePair(prefill, decode) as both:
         r = request([*history, *prompt_of(100)], max_tokens=8)
         both.to_decode.submit(r, both.source)
-        both.to_prefill.submit(r, await prefix(three[lender], 15))
+        both.to_prefill.submit(r, await prefix(three[prefix_source], 15))
         assert (await both.to_prefill.first(r)).cached_tokens == 15 * PAGE
         await both.to_decode.finish(r)
         assert both.to_decode.tokens(r) == expected(list(r.token_ids), 8)
-    assert await pages(prefill, "borrowed") == before[0] + 15
-    assert await pages(three[lender], "lent") == before[1] + 15
+    assert await pages(prefill, "fetched") == before[0] + 15
+    assert await pages(three[prefix_source], "served") == before[1] + 15
     load = await prefill.load()
-    assert load.loan_seconds >= 0 and load.read_bytes_per_s > 0 and load.replicas[0].prompt_tokens_per_s > 0
+    assert load.prefix_fetch_seconds >= 0 and load.read_bytes_per_s > 0 and load.replicas[0].prompt_tokens_per_s > 0
     for worker in three:
         await worker.whole()
 
 
-async def test_prefix_of_another_salt_is_not_lent(three: list[Worker]) -> None:
-    """A pair and a loan: with equal salts the pages come, and with other ones the tokens are the same."""
-    prefill, decode, lender = three
+async def test_prefix_of_another_salt_is_not_served(three: list[Worker]) -> None:
+    """A pair and a prefix fetch: with equal salts the pages come, and with other ones the tokens are the same."""
+    prefill, decode, prefix_source = three
     history = prompt_of(1000)
-    await cache(lender, history, salt=b"one")
+    await cache(prefix_source, history, salt=b"one")
     for salt, found in ((b"two", 0), (b"", 0), (b"one", 15 * PAGE)):
         before = await failures(prefill, Reason.KV_NOT_FOUND)
         async with FakePair(prefill, decode) as both:
             r = request([*history, 7], max_tokens=8, salt=salt)
             both.to_decode.submit(r, both.source)
-            both.to_prefill.submit(r, await prefix(lender, 15))
+            both.to_prefill.submit(r, await prefix(prefix_source, 15))
             assert (await both.to_prefill.first(r)).cached_tokens == found
             await both.to_decode.finish(r)
             assert both.to_decode.tokens(r) == expected(list(r.token_ids), 8)
@@ -120,13 +121,13 @@ async def test_prefix_of_another_salt_is_not_lent(three: list[Worker]) -> None:
 
 
 async def test_blocks_of_another_length_are_refused(three: list[Worker]) -> None:
-    lender = three[2]
-    source = await lender.source()
+    prefix_source = three[2]
+    source = await prefix_source.source()
     for blocks, words in (([], "must not be empty"), ([b"7" * 32, b"short"], "must have 32 bytes each")):
         wanted = kv_pb2.FetchPrefix(replica=0, blocks=blocks)
         id = common_pb2.AttemptId(room=1)
-        begin = kv_pb2.FetchOpen(id=id, epoch=lender.epoch, fingerprint=source.fingerprint, prefix=wanted)
-        call = kv_pb2_grpc.KvServiceStub(lender.channel).Fetch(timeout=10)
+        begin = kv_pb2.FetchOpen(id=id, epoch=prefix_source.epoch, fingerprint=source.fingerprint, prefix=wanted)
+        call = kv_pb2_grpc.KvServiceStub(prefix_source.channel).Fetch(timeout=10)
         await call.write(kv_pb2.FetchRequest(open=begin))
         with pytest.raises(grpc.aio.AioRpcError, match=f"prefix.blocks {words}"):
             await call.read()
@@ -134,30 +135,30 @@ async def test_blocks_of_another_length_are_refused(three: list[Worker]) -> None
 
 async def test_fetch_by_guess_is_told_no_memory(three: list[Worker]) -> None:
     """A guess of blocks, of tokens without their salt or of a request's id gets no address of memory, nor its keys."""
-    lender, history = three[2], prompt_of(200)
-    await cache(lender, history, salt=b"one")
-    source = await lender.source()
-    stub = kv_pb2_grpc.KvServiceStub(lender.channel)
+    prefix_source, history = three[2], prompt_of(200)
+    await cache(prefix_source, history, salt=b"one")
+    source = await prefix_source.source()
+    stub = kv_pb2_grpc.KvServiceStub(prefix_source.channel)
 
     async def told(**what: Any) -> list[str]:
-        """The messages of one Fetch, without those that only say that the lender lives."""
-        begin = kv_pb2.FetchOpen(epoch=lender.epoch, fingerprint=source.fingerprint, **what)
+        """The messages of one Fetch, without those that only say that the source lives."""
+        begin = kv_pb2.FetchOpen(epoch=prefix_source.epoch, fingerprint=source.fingerprint, **what)
         call = stub.Fetch(timeout=30)
         await call.write(kv_pb2.FetchRequest(open=begin))
         seen = []
         with contextlib.suppress(grpc.aio.AioRpcError):
             while (message := await call.read()) is not grpc.aio.EOF:
                 seen.append(message.WhichOneof("message"))
-                if seen[-1] == "part":
+                if seen[-1] == "chunk":
                     await call.write(kv_pb2.FetchRequest(release=kv_pb2.FetchRelease()))
         return [kind for kind in seen if kind not in ("heartbeat", "held")]
 
-    for salt, found in ((b"one", ["source", "part"]), (b"two", ["part"]), (b"", ["part"])):
+    for salt, found in ((b"one", ["source", "chunk"]), (b"two", ["chunk"]), (b"", ["chunk"])):
         blocks = page_hashes(history[: 3 * PAGE], PAGE, salt=salt)
         assert await told(id={"room": 1}, prefix=kv_pb2.FetchPrefix(blocks=blocks)) == found
-    assert await told(id={"room": 1}, prefix=kv_pb2.FetchPrefix(blocks=[b"7" * 32])) == ["part"]
+    assert await told(id={"room": 1}, prefix=kv_pb2.FetchPrefix(blocks=[b"7" * 32])) == ["chunk"]
     assert await told(id={"room": 12345}) == []
-    await lender.whole()
+    await prefix_source.whole()
 
 
 async def test_reference_that_leads_nowhere_costs_only_the_prompt(three: list[Worker]) -> None:
@@ -187,19 +188,19 @@ async def test_reference_that_leads_nowhere_costs_only_the_prompt(three: list[Wo
 
 
 @contextlib.asynccontextmanager
-async def offered(prefill: Worker, lender: Worker) -> AsyncIterator[Waiting]:
-    """A link, a request that waits in the queue with a loan, and a call that lets the queue go on."""
-    history = prompt_of(BORROWED)
-    await cache(lender, history)
+async def offered(prefill: Worker, prefix_source: Worker) -> AsyncIterator[Waiting]:
+    """A link, a request that waits in the queue with a prefix fetch, and a call that lets the queue go on."""
+    history = prompt_of(FETCHED)
+    await cache(prefix_source, history)
     async with FakeLink(prefill) as link:
-        parked = request(prompt_of(PARKED))
-        link.submit(parked)
-        await link.first(parked)
+        held = request(prompt_of(HELD))
+        link.submit(held)
+        await link.first(held)
         r = request([*history[:-1], 7, 8])
-        link.submit(r, await prefix(lender, 100))
-        await until(lender, "the loan", lambda load: load.pages_published == BORROWED // PAGE - 1)
+        link.submit(r, await prefix(prefix_source, 100))
+        await until(prefix_source, "the prefix fetch", lambda load: load.pages_published == FETCHED // PAGE - 1)
         await until(prefill, "the queue", lambda load: load.waiting == 1)
-        yield link, r, lambda: link.abort(parked)
+        yield link, r, lambda: link.abort(held)
 
 
 async def computed(prefill: Worker, link: FakeLink, r: worker_pb2.EngineRequest, cached_tokens: int) -> None:
@@ -210,39 +211,39 @@ async def computed(prefill: Worker, link: FakeLink, r: worker_pb2.EngineRequest,
 
 
 @pytest.mark.long
-async def test_loan_offered_survives_abort_freeze_and_drain(tmp_path: Path) -> None:
-    """An abort, a lender that freezes, and one that drains."""
-    async with workers(tmp_path, "prefill", "decode", sets=TIGHT, patient=True) as (prefill, lender):
-        async with offered(prefill, lender) as (link, r, go_on):
+async def test_prefix_fetch_offered_survives_abort_freeze_and_drain(tmp_path: Path) -> None:
+    """An abort, a source that freezes, and one that drains."""
+    async with workers(tmp_path, "prefill", "decode", sets=TIGHT, patient=True) as (prefill, prefix_source):
+        async with offered(prefill, prefix_source) as (link, r, go_on):
             link.abort(r)
             await link.finish(r)
-            await lender.whole()
+            await prefix_source.whole()
             go_on()
             await prefill.whole()
         assert await failures(prefill, Reason.CANCELLED) == 1
 
-        async with offered(prefill, lender) as (link, r, go_on):
-            for process in lender.family():
+        async with offered(prefill, prefix_source) as (link, r, go_on):
+            for process in prefix_source.family():
                 process.suspend()
             go_on()
             await computed(prefill, link, r, 0)
-            resumed(lender)
+            resumed(prefix_source)
         await until_counted(lambda: failures(prefill, Reason.STALLED), 1)  # counted once the reads are final
         await prefill.whole()
-        await lender.whole()
+        await prefix_source.whole()
 
-        ref = await prefix(lender, 1)
-        async with offered(prefill, lender) as (link, r, go_on):
-            lender.process.send(signal.SIGTERM)
-            await lender.until(lambda: "SIGTERM: draining" in lender.process.log_tail(), "the drain")
+        ref = await prefix(prefix_source, 1)
+        async with offered(prefill, prefix_source) as (link, r, go_on):
+            prefix_source.process.send(signal.SIGTERM)
+            await prefix_source.until(lambda: "SIGTERM: draining" in prefix_source.process.log_tail(), "the drain")
             refused = request(prompt_of(70))
             link.submit(refused, ref)
             await until_counted(lambda: failures(prefill, Reason.DRAINING), 1)
             go_on()
             await link.first(refused)
             link.abort(refused)
-            await computed(prefill, link, r, BORROWED - PAGE)
-        assert await asyncio.wait_for(lender.process.wait(), 120) == 0
+            await computed(prefill, link, r, FETCHED - PAGE)
+        assert await asyncio.wait_for(prefix_source.process.wait(), 120) == 0
         await prefill.whole()
 
 
@@ -251,13 +252,13 @@ def resumed(worker: Worker) -> None:
         process.resume()
 
 
-async def test_lender_killed_costs_only_the_loan(tmp_path: Path) -> None:
+async def test_prefix_source_killed_costs_only_the_prefix_fetch(tmp_path: Path) -> None:
     async with (
         workers(tmp_path, "prefill", sets=TIGHT, patient=True) as [prefill],
-        workers(tmp_path, "unified", sets=TIGHT) as [lender],
-        offered(prefill, lender) as (link, r, go_on),
+        workers(tmp_path, "unified", sets=TIGHT) as [prefix_source],
+        offered(prefill, prefix_source) as (link, r, go_on),
     ):
-        lender.process.send(signal.SIGKILL)
+        prefix_source.process.send(signal.SIGKILL)
         await until_counted(lambda: failures(prefill, Reason.WORKER_LOST), 1)
         go_on()
         await computed(prefill, link, r, 0)
@@ -266,8 +267,8 @@ async def test_lender_killed_costs_only_the_loan(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-async def test_model_with_a_borrowed_prefix_gives_the_same_tokens(tmp_path: Path) -> None:
-    """The trained checkpoint with canaries: the tokens of a borrowed prompt are those of a computed one."""
+async def test_model_with_a_fetched_prefix_gives_the_same_tokens(tmp_path: Path) -> None:
+    """The trained checkpoint with canaries: the tokens of a fetched prompt are those of a computed one."""
     sets = (f"model={ROOT / 'models' / 'tiny'}", "limits.checks=[canary]", "limits.num_pages=129")
     async with workers(tmp_path, "prefill", "decode", sets=sets, patient=True, timeout_s=120) as (prefill, decode):
         history = [3 + token % 300 for token in prompt_of(300)]
@@ -290,4 +291,4 @@ async def test_model_with_a_borrowed_prefix_gives_the_same_tokens(tmp_path: Path
         assert cached_tokens == 0
         await cache(decode, history)
         assert await ask(await prefix(decode, 100)) == (tokens, 4 * PAGE)
-        assert await pages(prefill, "borrowed") == 4
+        assert await pages(prefill, "fetched") == 4

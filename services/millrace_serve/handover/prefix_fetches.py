@@ -1,14 +1,15 @@
-"""The borrowing side of a prefill worker: leading pages of a prompt come from the prefix cache of another worker.
+"""The fetching side of a prefill worker: leading pages of a prompt come from the prefix cache of another worker.
 
-Life of a loan, which is an import (imports.py) of one part:
+Life of a prefix fetch, which is an import (imports.py) of one chunk:
 
-1. `borrow`    the engine has the prompt and waits; a Fetch asks the lender. No part within OFFER_S: KvFailed, and the
-               engine computes everything
-2. the part    KvOffered; the engine queues the prompt and reserves pages for it when its turn comes
+1. `begin_fetch`    the engine has the prompt and waits; a Fetch asks the source. No chunk within OFFER_S: KvFailed, and
+               the engine computes everything
+2. the chunk    KvOffered; the engine queues the prompt and reserves pages for it when its turn comes
 3. the reads   of the pages that our own prefix cache lacks, the release and its answer, all within `stall_s`
 4. Done        KvArrived: the engine computes the rest. Over: KvFailed, and it computes all of it
 
-A loan never fails its prompt. While reads of a failed loan are in flight the engine uses other pages (KvLate).
+A prefix fetch never fails its prompt. While reads of a failed prefix fetch are in flight the engine uses other pages
+(KvLate).
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from millrace_serve.transfer.importer import KvImport
 from millrace_serve.worker.frontend import convert
 from millrace_serve.worker.frontend.frontend import Frontend
 
-OFFER_S = 0.25  # a lender that steps answers in milliseconds; a lost one must not cost more than it could have saved
+OFFER_S = 0.25  # a source that steps answers in milliseconds; a lost one must not cost more than it could have saved
 
 
 @dataclass(slots=True)
-class LoanTimes:
+class PrefixFetchTimes:
     """On time.monotonic."""
 
     asked_at: float
-    offered_s: float = 0.0  # until the part came
+    offered_s: float = 0.0  # until the chunk came
     reserved_at: float = 0.0
 
 
-class Borrowing(ImportUse):
+class PrefixFetches(ImportUse):
     """Of a prefill worker."""
 
     def __init__(self, frontend: Frontend, peers: Peers, failed_reads: FailedReads) -> None:
@@ -52,11 +53,13 @@ class Borrowing(ImportUse):
         self._peers, self._ranks = peers, frontend.ranks
         self._metrics, self._spans, self._board = frontend.metrics, frontend.spans, frontend.board
         self._page_size, self._stall_s = frontend.config.limits.page_size, frontend.config.timeouts.stall
-        self._times: dict[RequestId, LoanTimes] = {}
-        self._timers: dict[RequestId, asyncio.TimerHandle] = {}  # each ends its loan
+        self._times: dict[RequestId, PrefixFetchTimes] = {}
+        self._timers: dict[RequestId, asyncio.TimerHandle] = {}  # each ends its prefix fetch
 
     def prepare(self, message: prefill_pb2.PrefillRequest) -> Import | None:
-        """The loan that a request of a router asks for, if there is any; a reference that is wrong is only counted."""
+        """The prefix fetch that a request of a router asks for, if there is any; a reference that is wrong is only
+        counted.
+        """
         prefix, token_ids, size = message.prefix, convert.token_ids(message.request), self._page_size
         num_pages = min(prefix.num_pages, (len(token_ids) - 1) // size)  # at least one token is computed
         if num_pages <= 0:
@@ -67,16 +70,16 @@ class Borrowing(ImportUse):
             self._count_failure(error.reason)
             return None
         blocks = page_hashes(token_ids[: num_pages * size], size, salt=message.request.cache_salt)
-        machine = KvImport(convert.request_id(message.request.id), blocks, loan=True)
+        machine = KvImport(convert.request_id(message.request.id), blocks, prefix_fetch=True)
         peer = self._peers.get(prefix.worker.address, prefix.worker.epoch)
         wanted = kv_pb2.FetchPrefix(replica=prefix.replica, blocks=blocks)
         return Import(machine, message.request.replica, peer, prefix=wanted)
 
-    def borrow(self, loan: Import) -> None:
+    def begin_fetch(self, prefix_fetch: Import) -> None:
         """The engine has the request and waits."""
-        self._times[loan.machine.id] = LoanTimes(time.monotonic())
-        self.imports.begin(loan)
-        self._limit(loan, OFFER_S, f"nothing was offered within {OFFER_S:g} s")
+        self._times[prefix_fetch.machine.id] = PrefixFetchTimes(time.monotonic())
+        self.imports.begin(prefix_fetch)
+        self._limit(prefix_fetch, OFFER_S, f"nothing was offered within {OFFER_S:g} s")
 
     def offered(self, job: Import) -> None:
         times = self._times[job.machine.id]
@@ -92,11 +95,11 @@ class Borrowing(ImportUse):
         times = self._times[job.machine.id]
         if num_pages := job.num_read:
             seconds = times.offered_s + time.monotonic() - times.reserved_at
-            self._metrics.loan.observe(seconds)
-            self._metrics.loan_pages.labels(direction="borrowed").inc(num_pages)
-            self._spans.borrowed(job.machine.id, num_pages)
+            self._metrics.prefix_fetch.observe(seconds)
+            self._metrics.prefix_fetch_pages.labels(direction="fetched").inc(num_pages)
+            self._spans.fetched(job.machine.id, num_pages)
             if not job.connects:
-                self._board.borrowed(seconds - sum(read.took_s for read in job.reads.values()))
+                self._board.fetched(seconds - sum(read.took_s for read in job.reads.values()))
         self._ranks.send(job.replica, KvArrived(job.machine.id))
 
     def given_up(self, job: Import, failure: Failure) -> None:
@@ -117,4 +120,4 @@ class Borrowing(ImportUse):
         self._timers[job.machine.id] = asyncio.get_running_loop().call_later(seconds, end)
 
     def _count_failure(self, reason: str) -> None:
-        self._metrics.loan_failures.labels(reason=reason).inc()
+        self._metrics.prefix_fetch_failures.labels(reason=reason).inc()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from millrace_serve.engine.step.batch import StepBatch
 from millrace_serve.engine.step.slots import Slots
-from millrace_serve.model.inputs import ForwardInput, SharedRows
+from millrace_serve.model.inputs import ContextParallelRows, ForwardInput
 from millrace_serve.model.parallel import ParallelDims
 
 
@@ -33,5 +33,7 @@ def with_shared(inputs: ForwardInput, step: StepBatch[Tensor], slots: Slots, dim
         token_ids=torch.cat((inputs.token_ids, tokens[mine])),
         positions=torch.cat((inputs.positions, split.start + mine)),
         kv_slots=torch.cat((inputs.kv_slots, torch.zeros_like(mine))),  # the owner stores all rows of the chunk at once
-        shared=SharedRows(split, dims, tokens[mine + 1], pages * slots.page_size + positions % slots.page_size, table),
+        shared=ContextParallelRows(
+            split, dims, tokens[mine + 1], pages * slots.page_size + positions % slots.page_size, table
+        ),
     )

@@ -1,4 +1,4 @@
-"""Cached prefixes that engines lend and borrow, with the test as the worker in between."""
+"""Cached prefixes that engines serve and fetch, with the test as the worker in between."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from millrace_serve.engine.core import (
     KvLate,
     KvOffered,
     LeaseEnded,
-    Lend,
     RequestId,
     Route,
+    ServePrefix,
 )
 from millrace_serve.engine.schedule.sequence import Phase
 
 PROMPT = list(range(20, 34))  # 14 tokens: 3 full pages of 4, and 2 tokens
 BLOCKS = page_hashes(PROMPT[:12], 4)
-ID, LOAN = RequestId(1, 0), RequestId(0, 1)
-LOST = Failure("WORKER_LOST", "the lender has gone")
+ID, PREFIX_FETCH = RequestId(1, 0), RequestId(0, 1)
+LOST = Failure("WORKER_LOST", "the source has gone")
 
 
-def borrower(prompt: list[int] = PROMPT, **config: object) -> Driver:
+def fetcher(prompt: list[int] = PROMPT, **config: object) -> Driver:
     driver = Driver(Role.PREFILL, **config)
-    driver.submit(request(1, prompt, Route.EXPORT, borrows=True))
+    driver.submit(request(1, prompt, Route.EXPORT, fetches_prefix=True))
     driver.run()
     assert not driver.reserved
     return driver
@@ -50,8 +50,8 @@ def pages_of(driver: Driver, id: RequestId = ID) -> list[int]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("num_pages", [1, 3])
-def test_borrowed_pages_are_not_computed(num_pages: int, overlap: bool) -> None:
-    driver = borrower(overlap=overlap)
+def test_fetched_pages_are_not_computed(num_pages: int, overlap: bool) -> None:
+    driver = fetcher(overlap=overlap)
     driver.tell(KvOffered(ID, num_pages))
     driver.run()
     reserved = driver.reserved[ID]
@@ -67,8 +67,8 @@ def test_borrowed_pages_are_not_computed(num_pages: int, overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("when", ["unanswered", "offered", "reserved"])
-def test_loan_that_fails_is_computed(when: str) -> None:
-    driver = borrower()
+def test_prefix_fetch_that_fails_is_computed(when: str) -> None:
+    driver = fetcher()
     if when != "unanswered":
         driver.tell(KvOffered(ID, 2))
     if when == "reserved":
@@ -80,7 +80,7 @@ def test_loan_that_fails_is_computed(when: str) -> None:
 
 
 def test_reads_that_end_late_write_where_nobody_computes() -> None:
-    driver = borrower(num_pages=9)
+    driver = fetcher(num_pages=9)
     driver.tell(KvOffered(ID, 3))
     driver.run()
     pages = driver.reserved[ID].page_ids
@@ -100,7 +100,7 @@ def test_reads_that_end_late_write_where_nobody_computes() -> None:
 
 
 def test_prompt_without_room_beside_a_late_read_waits_for_it() -> None:
-    driver = borrower(num_pages=6)
+    driver = fetcher(num_pages=6)
     driver.tell(KvOffered(ID, 3))
     driver.run()
     driver.tell(KvLate(ID))
@@ -114,7 +114,7 @@ def test_prompt_without_room_beside_a_late_read_waits_for_it() -> None:
 
 @pytest.mark.parametrize("when", ["unanswered", "offered", "reserved", "late"])
 def test_abort_keeps_the_pages_until_the_reads_are_over(when: str) -> None:
-    driver = borrower()
+    driver = fetcher()
     if when != "unanswered":
         driver.tell(KvOffered(ID, 2))
     if when in ("reserved", "late"):
@@ -136,16 +136,16 @@ def offered(own: int, pages: int) -> Driver:
     driver = Driver(Role.PREFILL)
     driver.submit(request(2, PROMPT[:own], Route.EXPORT))
     driver.run()
-    driver.submit(request(1, PROMPT, Route.EXPORT, borrows=True))
+    driver.submit(request(1, PROMPT, Route.EXPORT, fetches_prefix=True))
     driver.tell(KvOffered(ID, pages))
     driver.run()
     return driver
 
 
-def test_what_we_have_ourselves_is_not_borrowed() -> None:
+def test_what_we_have_ourselves_is_not_fetched() -> None:
     driver = offered(9, pages=2)
     assert driver.reserved[ID].num_cached_pages == 2 == len(driver.reserved[ID].page_ids)
-    driver.tell(KvArrived(ID))  # the loan was given back
+    driver.tell(KvArrived(ID))  # the prefix fetch was given back
     assert driver.engine.load().counters["cached_tokens"] == 8
     finish(driver)
 
@@ -162,7 +162,7 @@ def test_only_the_pages_that_we_lack_are_filled() -> None:
 
 
 @pytest.fixture(params=[Role.UNIFIED, Role.DECODE, Role.PREFILL])
-def lender(request: pytest.FixtureRequest) -> Driver:
+def prefix_source(request: pytest.FixtureRequest) -> Driver:
     """Its prefix cache has PROMPT's full pages."""
     return with_prompt(request.param)
 
@@ -180,34 +180,34 @@ def with_prompt(role: Role, **config: object) -> Driver:
 @pytest.mark.parametrize(
     ("blocks", "found"), [(BLOCKS, 3), (BLOCKS[:1], 1), ([*BLOCKS[:2], 5], 2), ([5], 0), (BLOCKS[1:], 0), ([], 0)]
 )
-def test_longest_leading_run_is_lent(lender: Driver, blocks: list[int], found: int) -> None:
-    lender.tell(Lend(LOAN, blocks))
-    lender.run()
-    part = lender.lent[LOAN]
+def test_longest_leading_run_is_served(prefix_source: Driver, blocks: list[int], found: int) -> None:
+    prefix_source.tell(ServePrefix(PREFIX_FETCH, blocks))
+    prefix_source.run()
+    part = prefix_source.served[PREFIX_FETCH]
     assert part.last and part.first is None and part.fingerprints == BLOCKS[:found] and part.num_tokens == 4 * found
-    assert lender.engine.load().pages_published == found
-    lender.tell(FlushCache())
-    lender.tell(LeaseEnded(LOAN))
-    lender.run()
-    assert lender.engine.load().pages_published == 0
-    lender.check_whole()
+    assert prefix_source.engine.load().pages_published == found
+    prefix_source.tell(FlushCache())
+    prefix_source.tell(LeaseEnded(PREFIX_FETCH))
+    prefix_source.run()
+    assert prefix_source.engine.load().pages_published == 0
+    prefix_source.check_whole()
 
 
-def test_lent_pages_are_not_evicted_and_are_bounded() -> None:
-    lender = with_prompt(Role.UNIFIED, num_pages=9)
-    for loan in range(1, 4):
-        lender.tell(Lend(RequestId(0, loan), BLOCKS))
-    lender.run()
-    assert [len(lender.lent[RequestId(0, loan)].page_ids) for loan in range(1, 4)] == [2, 0, 0]
-    lender.submit(request(8, [90] * 24, max_tokens=1))  # six of eight pages
-    lender.run()
-    assert lender.finish[RequestId(8, 0)].finish is FinishReason.LENGTH
-    words = lender.engine.pool.read_canaries(lender.lent[LOAN].page_ids)
+def test_served_pages_are_not_evicted_and_are_bounded() -> None:
+    prefix_source = with_prompt(Role.UNIFIED, num_pages=9)
+    for prefix_fetch in range(1, 4):
+        prefix_source.tell(ServePrefix(RequestId(0, prefix_fetch), BLOCKS))
+    prefix_source.run()
+    assert [len(prefix_source.served[RequestId(0, prefix_fetch)].page_ids) for prefix_fetch in range(1, 4)] == [2, 0, 0]
+    prefix_source.submit(request(8, [90] * 24, max_tokens=1))  # six of eight pages
+    prefix_source.run()
+    assert prefix_source.finish[RequestId(8, 0)].finish is FinishReason.LENGTH
+    words = prefix_source.engine.pool.read_canaries(prefix_source.served[PREFIX_FETCH].page_ids)
     assert words.tolist() == canaries(PROMPT[:8], 4).tolist()
-    lender.tell(LeaseEnded(LOAN))
-    lender.tell(Lend(RequestId(0, 4), BLOCKS))
-    lender.run()
-    assert len(lender.lent[RequestId(0, 4)].page_ids) == 2
-    lender.tell(LeaseEnded(RequestId(0, 4)))
-    lender.run()
-    lender.check_whole()
+    prefix_source.tell(LeaseEnded(PREFIX_FETCH))
+    prefix_source.tell(ServePrefix(RequestId(0, 4), BLOCKS))
+    prefix_source.run()
+    assert len(prefix_source.served[RequestId(0, 4)].page_ids) == 2
+    prefix_source.tell(LeaseEnded(RequestId(0, 4)))
+    prefix_source.run()
+    prefix_source.check_whole()

@@ -86,7 +86,7 @@ def _fit(source: Worker, worker: Worker) -> bool:
     return same and source.target.revision == worker.target.revision
 
 
-class Hooks:
+class Warmups:
     def __init__(self, timeouts: Timeouts, metrics: Metrics, on_change: Callable[[], None]) -> None:
         self.ready: set[Pair] = set()
         self.progress: dict[Pair, PairProgress] = {}
@@ -182,7 +182,7 @@ class Hooks:
             await reply(call())
             outcome = "ok"
         finally:
-            self._metrics.hooks.labels(hook=hook, outcome=outcome).inc()
+            self._metrics.warmups.labels(call=hook, outcome=outcome).inc()
 
     def _count(self) -> None:
         counts = Counter(progress.stage for progress in self.progress.values())

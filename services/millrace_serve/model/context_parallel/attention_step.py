@@ -20,7 +20,7 @@ from millrace_kernels.kv_gather import kv_gather
 from millrace_kernels.mla_qkv import kv_store
 from torch import Tensor
 
-from millrace_serve.model.inputs import SharedRows
+from millrace_serve.model.inputs import ContextParallelRows
 
 Lens = tuple[int, ...]
 MakePlan = Callable[[Lens, Lens, bool], Any]  # queries and keys of each sequence, causal -> the kernel's plan
@@ -36,16 +36,18 @@ class KeyPart:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedStep:
+class ContextParallelStep:
     rows: slice  # of the step's tokens: those of both blocks
-    chunk: SharedRows
+    chunk: ContextParallelRows
     lens: tuple[int, int]  # of the blocks
     own_plan: Any
     for_both: tuple[KeyPart, ...]  # those before the chunk first, which are the same on every replica
     for_high: tuple[KeyPart, ...]
 
     @classmethod
-    def prepare(cls, chunk: SharedRows, first_row: int, part_tokens: int, plan: MakePlan) -> SharedStep:
+    def prepare(
+        cls, chunk: ContextParallelRows, first_row: int, part_tokens: int, plan: MakePlan
+    ) -> ContextParallelStep:
         """`part_tokens`: so many tokens, whole pages, have their k and v at a time."""
 
         def parts(num_queries: int, first: int, end: int) -> tuple[KeyPart, ...]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-PULSE_S = 0.4  # between two pulses of a rank
+HEARTBEAT_S = 0.4  # between two heartbeats of a rank
 
 
-class Pulse(msgspec.Struct, frozen=True, tag=True):
+class RankHeartbeat(msgspec.Struct, frozen=True, tag=True):
     """The rank's process runs. The other fields are those of progress.py.
 
     Attributes:
-        starved: part of the last PULSE_S in which a thread was ready without a CPU, or that the pulse came late
+        starved: part of the last HEARTBEAT_S in which a thread was ready without a CPU, or that the heartbeat came late
     """
 
     marks: int

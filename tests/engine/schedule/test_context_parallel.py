@@ -17,7 +17,7 @@ from millrace_serve.engine.core import Abort, LeaseEnded, Request, RequestId, Ro
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.sim.factory import build_sim_engine
-from millrace_serve.engine.start.rehearsal import shared_batch
+from millrace_serve.engine.start.profiling_run import shared_batch
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.model.attn_step import FormThresholds
@@ -60,7 +60,7 @@ SIM_PROMPTS = [  # (room, prompt tokens, in which step it comes) of each replica
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.UNIFIED])
 def test_turns_go_round_and_nothing_starves(role: Role) -> None:
-    config = EngineConfig.model_validate({**SIM, "share_prompts": 25})
+    config = EngineConfig.model_validate({**SIM, "context_parallel_tokens": 25})
     group, batches, done = FakeReplicas(3), [[], [], []], [{}, {}, {}]
 
     def replica(rank: int) -> None:
@@ -93,7 +93,7 @@ def test_turns_go_round_and_nothing_starves(role: Role) -> None:
 
 
 def test_long_prompt_is_preempted_between_its_chunks() -> None:
-    driver = Driver(Role.UNIFIED, num_pages=9, max_prefill_tokens=2, share_prompts=8)
+    driver = Driver(Role.UNIFIED, num_pages=9, max_prefill_tokens=2, context_parallel_tokens=8)
     batches = recorded(driver.engine)
     driver.submit(request(1, [20, 21, 22], max_tokens=24))
     driver.submit(request(2, list(range(30, 50)), max_tokens=3))
@@ -196,7 +196,7 @@ def serve(one: Engine, arrivals: dict[int, list[Request]], steps: int, abort: Re
             assert output.error is None, output.error
             said = found.said.setdefault(output.id.room, [])
             said += [(token.token_id, token.logprob) for token in output.tokens]
-        for part in events.parts:
+        for part in events.chunks:
             pages = one.pool.view()[part.page_ids].clone()
             found.kv[part.id.room] = torch.cat((found.kv.get(part.id.room, pages[:0]), pages))
     assert not one.has_work(), f"{steps} steps are too few"
@@ -215,7 +215,7 @@ def serve(one: Engine, arrivals: dict[int, list[Request]], steps: int, abort: Re
 
 def load(dims: ParallelDims, role: Role, drafts: int, share: int, graphs: str = "off"):
     limits = Limits.model_validate(
-        {**LIMITS, "draft_tokens": drafts, "draft_batches": (9, 2, 1), "share_prompts": share}
+        {**LIMITS, "draft_tokens": drafts, "draft_batches": (9, 2, 1), "context_parallel_tokens": share}
     )
     options = Execution.model_validate({"graphs": graphs})
     rank = load_rank(limits, role, paths.TINY, dims, CPU, torch.float32, execution=options)

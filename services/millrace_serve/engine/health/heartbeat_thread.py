@@ -14,28 +14,30 @@ from collections.abc import Callable
 
 from millrace_common.starvation import Starvation
 
+from millrace_serve.engine.health.heartbeat import HEARTBEAT_S, RankHeartbeat
 from millrace_serve.engine.health.progress import Progress
-from millrace_serve.engine.health.pulse import PULSE_S, Pulse
 
 STACKS_AFTER = 0.75  # of the time that the main thread may take
 
 log = logging.getLogger(__name__)
 
 
-class PulseThread:
-    """`with PulseThread(progress, send):`; `send` is called by one thread at a time, also by those that announce."""
+class HeartbeatThread:
+    """`with HeartbeatThread(progress, send):`; `send` is called by one thread at a time, also by those that
+    announce.
+    """
 
     def __init__(
         self,
         progress: Progress,
-        send: Callable[[Pulse], None],
+        send: Callable[[RankHeartbeat], None],
         write_stacks: Callable[[], None] = faulthandler.dump_traceback,
     ) -> None:
         """Made by the main thread."""
         self._progress, self._send, self._write_stacks = progress, send, write_stacks
         self._main, self._starved = Starvation(os.getpid(), [threading.get_native_id()]), 0.0
         self._lock, self._ended = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> None:
         self._progress.tell = self._tell
@@ -49,9 +51,9 @@ class PulseThread:
 
     def _run(self) -> None:
         now, marks, silence, written, before = self._progress, -1, 0.0, False, time.monotonic()
-        while not self._ended.wait(PULSE_S):
+        while not self._ended.wait(HEARTBEAT_S):
             passed, before = time.monotonic() - before, time.monotonic()
-            self._starved = max(self._main.look(), 1 - PULSE_S / passed)
+            self._starved = max(self._main.look(), 1 - HEARTBEAT_S / passed)
             self._tell()
             silence += passed * (1 - self._starved)
             if now.waiting or now.doing or now.marks != marks:
@@ -65,4 +67,4 @@ class PulseThread:
         now = self._progress
         with self._lock:
             facts = now.marks, now.waiting, now.launched, now.limit_s, now.doing, dict(now.compiled())
-            self._send(Pulse(*facts, self._starved))
+            self._send(RankHeartbeat(*facts, self._starved))
