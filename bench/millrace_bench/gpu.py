@@ -57,7 +57,7 @@ STAGES = (
         "handover",
         f"{HANDOVER} --widths v3 --layers 6 --length 4096 --prompts 10 {TWO_WORKERS}",
         400,
-        "transfer 3 ms, all equal",
+        "all equal",
         "handover",
     ),
     Stage(

@@ -26,7 +26,6 @@ class MemoryHandle(msgspec.Struct, frozen=True):
     num_pages: int
     device_id: int = 0
     mem_type: str = "DRAM"  # "DRAM" | "VRAM"
-    shared: bytes = b""  # how another process of the same host maps the pool; empty: it cannot (cuda_ipc.py)
 
 
 class PageBuffer(msgspec.Struct, frozen=True):

@@ -30,11 +30,10 @@ SETTLE_S = 0.05  # from an endpoint's error to FAILED
 
 
 class NixlSource(NixlAgent):
-    """The exporting side of a pool. `shared`: how CUDA IPC maps the same pool, for importers on this host."""
+    """The exporting side of a pool."""
 
-    def __init__(self, pool: PageBuffer, ucx: Mapping[str, str] | None = None, shared: bytes = b"") -> None:
+    def __init__(self, pool: PageBuffer, ucx: Mapping[str, str] | None = None) -> None:
         super().__init__(pool, ucx or {}, progress_thread=True)
-        self._shared = shared
 
     def handle(self) -> MemoryHandle:
         pool = self.pool
@@ -47,7 +46,6 @@ class NixlSource(NixlAgent):
             num_pages=pool.num_pages,
             device_id=pool.device_id,
             mem_type=pool.mem_type,
-            shared=self._shared,
         )
 
 

@@ -54,8 +54,8 @@ class BlockPool:
         return self._counts[Holder.RUNNING]
 
     def allocate(self, count: int) -> list[int]:
-        """`count` free pages with one running holder each, in ascending order: neighbours travel as one copy
-        (transfer/cuda_ipc.py). The caller has checked num_free.
+        """`count` free pages with one running holder each, in ascending order: NIXL reads neighbours as
+        one. The caller has checked num_free.
         """
         assert count <= len(self._free), f"allocate({count}) with {len(self._free)} free pages"
         start = len(self._free) - count

@@ -36,10 +36,8 @@ from millrace_serve.engine.health.heartbeat_thread import HeartbeatThread
 from millrace_serve.engine.offload.disk_tier import DiskTier
 from millrace_serve.engine.offload.page_folder import PageFolder
 from millrace_serve.engine.start.phases import Phases
-from millrace_serve.transfer.base import KvSink, PageBuffer, TransferError
-from millrace_serve.transfer.cuda_ipc import CudaIpcSink, shared_memory_name
+from millrace_serve.transfer.base import PageBuffer, TransferError
 from millrace_serve.transfer.messages import FromReader, ToReader
-from millrace_serve.transfer.nearest import NearestSink
 from millrace_serve.transfer.nixl import NixlSink, NixlSource
 from millrace_serve.transfer.reader import Reader
 from millrace_serve.worker.channels import Receiver, Sender, channel_key
@@ -111,7 +109,7 @@ def _live(spec: RankSpec, context: zmq.Context[Any], key: bytes, report: Callabl
         context, spec.bind.format(name="engine"), ToEngine, key, lambda: report(Dropped())
     )
     buffer = _buffer(parts.pool, config)
-    source = NixlSource(buffer, shared=shared_memory_name(buffer) if buffer.mem_type == "VRAM" else b"")
+    source = NixlSource(buffer)
     endpoint, reader = _reader_thread(spec, context, key, buffer)
     report(
         RankReady(
@@ -216,7 +214,7 @@ def _reader_thread(
     inbox: Receiver[ToReader] = Receiver(
         context, spec.bind.format(name="transfer"), ToReader, key, lambda: report(Dropped())
     )
-    reader = Reader(_sink(buffer), inbox, report, stall_s)
+    reader = Reader(NixlSink(buffer), inbox, report, stall_s)
 
     def run() -> None:
         try:
@@ -228,11 +226,6 @@ def _reader_thread(
     thread = threading.Thread(target=run, name="kv-reader", daemon=True)
     thread.start()
     return inbox.endpoint, thread
-
-
-def _sink(buffer: PageBuffer) -> KvSink:
-    sink = NixlSink(buffer)
-    return NearestSink(CudaIpcSink(buffer), sink) if buffer.mem_type == "VRAM" else sink
 
 
 def die_with_parent() -> None:
