@@ -13,6 +13,7 @@ import torch
 from millrace_kernels.fp8 import Fp8, fp8_linear, quant_blocks
 from millrace_kernels.lib import flashinfer_gemm
 from millrace_kernels.triton import quant
+from millrace_testing.tolerances import assert_close
 from torch import Tensor
 
 BF16 = torch.bfloat16
