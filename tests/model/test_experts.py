@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_kernels.fp8 import Operand
 from millrace_serve.model.config import ModelConfig
@@ -19,6 +19,7 @@ from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.weights import Checkpoint
+from millrace_testing.examples import examples
 from millrace_testing.tolerances import assert_close
 from torch import Tensor
 
@@ -36,7 +37,7 @@ def placements(draw: st.DrawFn) -> ExpertPlacement:
     return ExpertPlacement(np.array(experts, np.int32).reshape(1, ranks, -1), num)
 
 
-@settings(deadline=None)
+@examples(40)
 @given(placements())
 def test_one_slot_of_one_rank_serves_a_row(placement: ExpertPlacement) -> None:
     ranks = range(placement.experts.shape[1])
@@ -48,7 +49,7 @@ def test_one_slot_of_one_rank_serves_a_row(placement: ExpertPlacement) -> None:
         assert [held[slot] for slot in tables[rank, turns, experts]] == experts.tolist()
 
 
-@settings(deadline=None)
+@examples(40)
 @given(placements())
 def test_replicas_take_turns(placement: ExpertPlacement) -> None:
     """Every slot serves some row."""
@@ -57,7 +58,7 @@ def test_replicas_take_turns(placement: ExpertPlacement) -> None:
         assert set(table[table >= 0]) == set(range(placement.experts.shape[2]))
 
 
-@settings(deadline=None)
+@examples(40)
 @given(placements(), st.data())
 def test_device_maps_as_the_table(placement: ExpertPlacement, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, placement.experts.shape[1] - 1))
@@ -68,7 +69,7 @@ def test_device_maps_as_the_table(placement: ExpertPlacement, data: st.DataObjec
     assert found.tolist() == [[table[row % len(table), e] for e in ids[2 * row : 2 * row + 2]] for row in range(3)]
 
 
-@settings(deadline=None)
+@examples(40)
 @given(st.data())
 def test_tables_change_where_they_are(data: st.DataObject) -> None:
     before = data.draw(placements().filter(lambda placement: placement.experts.size > placement.num_experts))
@@ -82,7 +83,7 @@ def test_tables_change_where_they_are(data: st.DataObject) -> None:
     assert slots(ids)[0, 1:].tolist() == after.logical_to_slot(0, 0)[0, :-1].tolist()
 
 
-@settings(deadline=None)
+@examples(40)
 @given(placements())
 def test_replicas_share_evenly(placement: ExpertPlacement) -> None:
     counts = np.bincount(placement.places(0)[:, :-1].ravel())
