@@ -6,6 +6,7 @@ import asyncio
 import logging
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from millrace.v1 import worker_pb2
 from millrace_common.metrics import Metrics
@@ -91,7 +92,7 @@ class Lead:
     def _situation(self, workers: Sequence[Worker], flexible: Sequence[Worker]) -> FleetState | None:
         workload, slo = self._demand.workload(), self._demand.slo(self._routing.slo.slo)
         replicas = [replica for worker in flexible for replica in worker.replicas(frozenset(), "")]
-        times = _median([replica.times for replica in replicas if replica.times.known])
+        times = measured([(worker.duty, r.times) for worker in flexible for r in worker.replicas(frozenset(), "")])
         if workload is None or times is None or not slo.limited:
             return None
         waiting = self._queued_tokens() + sum(replica.tokens for replica in replicas)
@@ -154,10 +155,24 @@ def _expected_output(workers: Iterable[Worker]) -> int:
     return round(statistics.median(found)) if found else 0
 
 
-def _median(times: Sequence[StepTimes]) -> StepTimes | None:
-    """Of each part. None: nobody has measured any."""
-    if not times:
+def measured(found: Iterable[tuple[worker_pb2.Duty, StepTimes]]) -> StepTimes | None:
+    """The times of a step by those who know: of prompts from workers of duty prefill, of streams from the others. A
+    worker beside whose streams all chunks are alike cannot tell what longer ones take. None: nobody has measured any.
+    """
+    known = [(duty, times) for duty, times in found if times.known]
+    if not known:
         return None
+    streams = _median([times for duty, times in known if duty != PREFILL] or [times for _, times in known])
+    alone = [times for duty, times in known if duty == PREFILL]
+    if not alone:
+        return streams
+    prompts = _median(alone)  # which never have a step without prompts
+    chunk_s = max(prompts.fixed_s + prompts.chunk_s - streams.fixed_s, 0.0)
+    return replace(streams, chunk_s=chunk_s, token_s=prompts.token_s, pair_s=prompts.pair_s)
+
+
+def _median(times: Sequence[StepTimes]) -> StepTimes:
+    """Of each part."""
     return StepTimes(*(statistics.median(getattr(one, part) for one in times) for part in StepTimes.__slots__))
 
 

@@ -88,6 +88,15 @@ def test_what_no_step_has_told_stays_as_it_was(start: StepTimes) -> None:
     assert fit.times.token_s == pytest.approx(TIMES.token_s, rel=0.05), "prompts are not forgotten while none come"
 
 
+@pytest.mark.parametrize("chunk", [16, 64, 256, 1024])
+def test_longer_chunks_than_any_before_are_not_expected_for_nothing(chunk: int) -> None:
+    """Beside streams all chunks may have one length, which does not tell their tokens from the fixed time of a step."""
+    rng = random.Random(5)
+    steps = [work(rng, prompts=False) for _ in range(300)]
+    steps += [work(rng)._replace(tokens=chunk, pairs=chunk * rng.randrange(4000)) for _ in range(300)]
+    assert fitted(TIMES, steps).times.step_s(8, 8000, 2048) > 0.8 * TIMES.step_s(8, 8000, 2048)
+
+
 def run(driver: Driver, times: StepTimes, steps: int) -> list[Work]:
     """Steps that take what `times` say, on the clock of the test."""
     done = []
@@ -130,7 +139,7 @@ def test_chunks_beside_streams_take_what_their_limit_leaves() -> None:
         (StepTimes(), 0.03, Route.LOCAL, 1024),  # unknown
         (TIMES, 0.0, Route.LOCAL, 1024),  # no limit
         (TIMES, 10.0, Route.LOCAL, 1024),
-        (TIMES, 0.001, Route.LOCAL, 64),  # a limit that cannot be kept: prompts go on
+        (TIMES, 0.001, Route.LOCAL, 16),  # a limit that cannot be kept: prompts go on
         (TIMES, 0.001, Route.EXPORT, 1024),  # of a worker whose duty is prefill
     ],
 )

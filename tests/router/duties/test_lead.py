@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
 from millrace.v1 import worker_pb2
 from millrace_common.split import Slo
+from millrace_common.step_times import StepTimes
 from millrace_router.duties.controller import BOTH, DECODE, PREFILL, UNSPECIFIED
+from millrace_router.duties.lead import measured
 from millrace_router.main import Router
 from router.fake_worker import FLEXIBLE, FakeWorker
 from router.harness import Clock, Cluster
@@ -146,3 +149,14 @@ async def test_a_worker_that_does_not_answer_is_told_again(cluster: Callable, ca
     assert "did not take its duty" in caplog.text and deaf.duty == UNSPECIFIED
     await tick(made)
     assert deaf.duty == BOTH
+
+
+def test_times_of_prompts_come_from_those_who_compute_many() -> None:
+    """Workers of duty decode may know little of prompts; one of duty prefill knows no step without any."""
+    streams = StepTimes(fixed_s=0.02, sequence_s=1e-4, key_s=1e-8, chunk_s=0.03, token_s=1e-6)
+    prompts = StepTimes(fixed_s=0.0, chunk_s=0.03, token_s=5e-5, pair_s=2e-9)
+    found = measured([(DECODE, streams), (DECODE, streams), (DECODE, streams), (PREFILL, prompts)])
+    assert found == replace(streams, chunk_s=pytest.approx(0.01), token_s=5e-5, pair_s=2e-9)
+    assert measured([(BOTH, streams), (BOTH, StepTimes())]) == streams
+    assert measured([(PREFILL, prompts)]) == replace(prompts, chunk_s=pytest.approx(0.03))
+    assert measured([(BOTH, StepTimes())]) is None

@@ -72,8 +72,8 @@ class Prompts(Leaving):
         return max(self._most - shared_tokens(self._most), 1) if self.turn else self._most
 
     def _most_within(self, plan: Plan) -> int:
-        """Prompt tokens for which the decode sequences of `plan` leave time by their limits. A page or a 16th of what
-        a step may have is always left: steps read the weights anyway, and prompts must go on.
+        """Prompt tokens for which the decode sequences of `plan` leave time by their limits. A page is always left:
+        steps read the weights anyway, and prompts must go on.
 
         Prompts whose KV other workers read take whole chunks: routers send such to prefill workers, where streams from
         before a change of duty must not halve what the change was made for.
@@ -84,7 +84,7 @@ class Prompts(Leaving):
             return most
         start = max((seq.num_computed for seq in self._prefilling if not seq.filling), default=0)
         tokens = times.tokens_within(AIM * limit_s, plan.work.sequences, plan.work.keys, start)
-        return min(max(tokens, self.pages.size, most // 16), most)
+        return min(max(tokens, self.pages.size), most)
 
     def _exporting(self) -> Iterator[Sequence]:
         return (seq for seq in self._prefilling if seq.exports)
