@@ -23,6 +23,7 @@ import argparse
 import faulthandler
 import itertools
 import random
+import re
 import statistics
 import tempfile
 import time
@@ -256,14 +257,9 @@ def merged(rows: list[Row], engines: Engines) -> Row:
     return {**row, **rate, **how}
 
 
-def size(text: str) -> tuple[int, int]:
-    count, _, length = text.partition("x")
-    return int(count), int(length)
-
-
-def mixed_size(text: str) -> tuple[int, int, int]:
-    decode, _, chunk = text.partition("+")
-    return *size(decode), int(chunk)
+def size(text: str) -> tuple[int, ...]:
+    """ "8x100", or "8x100+512"."""
+    return tuple(map(int, re.split("[x+]", text)))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -278,7 +274,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--skew", nargs="+", default=["even"], choices=list(SKEWS), help="of the gates")
     parser.add_argument("--decode", nargs="*", default=[], type=size, metavar="BATCHxCONTEXT", help="of each replica")
     parser.add_argument("--prefill", nargs="*", default=[], type=size, metavar="PROMPTSxLENGTH", help="of each replica")
-    parser.add_argument("--mixed", nargs="*", default=[], type=mixed_size, metavar="BATCHxCONTEXT+CHUNK")
+    parser.add_argument("--mixed", nargs="*", default=[], type=size, metavar="BATCHxCONTEXT+CHUNK")
     parser.add_argument("--steps", type=int, default=50, help="of decode that are counted")
     parser.add_argument("--repeats", type=int, default=3, help="of prefill")
     parser.add_argument(
