@@ -61,9 +61,9 @@ def run(settings: Settings, console: Console | None = None) -> Record:
     console.print(latency_table(report), throughput_table(report, slo))
     if len(turns) > 1:
         console.print(turn_table(turns))
-    missing = {"left_out": done.plan.ejected, "unsent": done.plan.num_requests - len(done.samples)}
+    missing = {"left_out": done.plan.left_out, "unsent": done.plan.num_requests - len(done.samples)}
     if any(missing.values()):
-        console.print("{ejected} requests left out: longer than the context; {unsent} unsent".format(**missing))
+        console.print("{left_out} requests left out: longer than the context; {unsent} unsent".format(**missing))
     results = report.as_dict() | missing | {"turns": [turn.of_turn() for turn in turns] if len(turns) > 1 else []}
     record = Record("serving", asdict(settings) | {"target": asdict(done.target)}, results)
     if settings.plot:

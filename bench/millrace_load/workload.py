@@ -109,7 +109,7 @@ class Plan:
     """Either all conversations have a start, in ascending order, or none has one."""
 
     conversations: tuple[Conversation, ...]
-    ejected: int = 0  # requests that the model's context cannot hold
+    left_out: int = 0  # requests that the model's context cannot hold
 
     @property
     def num_requests(self) -> int:

@@ -32,7 +32,7 @@ MAY = {  # service, or method, to those whose certificates it takes
     "WorkerService/GetInfo": EVERYBODY_INSIDE,
     "WorkerService/WatchLoad": EVERYBODY_INSIDE,
     "PrefillService": {"router", "worker"},
-    "DecodeService": {"router"},
+    "DecodeService": {"router", "worker"},
     "KvService": {"worker"},
 }
 ROLES = {"prefill": (prefill_pb2, kv_pb2, worker_pb2), "decode": (decode_pb2,)}  # what both have is asked of one

@@ -43,13 +43,13 @@ def main() -> None:
     if device.type == "cuda":
         wake(device)
     rows: list[dict[str, object]] = []
-    ejected: list[str] = []
-    results = {"rows": rows, "left_out": ejected}  # they are still to come
+    left_out: list[str] = []
+    results = {"rows": rows, "left_out": left_out}  # they are still to come
     record = Record("kernels", {**vars(args), "capability": capability(device)}, results)
     print(HEADER)
     for case in cases(args.group, args.op, device):
         if time.monotonic() > until:
-            ejected.append(f"{case.op} {case.shape}")
+            left_out.append(f"{case.op} {case.shape}")
         else:
             for row in measure(case, device, args.quick):
                 print(line(row), flush=True)
