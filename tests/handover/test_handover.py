@@ -310,7 +310,7 @@ async def test_fetch_twice_gives_the_same_pages_until_the_release(pair: list[Wor
             await call.write(kv_pb2.FetchRequest(open=fetch))
             async for response in call:
                 found += response.chunk.page_ids
-                held |= response.HasField("held")
+                held |= response.HasField("release_confirmed")
                 if response.chunk.last:
                     if not release:
                         call.cancel()

@@ -151,7 +151,7 @@ async def test_fetch_by_guess_is_told_no_memory(three: list[Worker]) -> None:
                 seen.append(message.WhichOneof("message"))
                 if seen[-1] == "chunk":
                     await call.write(kv_pb2.FetchRequest(release=kv_pb2.FetchRelease()))
-        return [kind for kind in seen if kind not in ("heartbeat", "held")]
+        return [kind for kind in seen if kind not in ("heartbeat", "release_confirmed")]
 
     for salt, found in ((b"one", ["source", "chunk"]), (b"two", ["chunk"]), (b"", ["chunk"])):
         blocks = page_hashes(history[: 3 * PAGE], PAGE, salt=salt)

@@ -69,7 +69,7 @@ class Call:
         self.exports.publish(1, KvChunk(serve_prefix.id, 0, pages, fingerprints, 64 * num_pages, True))
 
 
-@pytest.mark.parametrize(("num_pages", "answers"), [(2, ["source", "chunk", "held"]), (0, ["chunk"])])
+@pytest.mark.parametrize(("num_pages", "answers"), [(2, ["source", "chunk", "release_confirmed"]), (0, ["chunk"])])
 async def test_prefix_fetch_without_a_page_tells_no_memory(num_pages: int, answers: list[str]) -> None:
     call = Call()
     assert await call.run(num_pages) == answers
