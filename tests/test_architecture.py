@@ -88,7 +88,7 @@ MAY_IMPORT = {
     LOCKSTEP: {SCHEDULE, STEP, HEALTH, MODEL, COMMON},
     f"{ENGINE}.sim": {ENGINE, COMMON},
     f"{ENGINE}.start": {ENGINE, MODEL, KERNELS, COMMON, PLAN},
-    PLAN: {LIMITS, f"{MODEL}.config"},
+    PLAN: {COMMON, LIMITS, f"{MODEL}.config"},
     f"{PLAN}.fits": {PLAN, LIMITS, f"{ENGINE}.start", f"{MODEL}.parallel"},
     TRANSFER: {CORE, COMMON},
     WORKER: {STUBS, COMMON, RPC, ENGINE, TRANSFER, PLAN},

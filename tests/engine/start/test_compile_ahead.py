@@ -143,7 +143,7 @@ def test_nothing_is_started_where_everything_is_compiled(cache: Path) -> None:
     assert len(parts(there, ROOMY)) == 8 and parts(there, 0) == []
     mark(there)
     assert parts(there, ROOMY) == []
-    assert [len(parts(setup("cuda:0", role, cache), ROOMY)) for role in Role] == [0, 0, 0]
+    assert [len(parts(setup("cuda:0", role, cache), ROOMY)) for role in Role] == [0, 0, 0, 0]
     assert len(parts(dataclasses.replace(there, limits=LIMITS.model_copy(update={"max_running": 2})), ROOMY)) == 8
     assert len(list((cache / "complete").iterdir())) == 3
 
@@ -175,7 +175,7 @@ def test_step_without_memory_is_left_to_the_rank(monkeypatch: pytest.MonkeyPatch
 
 def test_one_role_does_not_speak_for_the_others(cache: Path) -> None:
     mark(setup("cuda:0", Role.PREFILL, cache))
-    assert [len(parts(setup("cuda:0", role, cache), ROOMY)) for role in Role] == [0, 8, 8]
+    assert [len(parts(setup("cuda:0", role, cache), ROOMY)) for role in Role] == [0, 8, 8, 8]
 
 
 def test_cpus_and_starts_without_a_cache_folder_have_none(cache: Path) -> None:

@@ -180,7 +180,7 @@ def test_prefill_engine_drafts_the_tokens_behind_the_first_one() -> None:
     prompt = questions()[0]
     one.submit(Submit(request(1, prompt, Route.EXPORT, max_tokens=20, **GREEDY)))
     while one.has_work():
-        parts += one.step().parts
+        parts += one.step().chunks
     one.close()
     expected = tokens(run(engine(0), [request(0, prompt, max_tokens=20, **GREEDY)]))[0]
     assert parts[-1].last and parts[-1].first.tokens[0].token_id == expected[0]

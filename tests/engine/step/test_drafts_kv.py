@@ -35,7 +35,7 @@ def prefilled() -> tuple[Engine, KvChunk]:
     one.submit(Submit(asked(Route.EXPORT)))
     parts = []
     while one.has_work():
-        parts += one.step().parts
+        parts += one.step().chunks
     pages = [page for part in parts for page in part.page_ids]
     return one, KvChunk(parts[-1].id, 0, pages, [], len(prompt()), True, parts[-1].first, parts[-1].drafts)
 

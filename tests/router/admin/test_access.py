@@ -143,7 +143,7 @@ WORKERS = "/millrace.v1.WorkerService/"
         (WORKERS + "GetInfo", {"router", "admin", "worker"}),
         (WORKERS + "WatchLoad", {"router", "admin", "worker"}),
         ("/millrace.v1.PrefillService/Link", {"router", "worker"}),
-        ("/millrace.v1.DecodeService/Link", {"router"}),
+        ("/millrace.v1.DecodeService/Link", {"router", "worker"}),
         ("/millrace.v1.KvService/ReadInfo", {"worker"}),
         ("/millrace.v1.Unknown/Call", set()),
     ],

@@ -16,7 +16,7 @@ ROOM_S = 0.05  # for which the room of outputs that was computed is right, if no
 QUEUED = (Phase.EXPECTED, Phase.WAITING)  # without pages
 
 
-class Capacity:
+class ReplicaCapacity:
     def __init__(
         self, config: EngineConfig, role: Role, requests: EngineRequests, pages: Pages, outputs: Outputs
     ) -> None:

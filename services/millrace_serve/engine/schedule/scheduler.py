@@ -42,7 +42,7 @@ from millrace_serve.engine.core import (
     ServePrefix,
     Submit,
 )
-from millrace_serve.engine.schedule.capacity import Capacity
+from millrace_serve.engine.schedule.capacity import ReplicaCapacity
 from millrace_serve.engine.schedule.exports import Publisher
 from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.plan import Chunk, Plan, StepOutput, Work
@@ -66,7 +66,7 @@ class Scheduler(Streams):
         super().__init__(config, requests, pages, Speeds(times))
         self.served_pages = ServedPages(pages.cache)
         self._publisher = Publisher(config, role, pages, self.outbox)
-        self._capacity = Capacity(config, role, requests, pages, self.outputs)
+        self._capacity = ReplicaCapacity(config, role, requests, pages, self.outputs)
         self._waits = Waits()
 
     # ------------------------------------------------------------------------------------------ messages
