@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from millrace_common.step_times import StepTimes
 from millrace_router.flow.flow import SubRequest
@@ -22,7 +22,8 @@ from millrace_serve.engine.schedule.capacity import QUEUE_S
 from millrace_serve.engine.schedule.expected import Outputs, need, room
 from millrace_serve.engine.schedule.waiting import LOOK_S
 
-Fleet = Job = Any  # those of fleet.py, which imports this file
+Fleet: TypeAlias = Any  # of fleet.py, which imports this file
+Job: TypeAlias = Any
 
 LEAST_CHUNK = 128  # prompt tokens of a step, whatever its sequences leave
 AMPLE = 4  # pools with so many times the tokens that are in use need no exact look
