@@ -71,5 +71,5 @@ def test_rows_of_few_ranks(tmp_path: Path) -> None:
     ]
     ours = rows[3]
     assert (ours["replicas"], ours["hosts"], ours["steps"]) == (8, 2, 40)
-    assert ours["alone_path_us"] > ours["alone_node_leader_us"] > ours["alone_member_us"] > 0
+    assert ours["alone_path_us"] > ours["alone_captain_us"] > ours["alone_member_us"] > 0
     assert all(row["wall_us"] > 0 for row in rows)
