@@ -148,8 +148,8 @@ class Execution(Config):
 
     # auto: on CUDA devices; a list: on, for decode steps of so many sequences instead of those of engine/step/graphs.py
     graphs: Annotated[Literal["auto", "on", "off"] | tuple[int, ...], BeforeValidator(_graphs)] = "auto"
-    # Steps with up to so many prompt tokens are graphs but for their attention, whatever decodes beside them. auto:
-    # where launches take longer than the work, 1,024 for each rank of a replica.
+    # A step with at most this number of prompt tokens is a graph, except for attention. Decode rows come on top.
+    # auto: 1,024 for each rank of a replica; up to there launches take longer than the work.
     chunk_graph_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     compile_max_batch: int = Field(0, ge=0)  # rows up to which torch.compile is applied to decode steps
     kv_dtype: Literal["auto", "float8_e4m3fn", "bfloat16", "float16", "float32"] = "auto"  # auto: that of activations
