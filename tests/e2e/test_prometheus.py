@@ -63,6 +63,7 @@ MAY_BE_EMPTY = {
     **dict.fromkeys(
         ("Pages on their way back", "Prefix fetches without pages"), "routers name no source with this policy"
     ),
+    **dict.fromkeys(("Duties", "Requests within limits"), "no worker is flexible"),
     "Ejections": "nobody is far off the others where there is one of each role",
 }
 
