@@ -428,17 +428,20 @@ def holder_of(name: str) -> Replica:
     return Replica(name, 0, name, "f", capacity=1, tokens=0, sequences=0)
 
 
+LIMITED = Routing.model_validate({"slo": {"ttft": 1.0}})
+
+
 def test_only_the_indexes_that_somebody_asks() -> None:
-    def kept(prefill: Policy, decode: Policy, local: int = 0) -> tuple[bool, bool]:
-        indexes = Indexes(prefill, decode, Routing(local_prefill_tokens=local))
+    def kept(prefill: Policy, decode: Policy, routing: Routing = Routing()) -> tuple[bool, bool]:
+        indexes = Indexes(prefill, decode, routing)
         assert bool(indexes.blocks(list(range(64)), 64, SALT)) is (indexes.prefix is not None or indexes.kv is not None)
         return indexes.prefix is not None, indexes.kv is not None
 
     assert kept(Policy.LEAST_LOADED, Policy.SESSION) == (False, False)
     assert kept(Policy.PREFIX_AWARE, Policy.LEAST_LOADED) == (True, False)
     assert kept(Policy.KV_AWARE, Policy.PREFIX_AWARE) == (True, True)
-    assert kept(Policy.LEAST_LOADED, Policy.LEAST_LOADED, local=100) == (True, False)
-    assert kept(Policy.KV_AWARE, Policy.LEAST_LOADED, local=100) == (False, True)
+    assert kept(Policy.LEAST_LOADED, Policy.LEAST_LOADED, LIMITED) == (True, False)
+    assert kept(Policy.KV_AWARE, Policy.LEAST_LOADED, LIMITED) == (False, True)
 
 
 def test_each_policy_asks_its_own_index() -> None:
@@ -455,7 +458,7 @@ def test_each_policy_asks_its_own_index() -> None:
 
 
 def test_local_prefill_has_an_estimate_whatever_the_policy() -> None:
-    indexes = Indexes(Policy.LEAST_LOADED, Policy.LEAST_LOADED, Routing(local_prefill_tokens=100))
+    indexes = Indexes(Policy.LEAST_LOADED, Policy.LEAST_LOADED, LIMITED)
     want = PlacementRequest(tokens=200, pages=indexes.blocks(list(range(200)), 64, SALT))
     indexes.note(want, Placement(None, holder_of("d")))
     assert indexes.lookup(want) == ({}, {("d", 0): 3}, {})
