@@ -30,9 +30,8 @@ def load(path: Path, *, quantised: bool) -> DeepseekV3:
 
 
 def reload(model: DeepseekV3, path: Path, *, quantised: bool) -> None:
-    ckpt, _ = open_checkpoint(path, CPU, torch.float32, keep_quantised=quantised)
-    model.load(ckpt)
-    ckpt.finish()
+    with open_checkpoint(path, CPU, torch.float32, keep_quantised=quantised) as (ckpt, _):
+        model.load(ckpt)
 
 
 def logits(model: DeepseekV3) -> Tensor:

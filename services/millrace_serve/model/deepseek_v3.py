@@ -5,9 +5,10 @@ Letters: T tokens of the step, S sampled rows, D hidden size, L layers of the KV
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -186,21 +187,22 @@ def load_model(
         ValueError: the config does not divide by `dims`.
     """
     started = time.monotonic()
-    ckpt, config = open_checkpoint(path, device, dtype, keep_quantised=keep_quantised, mtp=mtp)
-    model = DeepseekV3(ckpt, config, dims, thresholds, experts)
-    ckpt.finish()
+    with open_checkpoint(path, device, dtype, keep_quantised=keep_quantised, mtp=mtp) as (ckpt, config):
+        model = DeepseekV3(ckpt, config, dims, thresholds, experts)
     log.info("model loaded path=%s rank=%d dtype=%s seconds=%.1f", path, dims.rank, dtype, time.monotonic() - started)
     return model
 
 
+@contextlib.contextmanager
 def open_checkpoint(
     path: str | Path, device: torch.device, dtype: torch.dtype, *, keep_quantised: bool | None = None, mtp: bool = True
-) -> tuple[Checkpoint, ModelConfig]:
-    """Its headers, and the configuration of the layers to load; the rest as in `load_model`."""
+) -> Iterator[tuple[Checkpoint, ModelConfig]]:
+    """Its headers, and the configuration of the layers to load, as in `load_model`. All its tensors must be taken."""
     config = ModelConfig.load(path)
     keep = runs_quantised(device, dtype) if keep_quantised is None else keep_quantised
-    ckpt = Checkpoint(path, config, device, dtype, keep_quantised=keep)
-    if config.num_nextn_predict_layers and not mtp:
-        config = config.without_mtp()
-        ckpt.skip(f"model.layers.{config.num_hidden_layers}.")
-    return ckpt, config
+    with contextlib.closing(Checkpoint(path, config, device, dtype, keep_quantised=keep)) as ckpt:
+        if config.num_nextn_predict_layers and not mtp:
+            config = config.without_mtp()
+            ckpt.skip(f"model.layers.{config.num_hidden_layers}.")
+        yield ckpt, config
+        ckpt.finish()

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -112,7 +113,11 @@ class Checkpoint:
         self._form, self.kept = form_of(config), kept_forms(config, keep_quantised)
         self._files: dict[Path, TensorFile] = {}
         self._reader = TensorReader()
-        files = {file: (names, self._open(file).tensors) for file, names in checkpoint_files(self.directory).items()}
+        with contextlib.ExitStack() as opened:
+            opened.callback(self.close)
+            headers = checkpoint_files(self.directory).items()
+            files = {file: (names, self._open(file).tensors) for file, names in headers}
+            opened.pop_all()
         self._file_of = {name: file for file, (names, stored) in files.items() for name in names or stored}
         self._unclaimed = set(self._file_of)
 
@@ -195,7 +200,11 @@ class Checkpoint:
         if left:
             shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
             raise CheckpointError(f"{self.directory}: tensors that config.json does not describe: {shown}")
-        self._files.clear()
+
+    def close(self) -> None:
+        self._reader.close()
+        for file in self._files.values():
+            file.close()
 
     def _open(self, file: Path) -> TensorFile:
         if file not in self._files:

@@ -30,9 +30,9 @@ def load(setup: RankSetup, model: DeepseekV3, runner: TorchRunner, path: Path, c
         return ""
 
     def replace() -> None:
-        checkpoint, _ = open_checkpoint(path, setup.device, setup.dtype, mtp=setup.model.num_nextn_predict_layers > 0)
-        model.load(checkpoint)
-        checkpoint.finish()
+        mtp = setup.model.num_nextn_predict_layers > 0
+        with open_checkpoint(path, setup.device, setup.dtype, mtp=mtp) as (checkpoint, _):
+            model.load(checkpoint)
         if setup.device.type == "cuda":
             torch.cuda.synchronize(setup.device)
             torch.cuda.empty_cache()  # what was there twice

@@ -44,6 +44,5 @@ def check_headers(directory: Path, *, mtp: bool = True) -> None:
 
     mtp: as in `load_model`.
     """
-    checkpoint, config = open_checkpoint(directory, META, torch.bfloat16, keep_quantised=True, mtp=mtp)
-    DeepseekV3(Headers(checkpoint), config, ParallelDims())
-    checkpoint.finish()
+    with open_checkpoint(directory, META, torch.bfloat16, keep_quantised=True, mtp=mtp) as (checkpoint, config):
+        DeepseekV3(Headers(checkpoint), config, ParallelDims())

@@ -7,6 +7,7 @@ memory, through pinned memory into a GPU's.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import operator
 import os
@@ -52,8 +53,17 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         """Raises OSError or ValueError when it is not a whole file of this format."""
         self.path = path
-        self._file = path.open("rb", buffering=0)
-        self.fd = self._file.fileno()
+        with contextlib.ExitStack() as stack:
+            self._file = stack.enter_context(path.open("rb", buffering=0))
+            self.fd = self._file.fileno()
+            self.tensors = self._header()
+            stack.pop_all()  # a whole file stays open for reads
+
+    def close(self) -> None:
+        """No read may be under way."""
+        self._file.close()
+
+    def _header(self) -> dict[str, Stored]:
         size, head = os.fstat(self.fd).st_size, self._file.read(HEAD_BYTES)
         header_bytes = int.from_bytes(head[:8], "little")
         if why := fault(head):
@@ -63,7 +73,7 @@ class TensorFile:
         try:
             header = json.loads(os.pread(self.fd, header_bytes, 8))
             facts = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            self.tensors = {name: self._stored(name, entry, 8 + header_bytes, size) for name, entry in facts.items()}
+            return {name: self._stored(name, entry, 8 + header_bytes, size) for name, entry in facts.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"malformed header: {error}") from error
 
@@ -104,6 +114,10 @@ class TensorReader:
         offset, target = stored.offset + first * row_bytes, out.view(-1).view(torch.uint8)
         for begin, block in _blocks(target):
             self._reads.append(self._threads.submit(self._read, stored, offset + begin, block))
+
+    def close(self) -> None:
+        """Ends its threads; reads that have not begun are left out."""
+        self._threads.shutdown(cancel_futures=True)
 
     def wait(self) -> None:
         """Raises OSError, which names the file, and NotFinite."""
