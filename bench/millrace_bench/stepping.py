@@ -3,15 +3,15 @@
 python -m millrace_bench.stepping --out bench/results/stepping.json
 python -m millrace_bench.stepping --agreements 8/1 --groups 8 --steps 100     a smaller run
 
-Every rank is a process, and hosts are simulated: their ranks share memory, and hosts are connected over loopback.
+Every rank is a process, and hosts are simulated: their ranks are connected by Unix sockets, and hosts over loopback.
 Beside it the same with torch.distributed: an all-gather of gloo, and pickled batches in two broadcasts of gloo.
 
 cpu_us    CPU time of a rank's process per step, the median of the ranks of a kind, all threads included
 wall_us   per step; with more ranks than cores they wait for the cores, not for each other
-alone_us  the work of one rank after the other in one process, so that nobody waits: post and read of a member; post,
-          collect, send, receive, publish and read of a node leader. Their sum, alone_path_us, is the critical path
-          without the wire and the wake-ups: the host time per step that the goals bound (60 us with 8 replicas, 200
-          with 72).
+alone_us  the work of one rank after the other in one process, so that nobody waits. A member tells its vector and
+          hears those of all; a node leader hears its members, tells and hears node leaders, and tells its members.
+          Their sum, alone_path_us, is the critical path without the wire and the wake-ups: the host time per step that
+          the goals bound (60 us with 8 replicas, 200 with 72).
 
 The load averages (one minute) before and after the run are in the record: its own ranks raise the second one.
 """
@@ -46,7 +46,7 @@ from millrace_bench.stepping_ranks import Step, joined, measure, threads
 
 PAUSE_S = 0.02
 STATE = ReplicaState(128, 0, 0, 0, 0, 0, 0)
-NEEDS = """Needs Linux on x86-64, torch for a CPU, and 1 GiB of memory: 72 ranks are 72 processes, which share most of
+NEEDS = """Needs Linux, torch for a CPU, and 1 GiB of memory: 72 ranks are 72 processes, which share most of
 theirs. Two cores are enough; with more ranks than cores, wall times are waits for a core. A rank that has not answered
 for 120 s ends the run: where others load the cores, take fewer ranks (--agreements 8/1 --groups 8)."""
 SEQUENCES = 128  # of a decode step's batch
@@ -57,11 +57,11 @@ def run(agreements: Sequence[Sequence[int]], groups: Sequence[int], steps: int) 
     """`agreements`: replicas and hosts; `groups`: ranks of a replica on one host."""
     for replicas, hosts in agreements:
         count = max(steps * 2 // replicas, 40)
-        yield _agreement("shared memory", replicas, hosts, count) | alone(replicas, hosts)
+        yield _agreement("sockets", replicas, hosts, count) | alone(replicas, hosts)
         yield _agreement("gloo", replicas, hosts, count)
         yield _wake(replicas, hosts, 40)
     for ranks in groups:
-        yield _batches("shared memory", ranks, steps)
+        yield _batches("sockets", ranks, steps)
         yield _batches("gloo", ranks, steps)
 
 
@@ -135,31 +135,28 @@ def alone(replicas: int, hosts: int, steps: int = 300) -> Row:
     joined_ranks = threads(replicas, hosts)
     ranks = [_replicas(lockstep) for lockstep in joined_ranks]
     node_leader, member = ranks[0], ranks[1]
-    others = [rank for index, rank in enumerate(ranks) if index > 1]
-    node_leaders = [rank for rank in others if rank._host.rank == rank._node_leader]
+    others = ranks[2:]
+    members = [rank for rank in others if not rank._is_node_leader]
+    node_leaders = [rank for rank in others if rank._is_node_leader]
     times: list[tuple[float, float]] = []
     for _ in range(steps):
         marks = [time.perf_counter()]
-        member._post(STATE)
+        member._bring(STATE, ring=False)
         marks.append(time.perf_counter())
-        for rank in others:
-            rank._post(STATE)
+        for rank in (*members, *node_leaders):
+            rank._bring(STATE, ring=False)
         marks.append(time.perf_counter())
-        node_leader._post(STATE)
-        node_leader._collect()
-        node_leader._send()
+        node_leader._bring(STATE, ring=False)
         marks.append(time.perf_counter())
         for rank in node_leaders:
-            rank._send()
+            rank._learn(ring=False)
         marks.append(time.perf_counter())
-        node_leader._receive()
-        node_leader._published.raise_to(node_leader._step)
-        node_leader._read()
+        node_leader._learn(ring=False)
         marks.append(time.perf_counter())
-        for rank in node_leaders:
-            rank._receive()
+        for rank in members:
+            rank._learn(ring=False)
         marks.append(time.perf_counter())
-        member._read()
+        member._learn(ring=False)
         marks.append(time.perf_counter())
         spent = [end - start for start, end in itertools.pairwise(marks)]
         times.append((spent[0] + spent[6], spent[2] + spent[4]))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from millrace_bench import stepping
-from millrace_serve.engine.lockstep import shared_memory
 from millrace_serve.engine.lockstep.links import RankConnection
 from millrace_serve.engine.lockstep.replicas import HEADER, VECTOR
 
@@ -18,13 +17,9 @@ WARM_STEPS, STEPS = 10, 30
 
 
 def counted(replicas: int, hosts: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """System calls and bytes of all ranks, from the first word of their joining on."""
+    """Messages and bytes of all ranks, from the first word of their joining on."""
     calls: Counter[str] = Counter()
-    futex, send, receive = shared_memory._futex, RankConnection.send, RankConnection.receive
-
-    def count_futex(number: int, address: int, operation: int, *rest: object) -> int:
-        calls["wake" if operation == shared_memory.FUTEX_WAKE else "wait"] += 1
-        return futex(number, address, operation, *rest)
+    send, receive = RankConnection.send, RankConnection.receive
 
     def count_send(link: RankConnection, data: bytes) -> None:
         calls.update(send=1, bytes=len(data))
@@ -35,7 +30,6 @@ def counted(replicas: int, hosts: int, steps: int, monkeypatch: pytest.MonkeyPat
         return receive(link, nbytes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shared_memory, "_futex", count_futex)
         patch.setattr(RankConnection, "send", count_send)
         patch.setattr(RankConnection, "receive", count_receive)
         stepping.alone(replicas, hosts, steps)
@@ -44,14 +38,14 @@ def counted(replicas: int, hosts: int, steps: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("replicas", "hosts"), [(2, 1), (8, 1), (8, 2), (72, 9)])
 def test_the_work_of_a_step_is_counted(replicas: int, hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`alone_path_us` is the time of this work: a member wakes its node leader; a node leader sends once to every other
-    host, receives once from it, and wakes its members (in the bench one node leader does this last thing). The
-    difference of two runs is that of their steps, without the joining.
+    """`alone_path_us` is the time of this work: a member tells its node leader, which tells every other one and hears
+    from it, and tells its members. The difference of two runs is that of their steps, without the joining.
     """
     few, many = (counted(replicas, hosts, steps, monkeypatch) for steps in (WARM_STEPS, STEPS))
-    messages = hosts * (hosts - 1)
-    step = {"wake": replicas + 1, "wait": 0, "send": messages, "receive": messages}
-    step["bytes"] = messages * (HEADER.size + replicas // hosts * VECTOR.size)
+    between, members = hosts * (hosts - 1), replicas - hosts
+    messages = between + 2 * members
+    step = {"send": messages, "receive": messages, "bytes": messages * HEADER.size}
+    step["bytes"] += (between * replicas // hosts + members + members * replicas) * VECTOR.size
     assert {name: many[name] - few[name] for name in step} == {
         name: (STEPS - WARM_STEPS) * count for name, count in step.items()
     }
@@ -66,8 +60,8 @@ def test_rows_of_few_ranks(tmp_path: Path) -> None:
     assert record["config"].keys() == {"steps", "load_average_before", "load_average_after"}
     rows = record["results"]["rows"]
     assert [(row["kind"], row.get("over")) for row in rows] == [
-        *[("agreement", "shared memory"), ("agreement", "gloo"), ("wake", None)] * 2,
-        *[("batch", "shared memory"), ("batch", "gloo")],
+        *[("agreement", "sockets"), ("agreement", "gloo"), ("wake", None)] * 2,
+        *[("batch", "sockets"), ("batch", "gloo")],
     ]
     ours = rows[3]
     assert (ours["replicas"], ours["hosts"], ours["steps"]) == (8, 2, 40)

@@ -13,11 +13,9 @@ from typing import Any
 
 from millrace_bench.stepping_ranks import exchanges
 from millrace_serve.engine.lockstep.join import Exchange, join
+from millrace_serve.engine.lockstep.links import RankLost
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.lockstep.replicas import ReplicaState, Said
-from millrace_serve.engine.lockstep.shared_memory import RankLost
-
-EXCHANGES = 3  # of one join
 
 
 def together(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -49,10 +47,9 @@ class Ranks:
         ]
         for process in self.processes:
             process.start()
-        for _ in range(EXCHANGES):
-            said = [pipe.recv() for pipe in self.pipes]
-            for pipe in self.pipes:
-                pipe.send(said)
+        said = [pipe.recv() for pipe in self.pipes]
+        for pipe in self.pipes:
+            pipe.send(said)
         assert [pipe.recv() for pipe in self.pipes] == ["steps"] * len(hosts)
 
     def __enter__(self) -> Ranks:

@@ -1,5 +1,5 @@
 """Ranks that compute together, one of which is killed or stopped in the middle of a step: the router hears which one it
-was, the worker ends, and nothing is left of it, not even of the rank that is stopped.
+was, the worker ends, and no process of it is left, not even the rank that is stopped.
 """
 
 from __future__ import annotations
@@ -20,14 +20,9 @@ from millrace_testing.procs import gone, workers
 
 MODEL = (f"model={TINY}", "limits={num_pages: 129, max_model_len: 4096, max_prefill_tokens: 128}")
 ON_GPU = ("device=cuda", "dtype=bfloat16", "memory_fraction=0.2")
-MEMORY = Path("/dev/shm")
 PACE = 40  # tokens, behind which the worker knows how long its steps take
 LIMIT_S = 60.0
 START_S = 400.0  # on a GPU with empty caches
-
-
-def ours() -> set[str]:
-    return {path.name for path in MEMORY.glob("millrace-*")}
 
 
 def cases() -> Iterator[ParameterSet]:
@@ -51,7 +46,6 @@ def cases() -> Iterator[ParameterSet]:
 async def test_lost_rank_is_named_and_leaves_nothing(
     sets: tuple[str, ...], victim: int, how: signal.Signals, tmp_path: Path
 ) -> None:
-    before = ours()
     started = workers(tmp_path, "unified", sets=(*MODEL, *sets), timeout_s=START_S)
     async with started as [worker], FakeLink(worker) as link:
         family, members = worker.family(), sorted(worker.ranks(), key=lambda rank: (rank.create_time(), rank.pid))
@@ -67,7 +61,3 @@ async def test_lost_rank_is_named_and_leaves_nothing(
         assert error is not None and from_rpc_error(error).reason is Reason.WORKER_LOST
         assert await asyncio.wait_for(worker.process.wait(), LIMIT_S) == 1
         await gone(family, timeout_s=LIMIT_S)
-    left = ours() - before
-    async with asyncio.timeout(LIMIT_S):  # names of other tests' ranks go when those have joined
-        while left & ours():
-            await asyncio.sleep(0.1)

@@ -17,9 +17,9 @@ from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Submit
 from millrace_serve.engine.health.progress import Progress
 from millrace_serve.engine.lockstep import lockstep, packing
+from millrace_serve.engine.lockstep.links import RankLost
 from millrace_serve.engine.lockstep.lockstep import Agreement, Lockstep
 from millrace_serve.engine.lockstep.replicas import HEADER, VECTOR, Replicas
-from millrace_serve.engine.lockstep.shared_memory import RankLost
 from millrace_serve.engine.schedule.plan import ContextParallelTurn, Plan, StepOutput
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.sim.factory import build_sim_engine
@@ -70,15 +70,13 @@ def test_host_at_another_step_is_named() -> None:
     """Its vectors would be those of other sequences."""
     message = HEADER.pack(4, 0) + bytes(range(VECTOR.size))
     link = SimpleNamespace(rank=2, receive=lambda count: message)
-    mine: Any = SimpleNamespace(
-        _links=[link], _blocks={2: slice(0, VECTOR.size)}, _table=memoryview(bytearray(VECTOR.size))
-    )
-    mine._step = 4
-    Replicas._receive(mine)
-    assert mine._table == message[HEADER.size :]
+    part = memoryview(bytearray(VECTOR.size))
+    mine: Any = SimpleNamespace(_heard={2: part}, _step=4)
+    Replicas._hear(mine, link)
+    assert part == message[HEADER.size :]
     mine._step = 5
     with pytest.raises(RankLost, match="rank 2 is at step 4, not 5"):
-        Replicas._receive(mine)
+        Replicas._hear(mine, link)
 
 
 def test_idle_replica_steps_as_long_as_another_works():

@@ -1,13 +1,11 @@
-"""A rank finds the others at its start: which of them are on its host, their memory, their connections.
+"""A rank finds the others at its start: which of them are on its host, and its connections to them.
 
-Ranks are on one host when they see one /dev/shm: two containers of one machine usually do not. What ranks tell each
-other here goes through an `exchange` that the caller brings; all ranks of the worker come to it the same number of
-times, and it waits for the slowest one to start.
+Ranks are on one host when they have one network namespace: two pods of one machine usually do not. What ranks tell each
+other here goes through an `exchange` that the caller brings, which waits for the slowest one to start.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 from collections.abc import Callable
@@ -16,13 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from millrace_serve.engine.lockstep.followers import Inlet, LinkInlet, Outlet
-from millrace_serve.engine.lockstep.host import Host
-from millrace_serve.engine.lockstep.links import TOKEN_BYTES, RankConnection, RankListener, connect
+from millrace_serve.engine.lockstep.followers import Inlet, Outlet
+from millrace_serve.engine.lockstep.links import TOKEN_BYTES, Address, RankConnection, RankListener, connect
 from millrace_serve.engine.lockstep.lockstep import Lockstep
-from millrace_serve.engine.lockstep.replicas import VECTOR, Replicas
+from millrace_serve.engine.lockstep.replicas import Replicas
 
-MEMORY = Path("/dev/shm")
+NAMESPACE = Path("/proc/self/ns/net")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 Exchange = Callable[[bytes], list[bytes]]  # own bytes -> those of all ranks
@@ -30,8 +27,8 @@ Exchange = Callable[[bytes], list[bytes]]  # own bytes -> those of all ranks
 
 class Card(msgspec.Struct):
     host: str
-    address: str
-    port: int
+    local: Address  # for ranks of this host
+    remote: Address
     token: bytes  # rank 0's counts
 
 
@@ -64,20 +61,21 @@ class Map:
             by_host.setdefault(self.hosts[leader], []).append(leader)
         return {leaders[0]: [leader // self.tp for leader in leaders] for leaders in by_host.values()}
 
-    @property
-    def local(self) -> list[int]:
-        return [rank for rank in range(len(self.hosts)) if self.is_local(rank)]
-
     def is_local(self, rank: int) -> bool:
         return self.hosts[rank] == self.hosts[self.rank]
 
     @property
     def linked(self) -> list[int]:
-        """Ranks to connect with: a node leader with the others, a leader with its followers on other hosts."""
+        """Ranks to connect with: a follower with its leader; a leader with its followers and its node leader; a node
+        leader with its members and the other node leaders.
+        """
         if self.rank != self.leader:
-            return [] if self.is_local(self.leader) else [self.leader]
-        node_leaders = [other for other in self.beside if other != self.rank] if self.rank in self.beside else []
-        return node_leaders + [rank for rank in self.followers if not self.is_local(rank)]
+            return [self.leader]
+        node_leaders = list(self.beside)
+        members = [leader for leader in self.leaders if self.is_local(leader) and leader not in node_leaders]
+        if self.rank in node_leaders:
+            return [rank for rank in (*node_leaders, *members, *self.followers) if rank != self.rank]
+        return [*filter(self.is_local, node_leaders), *self.followers]
 
 
 def join(rank: int, tp: int, dp: int, exchange: Exchange, address: str = "127.0.0.1", host: str = "") -> Lockstep:
@@ -88,46 +86,39 @@ def join(rank: int, tp: int, dp: int, exchange: Exchange, address: str = "127.0.
         host: in the place of this host's own name, for tests.
     Raises:
         RankLost: another rank cannot be reached.
-        OSError: /dev/shm has no room.
     """
-    listener = RankListener(address)
+    local, remote = RankListener(), RankListener(address)
     try:
-        own = Card(host or _host(), address, listener.port, secrets.token_bytes(TOKEN_BYTES))
+        own = Card(host or _host(), local.address, remote.address, secrets.token_bytes(TOKEN_BYTES))
         cards = [msgspec.msgpack.decode(card, type=Card) for card in exchange(msgspec.msgpack.encode(own))]
         token, place = cards[0].token, Map(rank, tp, [card.host for card in cards])
-        rings = [leader for leader in place.leaders if place.is_local(leader)] if tp > 1 else []
-        name = MEMORY / f"millrace-{hashlib.sha256(token).hexdigest()[:16]}-{place.local[0]}"  # others may list it
-        shared = Host(name, rank, place.local, dp * VECTOR.size, rings)
-        exchange(b"")
-        shared.open()
-        links = [connect(cards[o].address, cards[o].port, token, rank, o) for o in place.linked if o < rank]
-        links += listener.accept(token, [other for other in place.linked if other > rank])
+        links = []
+        for other in place.linked:
+            if other < rank:
+                card = cards[other]
+                links.append(connect(card.local if place.is_local(other) else card.remote, token, rank, other))
+        higher = [other for other in place.linked if other > rank]
+        links += local.accept(token, [other for other in higher if place.is_local(other)])
+        links += remote.accept(token, [other for other in higher if not place.is_local(other)])
     finally:
-        listener.close()
-    exchange(b"")
-    shared.unlink()
-    return _lockstep(place, shared, links)
+        local.close()
+        remote.close()
+    return _lockstep(place, links)
 
 
-def _lockstep(place: Map, shared: Host, links: list[RankConnection]) -> Lockstep:
-    replicas = outlet = inlet = None
-    if place.rank != place.leader:
-        inlet = LinkInlet(links[0]) if links else Inlet(shared, place.leader)
-    elif place.tp > 1:
-        local = [rank for rank in place.followers if place.is_local(rank)]
-        outlet = Outlet(shared, local, [link for link in links if link.rank in place.followers])
-    if place.rank == place.leader and len(place.leaders) > 1:
-        node_leaders = [link for link in links if link.rank in place.beside]
-        replicas = Replicas(shared, place.leaders, node_leaders, place.beside)
-
+def _lockstep(place: Map, links: list[RankConnection]) -> Lockstep:
     def close() -> None:
-        shared.close()
         for link in links:
             link.close()
 
-    return Lockstep(replicas, outlet, inlet, close)
+    if place.rank != place.leader:
+        return Lockstep(inlet=Inlet(links[0]), close=close)
+    followers = [link for link in links if link.rank in place.followers]
+    leaders = [link for link in links if link not in followers]
+    replicas = Replicas(place.rank, place.leaders, leaders, place.beside) if leaders else None
+    return Lockstep(replicas, Outlet(followers) if followers else None, close=close)
 
 
 def _host() -> str:
-    """The same for processes that see the same /dev/shm, and for no others."""
-    return f"{BOOT_ID.read_text().strip()}-{os.stat(MEMORY).st_dev}"
+    """The same for processes that may connect by Unix sockets without files, and for no others."""
+    return f"{BOOT_ID.read_text().strip()}-{os.stat(NAMESPACE).st_ino}"

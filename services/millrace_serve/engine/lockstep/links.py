@@ -1,7 +1,8 @@
-"""Connections between ranks of different hosts.
+"""Connections between ranks: Unix sockets within a host, TCP between hosts.
 
 Every rank listens while the ranks join; of two that need each other the higher one connects. Both know the token of
-this start of the worker, and whoever does not say it first is refused.
+this start of the worker, and whoever does not say it first is refused. The kernel closes the connections of a process
+that ends, however it ends, so the ranks at the other ends know at once.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from collections.abc import Collection
 
 from millrace_common.log import PER_REQUEST
 
-from millrace_serve.engine.lockstep.shared_memory import RankLost
-
 log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
 HELLO = struct.Struct(f"={TOKEN_BYTES}sI")  # token, rank
 HELLO_S = 5.0  # a connection says hello at once
 JOIN_S = 60.0  # all ranks are here when they begin to connect
+LOCAL_BUFFER = 1 << 20  # bytes that a follower of this host may be behind, as far as the kernel allows
 # A host without power, or out of reach, is lost after 25 s, whether something was sent or not.
 KEEPALIVE = {
     socket.TCP_KEEPIDLE: 10,
@@ -31,6 +31,12 @@ KEEPALIVE = {
     socket.TCP_USER_TIMEOUT: 25_000,
 }
 
+Address = bytes | tuple[str, int]  # of a Unix socket, which has no file, or of TCP
+
+
+class RankLost(RuntimeError):
+    """Another rank has ended; the message names it."""
+
 
 class RankConnection:
     """The connection to another rank."""
@@ -38,6 +44,9 @@ class RankConnection:
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank, self._socket = rank, connection
         connection.settimeout(None)
+        if connection.family == socket.AF_UNIX:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_BUFFER)
+            return
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in {socket.TCP_NODELAY: 1, **KEEPALIVE}.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -74,11 +83,18 @@ class RankConnection:
 
 
 class RankListener:
-    def __init__(self, address: str) -> None:
-        """Any free port of `address`."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, 0), family=family, backlog=1024)
-        self.port: int = self._socket.getsockname()[1]
+    def __init__(self, address: str = "") -> None:
+        """At any free port of `address`; without one, for ranks of this host alone."""
+        self.address: Address
+        if address:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            self._socket = socket.create_server((address, 0), family=family, backlog=1024)
+            self.address = address, self._socket.getsockname()[1]
+        else:
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.bind("")  # Linux finds a name that is free in the network namespace
+            self._socket.listen(1024)
+            self.address = self._socket.getsockname()
 
     def accept(self, token: bytes, ranks: Collection[int]) -> list[RankConnection]:
         """Links to these ranks, in any order. Raises RankLost when one does not connect."""
@@ -95,7 +111,7 @@ class RankListener:
                 links[rank] = RankConnection(rank, connection)
             else:
                 message = "refused a connection from %s: it is none of this worker's ranks"
-                log.warning(message, peer, extra=PER_REQUEST)
+                log.warning(message, peer or "this host", extra=PER_REQUEST)
                 connection.close()
         return list(links.values())
 
@@ -103,15 +119,24 @@ class RankListener:
         self._socket.close()
 
 
-def connect(address: str, port: int, token: bytes, me: int, rank: int) -> RankConnection:
+def connect(address: Address, token: bytes, me: int, rank: int) -> RankConnection:
     """The link of rank `me` to the listener of `rank`. Raises RankLost."""
     try:
-        connection = socket.create_connection((address, port), timeout=JOIN_S)
+        connection = _dial(address)
     except OSError as error:
-        raise RankLost(f"rank {rank} at {address} cannot be reached: {error}") from error
+        raise RankLost(f"rank {rank} at {address!r} cannot be reached: {error}") from error
     link = RankConnection(rank, connection)
     link.send(HELLO.pack(token, me))
     return link
+
+
+def _dial(address: Address) -> socket.socket:
+    if isinstance(address, tuple):
+        return socket.create_connection(address, timeout=JOIN_S)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(JOIN_S)
+    connection.connect(address)
+    return connection
 
 
 def _hello(connection: socket.socket, token: bytes) -> int:

@@ -16,7 +16,7 @@ from operator import add
 
 from millrace_serve.engine.health.progress import Progress
 from millrace_serve.engine.lockstep import packing
-from millrace_serve.engine.lockstep.followers import Inlet, LinkInlet, Outlet
+from millrace_serve.engine.lockstep.followers import Inlet, Outlet
 from millrace_serve.engine.lockstep.replicas import Replicas, ReplicaState, Said
 from millrace_serve.engine.schedule.plan import NOTHING, ContextParallelTurn, Plan, Work
 from millrace_serve.engine.step.batch import HostBatch
@@ -72,7 +72,7 @@ class Lockstep:
         self,
         replicas: Replicas | None = None,
         outlet: Outlet | None = None,
-        inlet: Inlet | LinkInlet | None = None,
+        inlet: Inlet | None = None,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         """`replicas`: None when dp == 1, and on a follower; `outlet`: of a leader of followers; `inlet`: of these."""

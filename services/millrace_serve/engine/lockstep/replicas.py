@@ -1,8 +1,8 @@
 """The agreement of replicas, once per step: every replica brings a vector of integers and gets those of all.
 
-Leaders of replicas write their vectors into the memory of their host, and the first leader of each host, its node
-leader, collects them. Node leaders send each other those of their hosts, and publish all. A leader that sleeps is woken
-by its wake-up pipe (within a host) or by the node leader's connections, so that an idle worker does nothing at all.
+The first leader of each host, its node leader, collects the vectors of the host's replicas, its members. Node leaders
+send each other those of their hosts, and their members those of all. A leader that sleeps is woken by its connections,
+so that an idle worker does nothing at all.
 
 A node leader that waits in vain tells the others why, so all errors name the rank that is missing.
 """
@@ -15,9 +15,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from millrace_serve.engine.lockstep.host import POSTED, PUBLISHED, Host
-from millrace_serve.engine.lockstep.links import RankConnection
-from millrace_serve.engine.lockstep.shared_memory import RankLost
+from millrace_serve.engine.lockstep.links import RankConnection, RankLost
 
 
 class ReplicaState(NamedTuple):
@@ -43,100 +41,90 @@ class Replicas:
     """The place of one leader in the agreement."""
 
     def __init__(
-        self, host: Host, leaders: Sequence[int], links: Sequence[RankConnection], beside: dict[int, list[int]]
+        self, rank: int, leaders: Sequence[int], links: Sequence[RankConnection], beside: dict[int, list[int]]
     ) -> None:
         """
         Args:
+            rank: of this leader.
             leaders: of all replicas.
-            links: of a node leader to the others.
+            links: of a member to its node leader; of a node leader to its members and the other node leaders.
             beside: node leader -> the replicas of its host.
         """
-        self._host, self._links = host, links
-        self.index = leaders.index(host.rank)
-        self._node_leader, own = next(block for block in beside.items() if self.index in block[1])
-        self._posted = {leaders[index]: host.counter(leaders[index], POSTED) for index in own}
-        self._published = host.counter(self._node_leader, PUBLISHED)
+        self.index = leaders.index(rank)
+        self._links, self._is_node_leader = links, rank in beside
+        self._members = [link for link in links if link.rank not in beside]
+        self._node_leaders = [link for link in links if link.rank in beside]
         placed = [index for block in beside.values() for index in block]  # a host's vectors stand together
         self._places = [placed.index(index) for index in range(len(leaders))]
-        self._blocks: dict[int, slice] = {}
-        for node_leader, block in beside.items():
-            first = placed.index(block[0])
-            self._blocks[node_leader] = slice(first * VECTOR.size, (first + len(block)) * VECTOR.size)
-        self._look = host.look(self._missing)
-        self._look_for_node_leader = host.look(lambda: self._missing() or (self._node_leader,))
+        self._step, self._table = 0, memoryview(bytearray(len(leaders) * VECTOR.size))
+        # parts of the table: what this leader tells node leaders, and what it hears over each link
+        self._own = self._part(beside.get(rank, [self.index]))
+        self._heard = {link.rank: self._part([leaders.index(link.rank)]) for link in self._members}
+        for link in self._node_leaders:
+            self._heard[link.rank] = self._part(beside[link.rank]) if self._is_node_leader else self._table
         self._poll = select.poll()
         for link in links:
             self._poll.register(link, select.POLLIN)
-        self._step, self._table = 0, host.table(0)
-        # one of them becomes readable when another replica calls
-        self.fds: Sequence[int] = [host.wakeup_pipes[host.rank].fd, *(link.fileno() for link in links)]
+        self.fds = [link.fileno() for link in links]  # one of them becomes readable when another replica calls
 
     def called(self) -> bool:
         """Whether another replica waits in the next step. If not, a call from now on makes one of `fds` readable."""
-        self._host.wakeup_pipes[self._host.rank].silence()
-        if any(counter.has(self._step + 1) for counter in self._posted.values()):
-            return True
-        return bool(self._links and self._poll.poll(0))
+        return bool(self._poll.poll(0))
 
     def all_gather(self, mine: ReplicaState, *, ring: bool) -> list[Said]:
-        """Vectors in the order of replicas. `ring`: the others may sleep. Raises RankLost."""
-        self._post(mine)
-        if ring:
-            for rank in self._missing():
-                self._host.wakeup_pipes[rank].ring()
+        """Vectors in the order of replicas. `ring`: they slept, so node leaders call. Raises RankLost."""
         try:
-            if self._host.rank == self._node_leader:
-                self._collect()
-                self._send()
-                self._receive()
-                self._published.raise_to(self._step)
-            else:
-                self._published.wait(self._step, self._look_for_node_leader)
+            self._bring(mine, ring)
+            return self._learn(ring)
         except RankLost as error:
-            self._tell(str(error))
+            self._lose(str(error))
             raise
-        return self._read()
 
-    def _post(self, mine: ReplicaState) -> None:
+    def _bring(self, mine: ReplicaState, ring: bool) -> None:
+        """Tell the node leaders this replica's vector, or those of the host."""
         self._step += 1
-        self._table = self._host.table(self._step)
         VECTOR.pack_into(self._table, self._places[self.index] * VECTOR.size, *mine)
-        self._posted[self._host.rank].raise_to(self._step)
+        if ring:
+            self._tell(self._members, self._table)  # a message at all wakes them
+        for link in self._members:
+            self._hear(link)
+        self._tell(self._node_leaders, self._own)
 
-    def _read(self) -> list[Said]:
+    def _learn(self, ring: bool) -> list[Said]:
+        """Hear from the node leaders, and tell the members."""
+        for link in self._node_leaders:
+            if ring and not self._is_node_leader:
+                self._hear(link)  # the call
+            self._hear(link)
+        self._tell(self._members, self._table)
         said = list(VECTOR.iter_unpack(self._table))
         return [said[place] for place in self._places]
 
-    def _collect(self) -> None:
-        for counter in self._posted.values():
-            counter.wait(self._step, self._look)
-
-    def _send(self) -> None:
-        if self._links:
-            message = HEADER.pack(self._step, 0) + self._table[self._blocks[self._node_leader]]
-            for link in self._links:
+    def _tell(self, links: Sequence[RankConnection], part: memoryview) -> None:
+        """One that has ended is found where it is heard: it may have said why."""
+        message = HEADER.pack(self._step, 0) + part
+        for link in links:
+            with contextlib.suppress(RankLost):
                 link.send(message)
 
-    def _receive(self) -> None:
-        for link in self._links:
-            block = self._table[self._blocks[link.rank]]
-            received = link.receive(HEADER.size + len(block))
-            step, lost = HEADER.unpack_from(received)
-            if lost:
-                raise RankLost(link.receive(lost).decode())
-            if step != self._step:
-                raise RankLost(f"rank {link.rank} is at step {step}, not {self._step}")
-            block[:] = memoryview(received)[HEADER.size :]
+    def _hear(self, link: RankConnection) -> None:
+        part = self._heard[link.rank]
+        received = link.receive(HEADER.size + len(part))
+        step, lost = HEADER.unpack_from(received)
+        if lost:
+            raise RankLost(link.receive(lost).decode())
+        if step != self._step:
+            raise RankLost(f"rank {link.rank} is at step {step}, not {self._step}")
+        part[:] = memoryview(received)[HEADER.size :]
 
-    def _missing(self) -> list[int]:
-        """Leaders of this host that have not come to this step."""
-        return [rank for rank, counter in self._posted.items() if not counter.has(self._step)]
-
-    def _tell(self, why: str) -> None:
-        self._host.lose(why)
-        self._published.wake()
+    def _lose(self, why: str) -> None:
         text = why.encode()
-        nothing = bytes(len(self._table[self._blocks[self._node_leader]]))
         for link in self._links:
+            nothing = bytes(len(self._table if link in self._members else self._own))
             with contextlib.suppress(RankLost):
                 link.send(HEADER.pack(self._step, len(text)) + nothing + text)
+
+    def _part(self, block: Sequence[int]) -> memoryview:
+        """Of the replicas of `block`, which stand together."""
+        first = self._places[block[0]]
+        return self._table[first * VECTOR.size : (first + len(block)) * VECTOR.size]
