@@ -75,10 +75,9 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     util.placement_group = placement_group  # type: ignore[attr-defined]
     util.remove_placement_group = lambda group: log.append("remove group")  # type: ignore[attr-defined]
     strategies.PlacementGroupSchedulingStrategy = lambda group, placement_group_bundle_index: None  # type: ignore[attr-defined]
-    private = types.ModuleType("ray._private")
-    private.ray_constants = types.SimpleNamespace(PROCESS_TYPE_RAYLET="raylet")  # type: ignore[attr-defined]
-    private.services = types.SimpleNamespace(start_ray_process=lambda command, kind: log.append(" ".join(command)))  # type: ignore[attr-defined]
-    for module in (ray, util, strategies, private):
+    services = types.ModuleType("ray._private.services")
+    services.start_ray_process = lambda command, kind: log.append(" ".join(command))  # type: ignore[attr-defined]
+    for module in (ray, util, strategies, services):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delitem(sys.modules, "millrace_serve.worker.ray_launch", raising=False)
     handlers, level = logging.root.handlers[:], logging.root.level
@@ -142,8 +141,28 @@ def test_rays_node_is_told_every_port_and_its_client_server_is_left_out(fake_ray
     ray_launch.start_hook(params, True)
     assert params.ray_client_server_port is None and params.no_monitor
     for kind in ("gcs_server", "raylet"):
-        ray_launch.services.start_ray_process(["start", kind], kind)
+        sys.modules["ray._private.services"].start_ray_process(["start", kind], kind)
     assert fake_ray == ["start gcs_server", "start raylet --dashboard_agent_listen_port=6383"]
+
+
+@pytest.mark.parametrize("lacks", ["module", "function", "port"])
+def test_ray_without_its_private_function_starts_by_itself(
+    fake_ray: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: str
+) -> None:
+    ray_launch = importlib.import_module("millrace_serve.worker.ray_launch")
+    params = types.SimpleNamespace(dashboard_agent_listen_port=6383)
+    services = sys.modules["ray._private.services"]
+    start = services.start_ray_process
+    match lacks:
+        case "module":
+            monkeypatch.delitem(sys.modules, services.__name__)
+        case "function":
+            monkeypatch.delattr(services, "start_ray_process")
+        case "port":
+            del params.dashboard_agent_listen_port
+    ray_launch.start_hook(params, False)
+    assert params.ray_client_server_port is None and params.no_monitor
+    assert "15 s" in caplog.text and getattr(services, "start_ray_process", start) is start
 
 
 @pytest.mark.parametrize(("address", "host"), [("10.0.0.1", "10.0.0.1"), ("fd00::1", "[fd00::1]")])

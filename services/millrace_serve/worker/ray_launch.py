@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import socket
 from typing import Any
 
 import ray
-from ray._private import ray_constants, services
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from millrace_serve.worker import caches
@@ -31,15 +31,23 @@ def start_hook(params: Any, head: bool) -> None:
 
     Ray Client is off, because it runs any code that is sent to it, and so is the autoscaler. The raylet gets the port
     of its dashboard agent: without it a node ends itself unless the agent reports a port within 15 seconds, which is
-    too short on a busy machine.
+    too short on a busy machine. Ray has no setting for that (its issue 65983), only a private function, and a Ray
+    without the function starts as it would by itself.
     """
     params.ray_client_server_port = None
     params.no_monitor = True
-    start = services.start_ray_process
+    port = getattr(params, "dashboard_agent_listen_port", None)
+    services: Any = None
+    with contextlib.suppress(ImportError):
+        services = importlib.import_module("ray._private.services")
+    start = getattr(services, "start_ray_process", None)
+    if start is None or port is None:
+        log.warning("this Ray cannot be told its ports: a node whose agent takes more than 15 s ends and is restarted")
+        return
 
     def start_with_port(command: list[str], process_type: str, *args: Any, **options: Any) -> Any:
-        if process_type == ray_constants.PROCESS_TYPE_RAYLET:
-            command = [*command, f"--dashboard_agent_listen_port={params.dashboard_agent_listen_port}"]
+        if process_type == "raylet":
+            command = [*command, f"--dashboard_agent_listen_port={port}"]
         return start(command, process_type, *args, **options)
 
     services.start_ray_process = start_with_port
