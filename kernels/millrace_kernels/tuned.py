@@ -18,7 +18,9 @@ import logging
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
+from typing import Generic, NamedTuple, TypeVar, get_type_hints
+
+from millrace_common.json_values import JsonObject
 
 from millrace_kernels.gpu import Gpu, gpu
 
@@ -33,7 +35,7 @@ class Tuned(NamedTuple):
     """The file of one kind of GPU."""
 
     gpu: Gpu
-    tables: dict[str, list[dict[str, Any]]]
+    tables: dict[str, list[JsonObject]]
 
 
 class Table(Generic[Config]):
@@ -81,6 +83,6 @@ def _tritons(file: Tuned) -> set[str]:
     return {row["triton"] for rows in file.tables.values() for row in rows if "triton" in row}
 
 
-def _build(kind: type[Config], fields: dict[str, Any]) -> Config:
+def _build(kind: type[Config], fields: JsonObject) -> Config:
     hints = get_type_hints(kind)
     return kind(**{k: _build(hints[k], value) if isinstance(value, dict) else value for k, value in fields.items()})

@@ -6,10 +6,12 @@ import difflib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from millrace_common.json_values import JsonObject
 
 log = logging.getLogger(__name__)
 LONGEST_S = (2**31 - 1) // 1000  # 24 days: polls and timers of the operating system count milliseconds in 31 bits
@@ -38,7 +40,7 @@ Seconds = Annotated[float, Field(ge=0, le=LONGEST_S)]
 
 def load(model: type[C], path: str | Path | None = None, overrides: Sequence[str] = ()) -> C:
     """Read `model` from a YAML file (if any), then apply overrides of the form `a.b=value` (value is YAML)."""
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     if path is not None:
         try:
             values = yaml.safe_load(Path(path).read_text()) or {}
@@ -55,7 +57,7 @@ def load(model: type[C], path: str | Path | None = None, overrides: Sequence[str
         raise ConfigError(_explain(error, model)) from error
 
 
-def _rename(values: dict[str, Any]) -> None:
+def _rename(values: JsonObject) -> None:
     """Put new keys in the place of old ones. Raises ConfigError."""
     for (part, old), new in RENAMED.items():
         section = values.get(part) if part else values
@@ -66,7 +68,7 @@ def _rename(values: dict[str, Any]) -> None:
             section[new] = section.pop(old)
 
 
-def override(values: dict[str, Any], item: str) -> None:
+def override(values: JsonObject, item: str) -> None:
     """Apply one `a.b=value` in place. Raises ConfigError."""
     key, sep, raw = item.partition("=")
     if not sep or not key:

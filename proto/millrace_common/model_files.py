@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+
+from millrace_common.json_values import JsonObject
 
 HEAD_BYTES = 64
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -41,7 +42,7 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: cannot be read as text: {error}") from None
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> JsonObject:
     """A JSON object. Raises ValueError, as `read_text` does, and for anything else than a JSON object."""
     text = read_text(path)
     try:

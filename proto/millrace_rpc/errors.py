@@ -11,13 +11,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 from google.protobuf import any as protobuf_any
 from google.protobuf import duration
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
+from millrace_common.json_values import Json, JsonObject
 from millrace_common.quoted import cut, printable
 from millrace_common.reasons import Reason
 
@@ -98,7 +98,7 @@ class MillraceError(Exception):
         info = error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)
         if self.param:
             info.metadata["param"] = self.param
-        details: list[Any] = [info]
+        details: list[Json] = [info]
         if self.retry_after_s > 0:
             delay = duration.from_milliseconds(round(self.retry_after_s * 1000))
             details.append(error_details_pb2.RetryInfo(retry_delay=delay))
@@ -106,7 +106,7 @@ class MillraceError(Exception):
         code = code_pb2.Code.Value(self.row.code.name)
         return rpc_status.to_status(status_pb2.Status(code=code, message=self.message, details=packed))
 
-    def http_body(self) -> dict[str, Any]:
+    def http_body(self) -> JsonObject:
         """The error object of the OpenAI API."""
         return {
             "error": {

@@ -8,9 +8,10 @@ import logging
 import math
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from millrace_common.config import Config, Seconds
+from millrace_common.json_values import Json
 from millrace_common.spans import Tracing
 from millrace_common.split import Slo
 from millrace_common.tls_config import Tls, exposed
@@ -64,7 +65,7 @@ class Routing(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _former(cls, values: Any) -> Any:
+    def _former(cls, values: Json) -> Json:
         """Settings of before turn the placement by predicted times on, without a limit that matters."""
         if not isinstance(values, dict) or not FORMER & values.keys():
             return values
@@ -143,7 +144,7 @@ class StaticTarget(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _address_alone(cls, value: Any) -> Any:
+    def _address_alone(cls, value: Json) -> Json:
         return {"address": value} if isinstance(value, str) else value
 
 

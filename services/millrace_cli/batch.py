@@ -16,9 +16,10 @@ import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import httpx
+from millrace_common.json_values import JsonObject
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -126,7 +127,7 @@ async def _send_all(client: httpx.AsyncClient, todo: list[Line], output: BinaryI
     return counts
 
 
-async def _send(client: httpx.AsyncClient, line: Line) -> dict[str, Any] | None:
+async def _send(client: httpx.AsyncClient, line: Line) -> JsonObject | None:
     """The line of an answer; None: no server took the request."""
     for attempt in range(TRIES):
         answer = None
@@ -147,7 +148,7 @@ def _pause(attempt: int, answer: httpx.Response | None) -> float:
     return max(least, pause * random.uniform(0.5, 1.0))
 
 
-def _line(line: Line, answer: httpx.Response) -> dict[str, Any]:
+def _line(line: Line, answer: httpx.Response) -> JsonObject:
     response, error = None, None
     try:
         request_id = answer.headers.get("x-request-id", "")

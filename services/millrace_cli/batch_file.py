@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from millrace_common.json_values import Json
 
 from millrace_cli.errors import CommandError
 
@@ -69,7 +70,7 @@ def _read(path: Path) -> bytes:
         raise CommandError(f"{path}: {error.strerror}", code=2) from error
 
 
-def _request(value: Any) -> Line:
+def _request(value: Json) -> Line:
     """Raises ValueError."""
     if not isinstance(value, dict):
         raise ValueError("must be a JSON object")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from millrace_common import config as configuration
+from millrace_common.json_values import JsonObject
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.engine.config import GIB
 from millrace_serve.engine.start.layouts import NODE, SHAPES, Layout, choose, layouts
@@ -60,17 +60,17 @@ def check(path: Path, gpu: str, overrides: Sequence[str]) -> None:
 def values(path: Path, model: ModelConfig, layout: Layout, overrides: Sequence[str]) -> str:
     """A prefill and a decode worker of this layout, for `helm install -f`."""
     name, gpus = path.resolve().name, min(layout.num_gpus, NODE)
-    settings: dict[str, Any] = {"timeouts": {"start": 3000, "warmup": 300}}
+    settings: JsonObject = {"timeouts": {"start": 3000, "warmup": 300}}
     for item in overrides:
         configuration.override(settings, item)
-    worker: dict[str, Any] = {"gpus": gpus, "gpuModel": layout.gpu, "tp": layout.tp, "dp": layout.dp}
+    worker: JsonObject = {"gpus": gpus, "gpuModel": layout.gpu, "tp": layout.tp, "dp": layout.dp}
     if layout.num_gpus > NODE:
         worker |= {"kind": "lws", "size": layout.num_gpus // NODE}
     worker["resources"] = {  # as in the presets, for each GPU
         "requests": {"cpu": str(4 * gpus), "memory": f"{32 * gpus}Gi", "ephemeral-storage": "4Gi"},
         "limits": {"memory": f"{64 * gpus}Gi", "ephemeral-storage": "32Gi"},
     }
-    document: dict[str, dict[str, Any]] = {
+    document: dict[str, JsonObject] = {
         "model": {"name": name.lower(), "source": "pvc", "claim": "models", "path": name},
         "fabric": {"preset": "ib"},
         "workerDefaults": {**worker, "shm": f"{2 * gpus}Gi", "tmp": f"{2 * gpus}Gi", "config": settings},

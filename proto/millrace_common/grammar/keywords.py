@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from typing import Any
 
 from millrace_common.grammar import formats, pattern
+from millrace_common.json_values import Json, JsonObject
 from millrace_common.quoted import cut
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
@@ -59,7 +59,7 @@ class LlguidancePattern(str):
     __slots__ = ()
 
 
-def says_nothing(key: str, value: Any, given: Mapping[str, Any]) -> bool:
+def says_nothing(key: str, value: Json, given: Mapping[str, Json]) -> bool:
     """Whether a keyword that is not supported allows everything."""
     match key:
         case "not":
@@ -77,12 +77,12 @@ def says_nothing(key: str, value: Any, given: Mapping[str, Any]) -> bool:
     return False
 
 
-def allows_all(schema: Any) -> bool:
+def allows_all(schema: Json) -> bool:
     """Whether every value satisfies the schema because it says nothing."""
     return schema is True or (isinstance(schema, dict) and not MEANING.keys() & schema)
 
 
-def types(given: Mapping[str, Any], at: str, refused: Callable[[str, str], Exception]) -> set[str]:
+def types(given: Mapping[str, Json], at: str, refused: Callable[[str, str], Exception]) -> set[str]:
     """The types that `type` allows, with "integer" for whole numbers."""
     if "type" not in given:
         return {*TYPES, "integer"}
@@ -92,13 +92,13 @@ def types(given: Mapping[str, Any], at: str, refused: Callable[[str, str], Excep
     return set(names)
 
 
-def sizes(given: Mapping[str, Any], made: dict[str, Any], *names: str) -> None:
+def sizes(given: Mapping[str, Json], made: JsonObject, *names: str) -> None:
     for name in names:
         if name in given:
             made[name] = _count(given[name], name)
 
 
-def _count(value: Any, name: str) -> int:
+def _count(value: Json, name: str) -> int:
     """A larger maximum is the largest count."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -109,7 +109,7 @@ def _count(value: Any, name: str) -> int:
     return min(value, pattern.MAX_COUNT)
 
 
-def strings(given: Mapping[str, Any], made: dict[str, Any], at: str) -> None:
+def strings(given: Mapping[str, Json], made: JsonObject, at: str) -> None:
     sizes(given, made, "minLength", "maxLength")
     patterns = []
     if "pattern" in given:
@@ -128,7 +128,7 @@ def strings(given: Mapping[str, Any], made: dict[str, Any], at: str) -> None:
         made["allOf"] = [{"pattern": patterns[1]}]
 
 
-def searched(text: Any, *path: str) -> str:
+def searched(text: Json, *path: str) -> str:
     """A pattern of the client in llguidance's form."""
     if isinstance(text, LlguidancePattern):
         return str(text)
@@ -156,7 +156,7 @@ class Multiples:
         return int(value.scaleb(_places(value))) <= MAX_MULTIPLE and math.lcm(*wholes) < 2**31
 
 
-def numbers(given: Mapping[str, Any], made: dict[str, Any], at: str, *, exact: bool, multiples: Multiples) -> None:
+def numbers(given: Mapping[str, Json], made: JsonObject, at: str, *, exact: bool, multiples: Multiples) -> None:
     """`exact`: of whole numbers alone."""
     for name, other, sign in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
         bounds = []
@@ -178,7 +178,7 @@ def numbers(given: Mapping[str, Any], made: dict[str, Any], at: str, *, exact: b
         made["multipleOf"] = _json(value)
 
 
-def _bound(value: Any, name: str, exact: bool) -> Decimal:
+def _bound(value: Json, name: str, exact: bool) -> Decimal:
     """Bounds of whole numbers may be of any size."""
     if exact and isinstance(value, int | float) and not isinstance(value, bool) and LARGEST < abs(value) < math.inf:
         return Decimal(value)
@@ -196,7 +196,7 @@ def _held(bound: Decimal, sign: int, name: str) -> Decimal:
     return Decimal(near if sign * (Decimal(near) - bound) >= 0 else math.nextafter(near, sign * math.inf))
 
 
-def number(value: Any, *path: str) -> Decimal:
+def number(value: Json, *path: str) -> Decimal:
     finite = math.isfinite(value) if isinstance(value, float) else type(value) is int  # of any size
     if not finite:
         raise Unusable(path, "must be a number")
@@ -227,7 +227,7 @@ def _json(value: Decimal) -> int | float:
     return int(value) if value == int(value) else float(value)
 
 
-def values(given: Mapping[str, Any], made: dict[str, Any], at: str) -> None:
+def values(given: Mapping[str, Json], made: JsonObject, at: str) -> None:
     if "const" in given:
         made["const"] = _value(given["const"], "const")
     if "enum" in given:
@@ -237,7 +237,7 @@ def values(given: Mapping[str, Any], made: dict[str, Any], at: str) -> None:
         made["enum"] = [_value(option, "enum", str(i)) for i, option in enumerate(options)]
 
 
-def _value(value: Any, *path: str) -> Any:
+def _value(value: Json, *path: str) -> Json:
     match value:
         case int() | float() if not isinstance(value, bool):
             return _json(number(value, *path))
@@ -250,7 +250,7 @@ def _value(value: Any, *path: str) -> Any:
     return value
 
 
-def count_of_properties(made: Mapping[str, Any]) -> None:
+def count_of_properties(made: Mapping[str, Json]) -> None:
     """llguidance counts what it writes. Names that a schema does not list may repeat, and count once for readers."""
     needed = set(made.get("required", ()))
     least = made.get("minProperties", 0) - len(needed)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 import urllib.parse
 from collections.abc import Mapping
-from typing import Any
 
 from millrace_common.grammar import keywords
 from millrace_common.grammar.text import MAX_PATTERNS
+from millrace_common.json_values import Json, JsonObject
 from millrace_common.quoted import cut
 
-Schema = dict[str, Any] | bool
+Schema = JsonObject | bool
 _DIALECT = re.compile(r"https?://json-schema\.org/draft(?:-0(\d)|/(\d{4})-\d\d)/schema#?")
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "dependentRequired", "dependencies")
 
@@ -29,7 +29,7 @@ class Refused(ValueError):
         self.pointer = pointer
 
 
-def normal(schema: Any, *, is_object: bool = False) -> tuple[dict[str, Any], dict[int, str]]:
+def normal(schema: Json, *, is_object: bool = False) -> tuple[JsonObject, dict[int, str]]:
     """The schema in the form above, and the pointers of its parts by their id(). Raises Refused.
 
     `is_object`: the values are objects, whether or not the schema says so.
@@ -43,18 +43,18 @@ def below(pointer: str, *names: str | int) -> str:
 
 
 class _Normal:
-    def __init__(self, document: Any) -> None:
+    def __init__(self, document: Json) -> None:
         self._document = document
         self._draft = _dialect(document, "#")
         self._keys: dict[str, str] = {}  # of _defs, by what references say
         self._defs: dict[str, Schema] = {}
-        self._pending: list[tuple[str, Any, str]] = []
-        self._one_ofs: list[dict[str, Any]] = []
+        self._pending: list[tuple[str, Json, str]] = []
+        self._one_ofs: list[JsonObject] = []
         self._places: dict[int, str] = {}
         self._multiples = keywords.Multiples()
         self._patterns = 0  # characters
 
-    def root(self, is_object: bool) -> tuple[dict[str, Any], dict[int, str]]:
+    def root(self, is_object: bool) -> tuple[JsonObject, dict[int, str]]:
         made = self._schema(self._document, "#")
         while self._pending:
             key, target, at = self._pending.pop()
@@ -63,7 +63,7 @@ class _Normal:
             one_of["oneOf"] = [self._without_references(option) for option in one_of["oneOf"]]
         if made is False:
             raise Refused("#", "false allows no value")
-        result: dict[str, Any] = {} if made is True else made
+        result: JsonObject = {} if made is True else made
         if is_object and not self._says_object(result):
             if "object" not in result.get("type", "object"):
                 raise Refused("#/type", "must be object")
@@ -97,7 +97,7 @@ class _Normal:
             refs > 0 and target is not None and self._says_object(target, refs - 1)
         )
 
-    def _schema(self, value: Any, at: str) -> Schema:
+    def _schema(self, value: Json, at: str) -> Schema:
         if isinstance(value, bool):
             return value
         if not isinstance(value, dict):
@@ -110,7 +110,7 @@ class _Normal:
             return False
         self._check(given, at)
         self._count_patterns(given, at)
-        made: dict[str, Any] = {}
+        made: JsonObject = {}
         types = keywords.types(given, at, Refused)
         if types != set(keywords.TYPES) | {"integer"}:
             made["type"] = sorted(types) if len(types) != 1 else next(iter(types))
@@ -130,14 +130,14 @@ class _Normal:
         self._places[id(made)] = at
         return made
 
-    def _count_patterns(self, given: Mapping[str, Any], at: str) -> None:
+    def _count_patterns(self, given: Mapping[str, Json], at: str) -> None:
         names = given.get("patternProperties", {})
         patterns = [given.get("pattern"), *(names if isinstance(names, dict) else ())]
         self._patterns += sum(len(one) for one in patterns if isinstance(one, str))
         if self._patterns > MAX_PATTERNS:
             raise Refused(at, f"all patterns together have more than {MAX_PATTERNS} characters")
 
-    def _check(self, given: Mapping[str, Any], at: str) -> None:
+    def _check(self, given: Mapping[str, Json], at: str) -> None:
         for key, item in given.items():
             since = keywords.MEANING[key]
             if since > self._draft:
@@ -145,7 +145,7 @@ class _Normal:
             if key in keywords.NOT_SUPPORTED and not keywords.says_nothing(key, item, given):
                 raise Refused(below(at, key), "is not supported")
 
-    def _same_document(self, value: Mapping[str, Any], at: str) -> None:
+    def _same_document(self, value: Mapping[str, Json], at: str) -> None:
         """References are of one document in one dialect."""
         for key in ("contentEncoding", "contentMediaType"):
             if key in value and self._draft in (6, 7):
@@ -159,7 +159,7 @@ class _Normal:
         if "$schema" in value and _dialect(value, at) != self._draft:
             raise Refused(below(at, "$schema"), "another draft inside a schema is not supported")
 
-    def _arrays(self, given: Mapping[str, Any], made: dict[str, Any], at: str) -> None:
+    def _arrays(self, given: Mapping[str, Json], made: JsonObject, at: str) -> None:
         keywords.sizes(given, made, "minItems", "maxItems")
         first, rest, rest_key = given.get("prefixItems"), given.get("items"), "items"
         first_key = "prefixItems"
@@ -179,7 +179,7 @@ class _Normal:
         if given.get("uniqueItems") and (most is None or most > 1):
             raise Refused(below(at, "uniqueItems"), "is not supported for more than one item")
 
-    def _objects(self, given: Mapping[str, Any], made: dict[str, Any], at: str) -> None:
+    def _objects(self, given: Mapping[str, Json], made: JsonObject, at: str) -> None:
         keywords.sizes(given, made, "minProperties", "maxProperties")
         needed = given.get("required", [])
         if not isinstance(needed, list) or not all(isinstance(name, str) for name in needed):
@@ -207,7 +207,7 @@ class _Normal:
         keywords.count_of_properties(made)
 
     def _property_names(
-        self, given: Mapping[str, Any], named: dict[str, Schema], by_pattern: dict[str, Schema], other: Schema, at: str
+        self, given: Mapping[str, Json], named: dict[str, Schema], by_pattern: dict[str, Schema], other: Schema, at: str
     ) -> Schema:
         """Say propertyNames with the other keywords; the result is for all other properties."""
         where = below(at, "propertyNames")
@@ -238,12 +238,12 @@ class _Normal:
             return False
         raise Refused(where, "only enum, const, or beside no properties a pattern, a format or lengths are supported")
 
-    def _target(self, made: Mapping[str, Any], at: str) -> tuple[Any, str]:
+    def _target(self, made: Mapping[str, Json], at: str) -> tuple[Json, str]:
         """What a reference in our form stands for, as the client wrote it."""
         said = next(said for said, key in self._keys.items() if made["$ref"] == f"#/$defs/{key}")
         return self._resolve(said, at), said
 
-    def _combine(self, given: Mapping[str, Any], made: dict[str, Any], at: str) -> None:
+    def _combine(self, given: Mapping[str, Json], made: JsonObject, at: str) -> None:
         if "$ref" in given:
             made["$ref"] = self._reference(given["$ref"], below(at, "$ref"))
         if "allOf" in given:
@@ -261,7 +261,7 @@ class _Normal:
                 lacks: Schema = {"properties": {name: False}}
                 made.setdefault("allOf", []).append({"anyOf": [lacks, then]})
 
-    def _dependencies(self, given: Mapping[str, Any], key: str, at: str) -> dict[str, Schema]:
+    def _dependencies(self, given: Mapping[str, Json], key: str, at: str) -> dict[str, Schema]:
         """By the property that brings them: what objects satisfy that have it."""
         items = given.get(key, {})
         if not isinstance(items, dict):
@@ -276,25 +276,25 @@ class _Normal:
                 found[name] = {"required": [name], "allOf": [self._schema(then, below(at, key, name))]}
         return found
 
-    def _list(self, value: Any, at: str) -> list[Schema]:
+    def _list(self, value: Json, at: str) -> list[Schema]:
         if not isinstance(value, list) or not value:
             raise Refused(at, "must be a list of at least one schema")
         return [self._schema(item, below(at, i)) for i, item in enumerate(value)]
 
-    def _map(self, given: Mapping[str, Any], key: str, at: str) -> dict[str, Schema]:
+    def _map(self, given: Mapping[str, Json], key: str, at: str) -> dict[str, Schema]:
         items = given.get(key, {})
         if not isinstance(items, dict):
             raise Refused(below(at, key), "must be an object of schemas")
         return {name: self._schema(item, below(at, key, name)) for name, item in items.items()}
 
-    def _reference(self, said: Any, at: str) -> str:
+    def _reference(self, said: Json, at: str) -> str:
         target = self._resolve(said, at)
         if said not in self._keys:
             self._keys[said] = str(len(self._keys))
             self._pending.append((self._keys[said], target, said))
         return f"#/$defs/{self._keys[said]}"
 
-    def _resolve(self, said: Any, at: str) -> Any:
+    def _resolve(self, said: Json, at: str) -> Json:
         if not isinstance(said, str) or (said != "#" and not said.startswith("#/")):
             raise Refused(at, "only references into the same schema, which begin with #/, are supported")
         target = self._document
@@ -309,7 +309,7 @@ class _Normal:
         return target
 
 
-def _and(schema: dict[str, Any], key: str, value: Any) -> None:
+def _and(schema: JsonObject, key: str, value: Json) -> None:
     """Add a keyword that may be there already."""
     if key in schema:
         schema.setdefault("allOf", []).append({key: value})
@@ -317,7 +317,7 @@ def _and(schema: dict[str, Any], key: str, value: Any) -> None:
         schema[key] = value
 
 
-def _dialect(schema: Any, at: str) -> int:
+def _dialect(schema: Json, at: str) -> int:
     """The draft that `$schema` names: 4 to 7, 2019 or 2020; without it the newest."""
     name = schema.get("$schema") if isinstance(schema, dict) else None
     if name is None:

@@ -6,12 +6,12 @@ Everything here may take long for a hostile text: checker.py runs it in processe
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import llguidance
 
 from millrace_common.grammar import pattern, text
 from millrace_common.grammar.schema import Refused, normal
+from millrace_common.json_values import Json, JsonObject
 
 # JSON has one form: on one line, with a space behind commas and colons, each string spelled in one way. With free white
 # space a model may indent until its tokens are used up; see pattern.UNWRITABLE for the escapes.
@@ -76,7 +76,7 @@ def source(kind: str, given: str) -> str:
     return made
 
 
-def of_json(schema: dict[str, Any]) -> str:
+def of_json(schema: JsonObject) -> str:
     return f"start: {inline(schema)}"
 
 
@@ -85,7 +85,7 @@ def terminal(expression: str) -> str:
     return f"/{expression}/" if expression else '""'
 
 
-def inline(schema: dict[str, Any]) -> str:
+def inline(schema: JsonObject) -> str:
     """As a part of a rule."""
     return f"%json {json.dumps({'x-guidance': OPTIONS, **schema})}"
 
@@ -110,7 +110,7 @@ def clear(message: str) -> str:
     return line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]}..."
 
 
-def _culprit(schema: dict[str, Any], places: dict[int, str]) -> str:
+def _culprit(schema: JsonObject, places: dict[int, str]) -> str:
     """The pointer of the deepest part that does not compile by itself."""
     definitions, part, at = schema.get("$defs", {}), schema, "#"
     while True:
@@ -124,9 +124,9 @@ def _culprit(schema: dict[str, Any], places: dict[int, str]) -> str:
         part, definitions = found, definitions
 
 
-def _parts(schema: dict[str, Any]) -> list[Any]:
+def _parts(schema: JsonObject) -> list[Json]:
     """The schemas directly inside."""
-    parts: list[Any] = []
+    parts: list[Json] = []
     for key in ("properties", "patternProperties"):
         parts += schema.get(key, {}).values()
     for key in ("prefixItems", "allOf", "anyOf", "oneOf"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+
+from millrace_common.json_values import Json
 
 JSON_SCHEMA, REGEX, LARK = "json_schema", "regex", "lark"
 MAX_BYTES = {JSON_SCHEMA: 64 << 10, REGEX: 4 << 10, LARK: 512 << 10}
@@ -27,7 +28,7 @@ def problem(kind: str, text: str) -> str:
     return f"it is nested more than {MAX_DEPTH} deep" if deeper_than(value, MAX_DEPTH) else ""
 
 
-def deeper_than(value: Any, limit: int) -> bool:
+def deeper_than(value: Json, limit: int) -> bool:
     """Whether JSON is nested more than `limit` deep."""
     level = [value]
     for _ in range(limit + 1):

@@ -10,7 +10,8 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from millrace_common.json_values import JsonObject
 
 from millrace_router.apis.reading import Reading, call_id
 from millrace_router.flow.inference import Answer
@@ -39,7 +40,7 @@ class Block:
         return "".join(self.pieces)
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> JsonObject:
         """Those of a call, as an object."""
         return as_object(self.text or NONE)
 
@@ -108,7 +109,7 @@ class BlockForm(ABC):
         self.blocks = ContentBlocks()
         self._shows_thoughts = shows_thoughts
 
-    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta]) -> JsonObject:
         for delta in deltas:
             self._read(delta)
         return self.ended()
@@ -121,7 +122,7 @@ class BlockForm(ABC):
         return b"".join(events) or SILENCE
 
     @property
-    def extensions(self) -> dict[str, Any]:
+    def extensions(self) -> JsonObject:
         """Of an answer, beyond the vendor's fields."""
         ignored = {"ignored": self.answer.ignored} if self.answer.ignored else {}
         return {"system_fingerprint": self.reading.version or None, **ignored}
@@ -133,7 +134,7 @@ class BlockForm(ABC):
     def change(self, step: Step, block: Block, piece: str) -> Iterator[bytes]: ...
 
     @abstractmethod
-    def ended(self) -> dict[str, Any]: ...
+    def ended(self) -> JsonObject: ...
 
     def _read(self, delta: Delta) -> list[Change]:
         parsed = self.reading.read(delta)

@@ -6,9 +6,10 @@ It is fuzzed against a running router (tests/router/apis/openai/test_openapi.py)
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
+from millrace_common.json_values import JsonObject
 from millrace_rpc.errors import TABLE
 from pydantic.json_schema import models_json_schema
 
@@ -50,9 +51,9 @@ GETS = {
 }
 
 
-def document(more: Mapping[str, Post]) -> dict[str, Any]:
+def document(more: Mapping[str, Post]) -> JsonObject:
     """OpenAPI 3.2, as JSON values. `more`: the posts of other APIs, by path."""
-    paths: dict[str, Any] = {}
+    paths: JsonObject = {}
     posts = {**POSTS, **more}
     for path, about in posts.items():
         body = {"required": True, "content": {"application/json": {"schema": _ref(about.request)}}}
@@ -76,14 +77,14 @@ def document(more: Mapping[str, Post]) -> dict[str, Any]:
     }
 
 
-def _responses(about: Post) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": _ref(about.answer)}}
+def _responses(about: Post) -> JsonObject:
+    content: JsonObject = {"application/json": {"schema": _ref(about.answer)}}
     if about.chunk is not None:
         said = {"anyOf": [_ref(about.chunk), _ref(about.error)]}
         data = {"type": "string", "contentMediaType": "application/json", "contentSchema": said}
         event = {"type": "object", "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}}, "required": ["data"]}
         content["text/event-stream"] = {"itemSchema": event}
-    responses: dict[str, Any] = {"200": {"description": "OK", "content": content}}
+    responses: JsonObject = {"200": {"description": "OK", "content": content}}
     for status in sorted({row.http for row in TABLE.values()}):
         reasons = ", ".join(reason.lower() for reason, row in TABLE.items() if row.http == status)
         error = {"description": reasons, "content": {"application/json": {"schema": _ref(about.error)}}}
@@ -91,7 +92,7 @@ def _responses(about: Post) -> dict[str, Any]:
     return responses
 
 
-def _schemas(posts: Collection[Post]) -> dict[str, Any]:
+def _schemas(posts: Collection[Post]) -> JsonObject:
     requests = [post.request for post in posts]
     _, models = models_json_schema([(request, "validation") for request in requests], ref_template=REF + "{model}")
     answers = {kind for post in posts for kind in (post.answer, post.chunk, post.error) if kind is not None}

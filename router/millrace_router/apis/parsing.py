@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar, get_args
+from typing import Annotated, ClassVar, TypeVar, get_args
 
+from millrace_common.json_values import Json, JsonObject
 from millrace_common.quoted import cut
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import FieldError, MillraceError, Path
@@ -36,7 +37,7 @@ T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True), Tag("an array")]  # the first mistake: a body may hold a million
 String = Annotated[str, Tag("a string")]
 Boolean = Annotated[bool, Tag("a boolean")]
-Object = Annotated[dict[str, Any], Tag("an object")]
+Object = Annotated[JsonObject, Tag("an object")]
 KINDS = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array", type(None): "null"}
 RESTS = {  # of sentences about a mistake, by pydantic's name for it
     "bool_type": "must be a boolean",
@@ -63,7 +64,7 @@ HABITS = frozenset(  # of objects of any kind: about caches, which are always on
 IGNORED, REFUSED = "Ignored.", "Not supported:"  # how descriptions of such fields begin
 
 
-def kind(value: Any) -> str:
+def kind(value: Json) -> str:
     """Return the tag of a JSON value, or of an object that is parsed already."""
     return KINDS.get(type(value), "an object")
 
@@ -78,7 +79,7 @@ def explained(error: ValidationError) -> FieldError:
     return FieldError(*_first(error))
 
 
-def chosen(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+def chosen(value: Json, handler: ValidatorFunctionWrapHandler) -> Json:
     """Read a tagged union. Mistakes do not name the tag, which is no part of the client's path."""
     try:
         return handler(value)
@@ -92,10 +93,10 @@ def chosen(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         raise mistake(rest, *path[1:]) from None
 
 
-def or_text(item: Callable[[str], Any], json_type: Any) -> BeforeValidator:
+def or_text(item: Callable[[str], Json], json_type: Json) -> BeforeValidator:
     """Take a text in place of an array with one item. `json_type`: of the array."""
 
-    def items(value: Any) -> Any:
+    def items(value: Json) -> Json:
         if isinstance(value, str):
             return [item(value)]
         if not isinstance(value, list):
@@ -125,7 +126,7 @@ def _rest(problem: ErrorDetails) -> str:
     return rest if rest == RESTS["missing"] else f"{rest}, not {_shown(problem['input'])}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Json) -> str:
     return cut(json.dumps(value)) if isinstance(value, str | int | float) else kind(value)
 
 
@@ -140,7 +141,7 @@ class Known(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _given(cls, values: Any) -> Any:
+    def _given(cls, values: Json) -> Json:
         if not isinstance(values, dict):
             return values
         given = {name: value for name, value in values.items() if value is not None and name not in cls.IGNORED}
@@ -155,7 +156,7 @@ class Known(BaseModel):
         return given
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonObject:
         """As `_given` reads it: null is absent, and some fields are ignored or refused with a reason."""
         schema = handler.resolve_ref_schema(handler(core))
         properties = schema.setdefault("properties", {})
@@ -176,7 +177,7 @@ def _names(model: type[Known]) -> frozenset[str]:
 
 
 @functools.cache
-def _types(model: type[Known]) -> tuple[Any, ...]:
+def _types(model: type[Known]) -> tuple[Json, ...]:
     """The values of a field `type` that has only some."""
     field = model.model_fields.get("type")
     return get_args(field.annotation) if field is not None else ()
@@ -185,7 +186,7 @@ def _types(model: type[Known]) -> tuple[Any, ...]:
 def at_most(most: int) -> BeforeValidator:
     """Refuse too many entries before each of them is checked."""
 
-    def check(entries: Any) -> Any:
+    def check(entries: Json) -> Json:
         if isinstance(entries, dict | list) and len(entries) > most:
             raise mistake(f"must have at most {most} entries, not {len(entries)}")
         return entries
@@ -193,10 +194,10 @@ def at_most(most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def json_object(body: bytes) -> dict[str, Any]:
+def json_object(body: bytes) -> JsonObject:
     """Return the object in a body. Raises INVALID_ARGUMENT."""
     try:
-        values: Any = json.loads(body.decode("utf-8-sig"))
+        values: Json = json.loads(body.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise MillraceError(Reason.INVALID_ARGUMENT, f"the body is not valid UTF-8: {error}") from error
     except (ValueError, RecursionError) as error:
@@ -208,8 +209,8 @@ def json_object(body: bytes) -> dict[str, Any]:
     return values
 
 
-def _check_surrogates(values: dict[str, Any]) -> None:
-    stack: list[tuple[Any, Any]] = [(values, None)]  # a value, and its place: (the place around it, its name)
+def _check_surrogates(values: JsonObject) -> None:
+    stack: list[tuple[Json, Json]] = [(values, None)]  # a value, and its place: (the place around it, its name)
     while stack:
         value, place = stack.pop()
         if isinstance(value, str) and not _is_text(value):
@@ -229,7 +230,7 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _path(place: Any) -> Path:
+def _path(place: Json) -> Path:
     parts = []
     while place is not None:
         place, name = place

@@ -8,8 +8,9 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
+from millrace_common.json_values import Json
 from millrace_common.log import request_id
 from millrace_rpc.errors import FieldError, MillraceError, Path
 from millrace_rpc.http_connection import Body, body_of
@@ -42,7 +43,7 @@ class AnswerFormat(Protocol):
     def keep_alive(self) -> bytes:
         """Says nothing but that the stream lives."""
 
-    def whole(self, deltas: Sequence[Delta]) -> Any:
+    def whole(self, deltas: Sequence[Delta]) -> Json:
         """The JSON value of a finished answer."""
 
     def push(self, delta: Delta) -> bytes:

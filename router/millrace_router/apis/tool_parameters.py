@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import unquote
 
+from millrace_common.json_values import Json, JsonObject
 from pydantic import AfterValidator
 
 MAX_REFERENCES = 16  # followed one after the other
 SHOWN = 80  # characters of a schema in an error
 
 
-def _of_objects(schema: dict[str, Any]) -> dict[str, Any]:
+def _of_objects(schema: JsonObject) -> JsonObject:
     """The schema without what it allows besides objects. One that states no type gets it. Raises ValueError when it
     allows no object.
     """
@@ -24,10 +25,10 @@ def _of_objects(schema: dict[str, Any]) -> dict[str, Any]:
     return narrowed if "type" in narrowed else {"type": "object", **narrowed}
 
 
-Parameters = Annotated[dict[str, Any], AfterValidator(_of_objects)]
+Parameters = Annotated[JsonObject, AfterValidator(_of_objects)]
 
 
-def _narrowed(schema: Any, root: Mapping[str, Any], references: int) -> Any:
+def _narrowed(schema: Json, root: Mapping[str, Json], references: int) -> Json:
     """The (sub)schema without what excludes objects; None: it allows none. What is malformed stays for the compiler."""
     if not isinstance(schema, dict):
         return None if schema is False else schema
@@ -53,11 +54,11 @@ def _narrowed(schema: Any, root: Mapping[str, Any], references: int) -> Any:
     return made
 
 
-def _target(reference: Any, root: Mapping[str, Any]) -> Any:
+def _target(reference: Json, root: Mapping[str, Json]) -> Json:
     """What a local reference points to; else True, a schema that allows everything."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return True
-    value: Any = root
+    value: Json = root
     for part in reference[2:].split("/"):
         name = unquote(part).replace("~1", "/").replace("~0", "~")
         value = value.get(name) if isinstance(value, dict) else None

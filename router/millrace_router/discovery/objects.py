@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+
+from millrace_common.json_values import JsonObject
 
 from millrace_router.config import KubernetesConfig
 from millrace_router.discovery.base import Target, join, one_per_address
 
 log = logging.getLogger(__name__)
 
-Object = dict[str, Any]
+Object = JsonObject
 ROLES = ("prefill", "decode", "unified", "flexible")
 ROLE_LABEL = "app.kubernetes.io/component"  # one of ROLES, until the worker reports its own
 REVISION_LABEL = "millrace/revision"  # of a pod, or of an EndpointSlice: the revision of its pool

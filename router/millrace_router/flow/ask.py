@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from millrace.v1 import common_pb2
+from millrace_common.json_values import Json
 from millrace_rpc.errors import Path
 
 from millrace_router.text.call_grammar import Calls
@@ -19,11 +20,11 @@ class Chat(NamedTuple):
     decides. `arguments` are the template's own. `ignored`: parts of the request that are left out, each with its type.
     """
 
-    messages: tuple[Mapping[str, Any], ...]
+    messages: tuple[Mapping[str, Json], ...]
     tools: tuple[Tool, ...] = ()
     required: tuple[Tool, ...] = ()
     parallel: bool = True  # several calls at once
-    arguments: Mapping[str, Any] = {}
+    arguments: Mapping[str, Json] = {}
     ignored: Mapping[str, str] = {}  # tools[1]: web_search
 
     def offer(self, certain: bool) -> Offer | None:

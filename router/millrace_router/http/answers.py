@@ -7,10 +7,10 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 from urllib.parse import quote, unquote
 
 import msgspec
+from millrace_common.json_values import Json, JsonObject
 from millrace_common.log import request_id
 from millrace_common.quoted import cut
 from millrace_common.reasons import Reason
@@ -74,17 +74,17 @@ def tidy(scope: Scope) -> Scope:
     return {**scope, "path": "/" + "/".join(map(unquote, filter(None, raw.decode("latin-1").split("/"))))}
 
 
-def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_answer(value: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
-def event(value: Any, name: str = "") -> bytes:
+def event(value: Json, name: str = "") -> bytes:
     """A server-sent event with a JSON value, and a name if it has one."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + one_line(value) + b"\n\n"
 
 
-def one_line(value: Any) -> bytes:
+def one_line(value: Json) -> bytes:
     """As JSON, with the line breaks of Unicode escaped.
 
     Server-sent events end no line at them. Clients do that read lines of text (httpx's `iter_lines`, `str.splitlines`).
@@ -125,15 +125,15 @@ def request_names(name: str) -> dict[str, str]:
     return {"x-request-id": name, "request-id": name}
 
 
-def anthropic_error(error: MillraceError) -> dict[str, Any]:
-    facts: dict[str, Any] = {"type": ANTHROPIC_TYPES.get(error.row.http, "invalid_request_error")}
+def anthropic_error(error: MillraceError) -> JsonObject:
+    facts: JsonObject = {"type": ANTHROPIC_TYPES.get(error.row.http, "invalid_request_error")}
     facts["message"] = error.message
     if error.param == "thread":  # Anthropic's tool runner asks for one first, and goes on without when it reads this
         facts["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": facts, "request_id": request_id.get() or None}
 
 
-def _body(request: Request, error: MillraceError) -> dict[str, Any]:
+def _body(request: Request, error: MillraceError) -> JsonObject:
     return anthropic_error(error) if request.url.path.startswith(MESSAGES) else error.http_body()
 
 

@@ -15,10 +15,10 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
-from typing import Any
 
 import yaml
 from millrace_common.config import Config
+from millrace_common.json_values import Json
 from millrace_common.reasons import Reason
 from millrace_common.reloaded import Reloaded
 from millrace_rpc.errors import MillraceError
@@ -48,7 +48,7 @@ class ApiKey(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _hash(cls, values: Any) -> Any:
+    def _hash(cls, values: Json) -> Json:
         if not isinstance(values, dict) or "key" not in values:
             return values
         key = values["key"]

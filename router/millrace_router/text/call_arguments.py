@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pydantic_core
 from millrace_common.grammar.text import MAX_DEPTH, deeper_than
+from millrace_common.json_values import Json, JsonObject
 
 NONE = "{}"  # of a call without arguments
 INVALID = "INVALID_JSON"  # the name under which arguments that are no object stay readable
 
 
-def read_json(text: str) -> tuple[bool, Any]:
+def read_json(text: str) -> tuple[bool, Json]:
     """(Whether every client reads `text` as the same JSON value and can send it back, the value). NaN, a name that is
     twice in an object, a lone surrogate, and more than 2 * MAX_DEPTH levels are refused.
     """
@@ -40,7 +41,7 @@ def may_become_object(text: str) -> bool:
     return isinstance(begun, dict) and not _whole(text)
 
 
-def as_object(text: str) -> dict[str, Any]:
+def as_object(text: str) -> JsonObject:
     """Arguments of an earlier call. What was cut off, or is no object, stands whole under one name, by which no tool
     takes it for its own.
     """
@@ -61,7 +62,7 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Json]]) -> JsonObject:
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("a name is there twice")

@@ -11,9 +11,10 @@ import functools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jinja2.meta
+from millrace_common.json_values import Json, JsonObject
 from millrace_rpc.errors import Path
 
 from millrace_router.text import dsml
@@ -79,11 +80,11 @@ class Tool(NamedTuple):
 
     name: str
     description: str | None  # None: not given, and not shown
-    parameters: Mapping[str, Any]
+    parameters: Mapping[str, Json]
     strict: bool = False
     path: Path = ()
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         about = {} if self.description is None else {"description": self.description}
         return {"type": "function", "function": {"name": self.name, **about, "parameters": self.parameters}}
 

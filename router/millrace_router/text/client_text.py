@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from typing import Any, Literal
+from typing import Literal
 
+from millrace_common.json_values import Json
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -31,7 +32,7 @@ class ClientText:
         self._plain = HfTokenizer(tokenizer.model)  # the same vocabulary without added tokens
         self._plain.normalizer, self._plain.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
 
-    def guarded(self, value: Any, source: Source) -> Any:
+    def guarded(self, value: Json, source: Source) -> Json:
         """A JSON value with GUARD before each mark in its texts, and before an end that the next text may complete."""
         return value if source in self._special_tokens_in else self._guarded(value)
 
@@ -45,7 +46,7 @@ class ClientText:
                 at = end
         return ids + self._between(text[at:])
 
-    def _guarded(self, value: Any) -> Any:
+    def _guarded(self, value: Json) -> Json:
         if isinstance(value, str):
             for first in self._firsts:  # most texts have none of them, which takes no time to find out
                 if first in value:

@@ -7,11 +7,11 @@ string whose schema is not of the simple kind is written as JSON, which the pars
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from millrace_common.grammar import pattern
 from millrace_common.grammar.schema import Refused, below
 from millrace_common.grammar.source import inline
+from millrace_common.json_values import Json, JsonObject
 
 from millrace_router.text import dsml
 from millrace_router.text.markers import DSML
@@ -24,7 +24,7 @@ _NAME = r"[^\x{0}-\x{1F}\x{22}\x{3C}\x{3E}\x{5C}\x{7F}]{1,64}"
 
 
 class Parameters:
-    def __init__(self, call: str, schema: dict[str, Any], text: Callable[[str], str]) -> None:
+    def __init__(self, call: str, schema: JsonObject, text: Callable[[str], str]) -> None:
         """`call`: the rule's name; `schema`: normal, of objects; `text`: a text as parts of a rule. Raises Refused."""
         self._call = call
         self._text = text
@@ -37,7 +37,7 @@ class Parameters:
     def rules(self) -> list[str]:
         return self._rules
 
-    def _root(self, schema: dict[str, Any]) -> None:
+    def _root(self, schema: JsonObject) -> None:
         for key in schema:
             if key not in OF_OBJECTS:
                 raise Refused(below("#", key), "is not supported for all parameters of a call in this model's format")
@@ -58,7 +58,7 @@ class Parameters:
             parts.append(self._parameter("", other, f"{self._call.upper()}NAME") + "*")
         self._rules.append(f"{self._call}args: {' '.join(parts) or chr(34) * 2}")
 
-    def _parameter(self, name: str, schema: Any, terminal: str = "") -> str:
+    def _parameter(self, name: str, schema: Json, terminal: str = "") -> str:
         """The name of its rule. `name`: an expression, or `terminal`, a name of one."""
         rule = f"{self._call}p{self._values}"
         begin, end = self._text(f'{dsml.PARAMETER} name="'), self._text(f"{dsml.PARAMETER_END}\n")
@@ -89,7 +89,7 @@ class Parameters:
     def _terminal(self, name: str, body: str) -> None:
         self._rules.append(f"{self._call.upper()}{name}: {body}")
 
-    def _options(self, schema: Any) -> Iterator[tuple[bool, Any]]:
+    def _options(self, schema: Json) -> Iterator[tuple[bool, Json]]:
         """The forms of a value: (True, a terminal) for strings as they are, (False, a schema) for JSON."""
         schema = self._plain(schema)
         if schema is False:
@@ -123,7 +123,7 @@ class Parameters:
             if others := [name for name in types if name != "string"]:
                 yield False, {**rest, "type": others}
 
-    def _raw(self, schema: dict[str, Any]) -> str:
+    def _raw(self, schema: JsonObject) -> str:
         """A terminal of the strings that satisfy the schema."""
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         parts = [f"/{schema['pattern'][1:-1]}/"] if "pattern" in schema else []  # all of the string, and not in it
@@ -133,7 +133,7 @@ class Parameters:
             parts.append(f"/{pattern.without([dsml.PARAMETER_END])}/")
         return f"({' & '.join(parts or [f'/{pattern.ANY}/'])})"
 
-    def _plain(self, schema: Any) -> Any:
+    def _plain(self, schema: Json) -> Json:
         """What a schema that only refers to another one means."""
         for _ in range(MAX_REFS):
             if isinstance(schema, dict) and set(schema) - {"$defs"} == {"$ref"}:

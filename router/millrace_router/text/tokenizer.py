@@ -12,11 +12,11 @@ import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from millrace.v1 import common_pb2
 from millrace_common.config import ConfigError
+from millrace_common.json_values import Json, JsonObject
 from millrace_common.model_files import read_object, read_text
 from millrace_common.quoted import cut
 from millrace_common.tokenizer_file import CONFIG, byte_characters, load_tokenizer
@@ -44,7 +44,7 @@ class Tokenizer:
     def __init__(
         self,
         tokenizer: HfTokenizer,
-        config: Mapping[str, Any],
+        config: Mapping[str, Json],
         chat_template: str | None,
         special_tokens_in: Collection[Source],
     ) -> None:
@@ -121,9 +121,9 @@ class Tokenizer:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Json]],
         tools: Sequence[Tool] = (),
-        arguments: Mapping[str, Any] = types.MappingProxyType({}),
+        arguments: Mapping[str, Json] = types.MappingProxyType({}),
     ) -> str:
         """The chat template's text, ready for the assistant's turn, for `encode` only: it may have GUARD in it.
         INVALID_ARGUMENT when the template refuses. `arguments` are its own, for example `thinking` of DeepSeek V3.1.
@@ -148,7 +148,7 @@ class Tokenizer:
             why = cut(str(error).replace(GUARD, ""), 300)
             raise FieldError("messages", f"cannot be used: the chat template refused the messages: {why}") from error
 
-    def _shown_as(self, turn: Mapping[str, Any]) -> dict[str, Any]:
+    def _shown_as(self, turn: Mapping[str, Json]) -> JsonObject:
         role = "system" if turn["role"] == "developer" else turn["role"]
         shown = {**turn, "role": role, "content": self._no_text if turn["content"] is None else turn["content"]}
         if self._objects and "tool_calls" in turn:
@@ -203,14 +203,14 @@ def _token_bytes(tokenizer: HfTokenizer) -> list[bytes]:
     return table
 
 
-def _with_system(messages: Sequence[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
+def _with_system(messages: Sequence[Mapping[str, Json]], text: str) -> list[Mapping[str, Json]]:
     """`text` at the end of the system message, or as one."""
     first, rest = (messages[0], messages[1:]) if messages and messages[0]["role"] == "system" else (None, messages)
     content = f"{first['content']}\n\n{text}" if first is not None else text
     return [{"role": "system", "content": content}, *rest]
 
 
-def _content(token: Any) -> str | None:
+def _content(token: Json) -> str | None:
     """tokenizer_config.json writes a token as its text or as an object with it."""
     text = token.get("content") if isinstance(token, dict) else token
     if text is not None and not isinstance(text, str):
@@ -218,7 +218,7 @@ def _content(token: Any) -> str | None:
     return text
 
 
-def _compile(source: Any, names: Mapping[str, str]) -> LimitedTemplate:
+def _compile(source: Json, names: Mapping[str, str]) -> LimitedTemplate:
     """Raises jinja2.TemplateError for a template that fails with the shortest chat, or is TooMuch with a longer one."""
     if not isinstance(source, str):
         raise ConfigError(f"model: the chat template is no text but {type(source).__name__}")
@@ -254,7 +254,7 @@ def _wants_objects(template: LimitedTemplate, names: Mapping[str, str]) -> bool:
 
 
 def _shown_call(
-    template: LimitedTemplate, names: Mapping[str, str], content: str | None, arguments: str | dict[str, Any]
+    template: LimitedTemplate, names: Mapping[str, str], content: str | None, arguments: str | JsonObject
 ) -> str | None:
     """The prompt of a call and its result; None: the template refuses."""
     call = {"id": "functions.c:0", "type": "function", "function": {"name": "c", "arguments": arguments}}
@@ -269,13 +269,13 @@ def _shown_call(
         return None
 
 
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+def _with_object(call: Mapping[str, Json]) -> JsonObject:
     function = call["function"]
     return {**call, "function": {**function, "arguments": as_object(function["arguments"])}}
 
 
 def _to_json(
-    value: Any,
+    value: Json,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+
+from millrace_common.json_values import Json
 
 from millrace_router.text.call_arguments import NONE, is_object, may_become_object
 from millrace_router.text.call_stream import CallReader, Offer
@@ -30,11 +31,11 @@ _KIMI_HEAD = re.compile(r"functions\.(.+):([0-9]{1,9})")
 _PREFIX, _SUFFIX = re.compile(r"functions[._:-]"), re.compile(r"[._:-]([0-9]{1,9})$")  # of other heads
 
 
-def with_ids(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def with_ids(messages: Sequence[Mapping[str, Json]]) -> list[Mapping[str, Json]]:
     """The conversation with ids as Kimi K2 writes them, which other servers' are not: a model writes what it is shown.
     Ids that are so already, and new, stay.
     """
-    made: list[Mapping[str, Any]] = []
+    made: list[Mapping[str, Json]] = []
     now: dict[str, str] = {}  # a call's id: that in the prompt
     for turn in messages:
         calls = []

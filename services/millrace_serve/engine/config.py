@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
 from millrace_common.config import Config
+from millrace_common.json_values import Json, JsonObject
 from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
@@ -43,7 +44,7 @@ def shared_tokens(prompt_tokens: int) -> int:
 class OrAuto:
     """Of a key that may be `auto` in a worker's configuration, which puts a value in its place (plan/settings.py)."""
 
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonObject:
         schema = handler(core)
         return {**schema, "type": [schema["type"], "string"], "pattern": "^auto$"}
 
@@ -133,7 +134,7 @@ Form = Literal["absorbed", "expanded"]  # of prompts behind cached tokens (model
 Library = Literal["flash_mla", "flashinfer", "triton"]  # of kernels of attention
 
 
-def _graphs(value: Any) -> Any:
+def _graphs(value: Json) -> Json:
     """YAML reads `on` and `off` as truth values."""
     if isinstance(value, bool):
         return {True: "on", False: "off"}[value]

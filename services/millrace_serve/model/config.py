@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from millrace_common import tokenizer_file
+from millrace_common.json_values import Json, JsonObject
 from millrace_common.model_files import read_object
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -20,7 +21,7 @@ GENERATION_FILE = "generation_config.json"  # of transformers, may be missing; K
 END_OF_TURN = "<|im_end|>"  # of Moonshot's models; DeepSeek's turns end like a text, with the `eos_token_id`
 MODELOPT_FILE = "hf_quant_config.json"  # says how weights are quantised when config.json does not
 
-SUPPORTED: dict[str, tuple[Any, ...]] = {
+SUPPORTED: dict[str, tuple[Json, ...]] = {
     "model_type": ("deepseek_v3", "kimi_k2", "deepseek_v32"),
     "hidden_act": ("silu",),
     "scoring_func": ("sigmoid",),
@@ -37,7 +38,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 # Methods of `quantization_config`: what it must say, and the fields of ModelConfig that follow.
 BLOCKS = {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-QUANTISATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+QUANTISATIONS: dict[str, tuple[JsonObject, JsonObject]] = {
     "fp8": ({"fmt": "e4m3", **BLOCKS}, {"fp8_blocks": True}),
     "blockwise_int8": (BLOCKS, {"int8": "int8-block"}),
     "w8a8_int8": ({"activation_scheme": "dynamic"}, {"int8": "int8"}),
@@ -47,7 +48,7 @@ INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "g
 # The same by `format` for the method compressed-tensors: what its one group of layers must say. A part of PARTS that is
 # not listed must be absent.
 PARTS = ("weights", "input_activations", "output_activations")
-COMPRESSED: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
+COMPRESSED: dict[str, tuple[dict[str, JsonObject], JsonObject]] = {
     "int-quantized": (
         {
             "weights": {**INT8, "strategy": "channel"},
@@ -150,7 +151,7 @@ class ModelConfig(BaseModel):
         return config.model_copy(update={"eos_token_ids": tuple(dict.fromkeys(ends))})
 
     @classmethod
-    def parse(cls, raw: dict[str, Any], source: str = CONFIG_FILE) -> ModelConfig:
+    def parse(cls, raw: JsonObject, source: str = CONFIG_FILE) -> ModelConfig:
         """`raw` in the published layout, or in the layout that transformers 5 writes (`rope_parameters`)."""
         try:
             if (absent := ABSENT.get(str(raw.get("model_type")))) is not None:
@@ -223,14 +224,14 @@ class ModelConfig(BaseModel):
         return layer >= self.first_k_dense_replace
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> JsonObject:
     try:
         return read_object(path)
     except ValueError as error:
         raise ModelConfigError(str(error)) from None
 
 
-def _indexer(raw: dict[str, Any]) -> dict[str, Any]:
+def _indexer(raw: JsonObject) -> JsonObject:
     """All keys of V3.2, which must be there; other models ignore them."""
     if raw.get("model_type") != "deepseek_v32":
         return dict.fromkeys(INDEXER, 0)
@@ -240,11 +241,11 @@ def _indexer(raw: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+def _rope(raw: JsonObject) -> JsonObject:
     """Both spellings: `rope_theta` + `rope_scaling` as published, `rope_parameters` holding both in transformers 5."""
     merged = _object(raw.get("rope_parameters") or raw.get("rope_scaling") or {}, "rope_scaling")
     kind = merged.get("rope_type", merged.get("type", "default"))
-    values: dict[str, Any] = {
+    values: JsonObject = {
         "rope_theta": merged.get("rope_theta", raw.get("rope_theta", 10000.0)),
         "rope_scaling": None,
     }
@@ -258,7 +259,7 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _quantization(raw: dict[str, Any]) -> dict[str, Any]:
+def _quantization(raw: JsonObject) -> JsonObject:
     quant, where = raw.get("quantization_config"), "quantization_config"
     if quant is None:
         return {"fp8_blocks": False, "int8": "", "int4_experts": False}
@@ -272,7 +273,7 @@ def _quantization(raw: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _compressed(quant: dict[str, Any], where: str) -> dict[str, Any]:
+def _compressed(quant: JsonObject, where: str) -> JsonObject:
     if (kind := str(quant.get("format"))) not in COMPRESSED:
         raise _unknown(f"{where}.format", kind, COMPRESSED)
     schemes, fields = COMPRESSED[kind]
@@ -292,7 +293,7 @@ def _compressed(quant: dict[str, Any], where: str) -> dict[str, Any]:
     return fields
 
 
-def _object(value: Any, where: str) -> dict[str, Any]:
+def _object(value: Json, where: str) -> JsonObject:
     if not isinstance(value, dict):
         raise ValueError(f"{where}={value!r} is not an object")
     return value
@@ -302,13 +303,13 @@ def _unknown(field: str, value: object, supported: Iterable[str]) -> ValueError:
     return ValueError(f"{field}={value!r} is not supported (supported: {', '.join(map(repr, supported))})")
 
 
-def _require(found: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
+def _require(found: JsonObject, wanted: JsonObject, where: str) -> None:
     for key, value in wanted.items():
         if found.get(key, value if key in USUAL else None) != value:
             raise ValueError(f"{where}.{key}={found.get(key)!r} is not supported (supported: {value!r})")
 
 
-def _eos(raw: dict[str, Any], source: str, vocab_size: int) -> tuple[int, ...]:
+def _eos(raw: JsonObject, source: str, vocab_size: int) -> tuple[int, ...]:
     eos = raw.get("eos_token_id")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(token) is int and token >= 0 for token in ids):
@@ -318,7 +319,7 @@ def _eos(raw: dict[str, Any], source: str, vocab_size: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _end_of_turn(raw: dict[str, Any], source: str, vocab_size: int) -> tuple[int, ...]:
+def _end_of_turn(raw: JsonObject, source: str, vocab_size: int) -> tuple[int, ...]:
     """The end of a turn by its name, for folders whose generation_config.json is absent or names the end of a text
     alone: trainers and quantisers leave that file out, and without this end an answer goes on until its tokens are used
     up. The name has no other meaning in these vocabularies, and a model without chat never says it.

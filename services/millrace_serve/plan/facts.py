@@ -9,7 +9,8 @@ import functools
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from millrace_common.json_values import JsonObject
 
 from millrace_serve.model.config import ModelConfig
 
@@ -53,7 +54,7 @@ class TimedChunk:
     ms: float
 
     @classmethod
-    def of(cls, row: dict[str, Any]) -> TimedChunk:
+    def of(cls, row: JsonObject) -> TimedChunk:
         return cls(row["gpu"], row["shape"], row["layers"], row["mixed"] - row["decode"])
 
 
@@ -71,7 +72,7 @@ class Gain:
     at: str
 
     @classmethod
-    def of(cls, row: dict[str, Any]) -> Gain:
+    def of(cls, row: JsonObject) -> Gain:
         facts = {name: row[name] for name in ("setting", "gpu", "shape", "case", "most", "level")}
         if "gain" in row:
             return cls(**facts, gain=row["gain"], at=row["gain_at"])
@@ -84,7 +85,7 @@ class Gain:
 
 
 @functools.cache
-def raw() -> dict[str, list[dict[str, Any]]]:
+def raw() -> dict[str, list[JsonObject]]:
     """facts.toml as it is: `steps`, `chunks` and `gains`."""
     return tomllib.loads(FILE.read_text())
 

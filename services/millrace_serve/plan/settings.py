@@ -10,7 +10,8 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from millrace_common.json_values import Json, JsonObject
 
 from millrace_serve.engine.config import DRAFT_BATCHES, MOST_DRAFTS, Execution, Role
 from millrace_serve.model.config import ModelConfig
@@ -65,7 +66,7 @@ class Setting:
     """A setting's value. why: with what was measured, or that nothing was."""
 
     key: str
-    value: Any
+    value: Json
     why: str
 
 
@@ -178,11 +179,11 @@ def _range(found: Sequence[Gain], setup: Setup) -> str:
 # ------------------------------------------------------------------------------------------------ configurations
 
 
-def filled(values: Mapping[str, Any], choices: Iterable[Setting]) -> dict[str, Any]:
+def filled(values: Mapping[str, Json], choices: Iterable[Setting]) -> JsonObject:
     """`values` of a configuration with the choices where a key is `auto` or absent. A key that is `auto` and has no
     choice goes: the model's default holds.
     """
-    result: dict[str, Any] = {name: dict(part) if isinstance(part, Mapping) else part for name, part in values.items()}
+    result: JsonObject = {name: dict(part) if isinstance(part, Mapping) else part for name, part in values.items()}
     chosen = {choice.key: choice.value for choice in choices}
     for key in AUTO_KEYS:
         section, _, leaf = key.rpartition(".")
@@ -195,7 +196,7 @@ def filled(values: Mapping[str, Any], choices: Iterable[Setting]) -> dict[str, A
     return result
 
 
-def value_of(config: object, key: str) -> Any:
+def value_of(config: object, key: str) -> Json:
     """Of a key of AUTO_KEYS in a configuration."""
     return functools.reduce(getattr, key.split("."), config)
 

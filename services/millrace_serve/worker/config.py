@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from millrace_common.config import Config, Seconds
+from millrace_common.json_values import Json, JsonObject
 from millrace_common.model_files import read_object
 from millrace_common.spans import Tracing
 from millrace_common.tls_config import Tls, exposed
@@ -85,7 +86,7 @@ class WorkerConfig(Execution):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in(cls, values: Any) -> Any:
+    def _fill_in(cls, values: Json) -> Json:
         """Fill in values that follow from others: the context from the checkpoint, dtype from the device, and what is
         `auto` or absent from the plan.
         """
@@ -137,7 +138,7 @@ class WorkerConfig(Execution):
         return self.served_name or (self.model.name if self.model else str(self.engine))
 
 
-def setup_of(values: Mapping[str, Any], gpu: str) -> Setup | None:
+def setup_of(values: Mapping[str, Json], gpu: str) -> Setup | None:
     """What the plan of a configuration's raw values follows from. None: some of them are faulty, or there is no
     config.json that can be read; the validation or the start says so.
     """
@@ -159,14 +160,14 @@ def setup_of(values: Mapping[str, Any], gpu: str) -> Setup | None:
         return None
 
 
-def _ranks(value: Any) -> int:
+def _ranks(value: Json) -> int:
     """Raises ValueError."""
     if int(value) < 1:
         raise ValueError(f"{value} ranks")
     return int(value)
 
 
-def _context_of(values: dict[str, Any]) -> int:
+def _context_of(values: JsonObject) -> int:
     """Tokens that the model's positions allow. A checkpoint that cannot be read gets its error when it is loaded."""
     if values.get("engine") == EngineKind.SIM or not values.get("model"):
         return SIM_CONTEXT

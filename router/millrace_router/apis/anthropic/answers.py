@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from millrace.v1 import common_pb2
+from millrace_common.json_values import Json, JsonObject
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.apis.blocks import Block, BlockForm, Kind, Step
@@ -35,7 +35,7 @@ class MessageForm(BlockForm):
             case Step.END:
                 yield _event("content_block_stop", index=block.index)
 
-    def ended(self) -> dict[str, Any]:
+    def ended(self) -> JsonObject:
         return self._message([_block(block, block.text) for block in self.blocks.all], self._stop())
 
     def end(self) -> bytes:
@@ -44,7 +44,7 @@ class MessageForm(BlockForm):
     def fail(self, error: MillraceError) -> bytes:
         return event(anthropic_error(error), "error")
 
-    def _message(self, content: list[dict[str, Any]], stop: dict[str, str | None]) -> dict[str, Any]:
+    def _message(self, content: list[JsonObject], stop: dict[str, str | None]) -> JsonObject:
         return {
             "id": f"msg_{self.answer.request_id}",
             "type": "message",
@@ -63,7 +63,7 @@ class MessageForm(BlockForm):
             return {"stop_reason": "stop_sequence", "stop_sequence": self.reading.latest.stopped_by}
         return {"stop_reason": "tool_use" if self.reading.called else "end_turn", "stop_sequence": None}
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> JsonObject:
         """`input_tokens` are those that had to be computed."""
         cached = min(self.reading.cached_tokens, self.answer.prompt_tokens)
         return {
@@ -75,7 +75,7 @@ class MessageForm(BlockForm):
         }
 
 
-def _block(block: Block, text: str) -> dict[str, Any]:
+def _block(block: Block, text: str) -> JsonObject:
     match block.kind:
         case Kind.THOUGHTS:
             return {"type": "thinking", "thinking": text, "signature": ""}
@@ -85,5 +85,5 @@ def _block(block: Block, text: str) -> dict[str, Any]:
             return {"type": "tool_use", "id": block.id, "name": block.name, "input": block.arguments if text else {}}
 
 
-def _event(kind: str, **fields: Any) -> bytes:
+def _event(kind: str, **fields: Json) -> bytes:
     return event({"type": kind, **fields}, kind)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
+
+from millrace_common.json_values import JsonObject
 
 
 class Message(TypedDict):
@@ -16,10 +18,10 @@ class Message(TypedDict):
     model: str
     system_fingerprint: str | None
     ignored: NotRequired[dict[str, str]]
-    content: list[dict[str, Any]]
+    content: list[JsonObject]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None
-    usage: dict[str, Any]
+    usage: JsonObject
 
 
 class MessageTokens(TypedDict):
@@ -31,7 +33,7 @@ class MessageErrorFacts(TypedDict):
 
     type: str
     message: str
-    details: NotRequired[dict[str, Any]]
+    details: NotRequired[JsonObject]
 
 
 class MessageError(TypedDict):

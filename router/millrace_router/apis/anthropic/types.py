@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from millrace_common.json_values import JsonObject
 from millrace_common.quoted import cut
 from millrace_rpc.errors import Path
 from pydantic import Field
@@ -52,7 +53,7 @@ class ToolUseBlock(Lenient):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: JsonObject
 
 
 class ToolResultBlock(Lenient):
@@ -99,7 +100,7 @@ class InputMessage(Strict):
     content: Content
     """Images and documents are refused. The texts of a user's message are joined by a line break."""
 
-    def turns(self, i: int) -> Iterator[dict[str, Any]]:
+    def turns(self, i: int) -> Iterator[JsonObject]:
         """As turns of chat."""
         for j, block in enumerate(self.content):
             if not isinstance(block, BLOCKS[self.role]):
@@ -227,13 +228,13 @@ class CountRequest(ApiRequest):
         about = {"grammar": grammar, "stop": stop, "session_id": user}
         return self.as_ask(self.as_chat(), request_id, numbers, ORIGINS, **about)
 
-    def _turns(self) -> Iterator[dict[str, Any]]:
+    def _turns(self) -> Iterator[JsonObject]:
         if self.system:
             yield message("system", _joined(self.system))
         for i, one in enumerate(self.messages):
             yield from one.turns(i)
 
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self) -> JsonObject:
         thinking = None if self.thinking is None else self.thinking.type != "disabled"
         if len({**self.chat_template_kwargs, **present({"thinking": thinking})}) > MAX_ARGUMENTS:
             raise invalid("chat_template_kwargs", f"must have at most {MAX_ARGUMENTS} entries with ", ("thinking",))

@@ -6,9 +6,10 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from millrace.v1 import common_pb2
+from millrace_common.json_values import JsonObject
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.apis.openai import objects
@@ -53,7 +54,7 @@ class AnswerShape:
 
     def push(self, delta: Delta) -> bytes:
         part = self._part(delta, whole=False)
-        more: dict[str, Any] = self._ignored() if delta.first else {}
+        more: JsonObject = self._ignored() if delta.first else {}
         if self.usage_so_far:
             more["usage"] = self._usage()
         if more:
@@ -67,15 +68,15 @@ class AnswerShape:
     def fail(self, error: MillraceError) -> bytes:
         return event(error.http_body())
 
-    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta]) -> JsonObject:
         by_index = ([d for d in deltas if d.index == index] for index in sorted({d.index for d in deltas}))
         choices = [self._part(_joined(mine), whole=True) for mine in by_index]
         return self._envelope(choices) | self._ignored() | {"usage": self._usage()}
 
-    def _part(self, delta: Delta, whole: bool) -> dict[str, Any]:
+    def _part(self, delta: Delta, whole: bool) -> JsonObject:
         """An element of `choices`: of an answer, if the delta is the whole output, or of a chunk."""
         self._count(delta)
-        part: dict[str, Any] = {"index": delta.index, "finish_reason": None, "logprobs": None}
+        part: JsonObject = {"index": delta.index, "finish_reason": None, "logprobs": None}
         if self.wants_logprobs:
             entries, told = delta.logprobs, self.logprobs
             part["logprobs"] = told.of_chat(entries) if self.chat else told.of_text(delta.index, entries)
@@ -101,7 +102,7 @@ class AnswerShape:
             before, empty, after = chunk.rpartition(b"[]")
             self.before, self.after = before + empty[:1], empty[1:] + after
 
-    def _envelope(self, choices: list[dict[str, Any]], suffix: str = "") -> dict[str, Any]:
+    def _envelope(self, choices: list[JsonObject], suffix: str = "") -> JsonObject:
         prefix, kind = ("chatcmpl", "chat.completion" + suffix) if self.chat else ("cmpl", "text_completion")
         return {
             "id": f"{prefix}-{self.answer.request_id}",
@@ -112,10 +113,10 @@ class AnswerShape:
             "choices": choices,
         }
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[JsonObject]) -> JsonObject:
         return self._envelope(choices, ".chunk") | ({"usage": None} if self.include_usage else {})
 
-    def _ignored(self) -> dict[str, Any]:
+    def _ignored(self) -> JsonObject:
         return {"ignored": self.answer.ignored} if self.answer.ignored else {}
 
     def _usage(self) -> objects.Usage:

@@ -6,8 +6,9 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
+from millrace_common.json_values import Json, JsonObject
 from millrace_common.quoted import cut
 from millrace_rpc.errors import Path
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, Tag, model_validator
@@ -32,14 +33,14 @@ class TextPart(Strict):
     text: str
 
 
-def _as_text(arguments: Any) -> Any:
+def _as_text(arguments: Json) -> Json:
     """Clients also send the object itself, and models without arguments an empty text or null."""
     if isinstance(arguments, dict):
         return json.dumps(arguments, ensure_ascii=False)
     return NONE if isinstance(arguments, str) and arguments.strip() in ("", "null") else arguments
 
 
-CallArguments = Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | dict[str, Any])]
+CallArguments = Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | JsonObject)]
 
 
 class CalledFunction(Strict):
@@ -60,15 +61,15 @@ class CalledTool(Strict):
     function: CalledFunction
 
 
-def message(role: str, text: str, calls: Sequence[dict[str, Any]] = (), **more: str | None) -> dict[str, Any]:
+def message(role: str, text: str, calls: Sequence[JsonObject] = (), **more: str | None) -> JsonObject:
     """A turn in the form for chat templates. Of calls without a text the content is None."""
-    made: dict[str, Any] = {"role": role, "content": text}
+    made: JsonObject = {"role": role, "content": text}
     if calls:
         made |= {"tool_calls": list(calls), "content": text or None}
     return made | {name: value for name, value in more.items() if value}
 
 
-def called(id: str, name: str, arguments: str) -> dict[str, Any]:
+def called(id: str, name: str, arguments: str) -> JsonObject:
     """A call in a turn of the assistant. `arguments`: JSON text."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -100,7 +101,7 @@ class Turn(Strict):
     reasoning_content: str | None = None
     """Earlier thoughts, for templates that show them (Kimi K2 Thinking, V3.2)."""
 
-    def as_message(self, i: int) -> dict[str, Any]:
+    def as_message(self, i: int) -> JsonObject:
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
         calls = [called(it.id, it.function.name, it.function.arguments) for it in self.tool_calls or ()]
         if self.content is None and self.role != "assistant":
@@ -146,7 +147,7 @@ class AnyTool(Strict):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _of_any_type(cls, value: Any, handler: ModelWrapValidatorHandler[AnyTool]) -> AnyTool:
+    def _of_any_type(cls, value: Json, handler: ModelWrapValidatorHandler[AnyTool]) -> AnyTool:
         kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind not in cls.SERVED:
             return cls.model_construct(type=kind)
@@ -175,7 +176,7 @@ class NamedTool(Strict):
 ByName = Annotated[NamedTool, Tag("an object")]
 
 
-def _scalar(value: Any) -> Any:
+def _scalar(value: Json) -> Json:
     if isinstance(value, list | dict):
         raise mistake("must be a string, a number or a boolean")
     return value
@@ -183,7 +184,7 @@ def _scalar(value: Any) -> Any:
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Choice = Annotated[Literal["none", "auto", "required"], Tag("a string")]
-Scalar = Annotated[Any, BeforeValidator(_scalar, json_schema_input_type=str | bool | int | float | None)]
+Scalar = Annotated[Json, BeforeValidator(_scalar, json_schema_input_type=str | bool | int | float | None)]
 Arguments = Annotated[dict[str, Scalar], Field(max_length=MAX_ARGUMENTS), at_most(MAX_ARGUMENTS)]
 
 
@@ -212,11 +213,11 @@ class ChosenTools(NamedTuple):
 
 
 def chat_of(
-    messages: Iterable[Mapping[str, Any]],
+    messages: Iterable[Mapping[str, Json]],
     tools: Sequence[AnyTool],
     choice: ChosenTools,
     parallel: bool,
-    arguments: Mapping[str, Any],
+    arguments: Mapping[str, Json],
     ignored: Mapping[str, str] | None = None,
 ) -> Chat:
     """The conversation of a request of any API. `ignored`: what is left out of it besides tools, as in `Chat`."""
@@ -226,7 +227,7 @@ def chat_of(
     return Chat(tuple(messages), offered, required, parallel, arguments, {**(ignored or {}), **unknown})
 
 
-def template_arguments(given: Mapping[str, Any], thinking: bool | None, schema: JsonSchema | None) -> dict[str, Any]:
+def template_arguments(given: Mapping[str, Json], thinking: bool | None, schema: JsonSchema | None) -> JsonObject:
     """`given` by the request, which go before what its other fields say."""
     shown = None if schema is None else schema.shown()
     return {**present({"thinking": thinking, "response_format": shown}), **given}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
+
+from millrace_common.json_values import JsonObject
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -156,8 +158,8 @@ class Response(TypedDict):
     model: str
     system_fingerprint: str | None
     ignored: NotRequired[dict[str, str]]
-    output: list[dict[str, Any]]
-    usage: dict[str, Any] | None
+    output: list[JsonObject]
+    usage: JsonObject | None
     error: dict[str, str] | None
     store: Literal[False]
 

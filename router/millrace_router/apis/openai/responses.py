@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from millrace.v1 import common_pb2
+from millrace_common.json_values import Json, JsonObject
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.apis.blocks import Block, BlockForm, Kind, Step
@@ -37,7 +37,7 @@ class ResponseForm(BlockForm):
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
 
-    def ended(self) -> dict[str, Any]:
+    def ended(self) -> JsonObject:
         output = [self._item(block, self._status(block)) for block in self.blocks.all]
         if self._cut:
             response = self._response("incomplete", output)
@@ -65,9 +65,9 @@ class ResponseForm(BlockForm):
     def change(self, step: Step, block: Block, piece: str) -> Iterator[bytes]:
         """The events of a change. Items but calls have one part, which is told of too."""
         name, field = EVENTS[block.kind]
-        where: dict[str, Any] = {"item_id": self._id(block), "output_index": block.index}
+        where: JsonObject = {"item_id": self._id(block), "output_index": block.index}
         part = {} if block.kind is Kind.CALL else {"content_index": 0}
-        logprobs: dict[str, Any] = {"logprobs": []} if block.kind is Kind.TEXT else {}
+        logprobs: JsonObject = {"logprobs": []} if block.kind is Kind.TEXT else {}
         match step:
             case Step.BEGIN:
                 item = self._item(Block(block.kind, block.index, block.name, block.id), "in_progress")
@@ -85,15 +85,15 @@ class ResponseForm(BlockForm):
                     yield self._event("response.content_part.done", **where, **part, part=item["content"][0])
                 yield self._event("response.output_item.done", output_index=block.index, item=item)
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def _event(self, kind: str, **fields: Json) -> bytes:
         self._sent += 1
         return event({"type": kind, "sequence_number": self._sent - 1, **fields}, kind)
 
     def _id(self, block: Block) -> str:
         return f"{PREFIX[block.kind]}_{self.answer.request_id}_{block.index}"
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
-        item: dict[str, Any] = {"id": self._id(block), "status": status}
+    def _item(self, block: Block, status: str) -> JsonObject:
+        item: JsonObject = {"id": self._id(block), "status": status}
         match block.kind:
             case Kind.THOUGHTS:
                 thoughts = {"type": "reasoning_text", "text": block.text}
@@ -105,7 +105,7 @@ class ResponseForm(BlockForm):
                 call = {"call_id": block.id, "name": block.name, "arguments": block.text}
                 return item | {"type": "function_call"} | call
 
-    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def _response(self, status: str, output: list[JsonObject]) -> JsonObject:
         wanted = self._wanted
         given = wanted.model_dump(include={"instructions", "max_output_tokens", "temperature", "top_p"})
         given["tools"] = [{"type": tool.type, **tool.about()} for tool in wanted.tools if tool.served]
@@ -129,7 +129,7 @@ class ResponseForm(BlockForm):
             **self.extensions,
         }
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> JsonObject:
         prompt, output = self.answer.prompt_tokens, self.reading.latest.completion_tokens
         return {
             "input_tokens": prompt,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from millrace_common.json_values import Json, JsonObject
 from millrace_rpc.errors import Path
 from pydantic import BeforeValidator, Field, Tag
 
@@ -57,7 +58,7 @@ class CallItem(Lenient):
     name: str
     arguments: CallArguments
 
-    def as_call(self) -> dict[str, Any]:
+    def as_call(self) -> JsonObject:
         return called(self.call_id, self.name, self.arguments)
 
 
@@ -70,7 +71,7 @@ class CustomCallItem(Lenient):
     input: str
     """The model sees a call with the argument `input`."""
 
-    def as_call(self) -> dict[str, Any]:
+    def as_call(self) -> JsonObject:
         return called(self.call_id, self.name, json.dumps({"input": self.input}))
 
 
@@ -80,9 +81,9 @@ class ShellCallItem(Lenient):
     type: Literal["local_shell_call"]
     call_id: str = ""
     id: str = ""
-    action: dict[str, Any]
+    action: JsonObject
 
-    def as_call(self) -> dict[str, Any]:
+    def as_call(self) -> JsonObject:
         return called(self.call_id or self.id, "local_shell", json.dumps(self.action))
 
 
@@ -127,7 +128,7 @@ def _as_item(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def _typed(items: list[Any]) -> list[Any]:
+def _typed(items: list[Json]) -> list[Json]:
     """Items without a type are messages."""
     untyped = (isinstance(item, dict) and item.get("type") is None for item in items)
     return [item | {"type": "message"} if lacks else item for item, lacks in zip(items, untyped, strict=True)]
@@ -147,7 +148,7 @@ class ItemTool(AnyTool, Function):
     def as_tool(self, i: int) -> Tool:
         return self.tool(("tools", i))
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> JsonObject:
         return self.model_dump(include=set(Function.model_fields)) if self.served else {}
 
 
@@ -262,7 +263,7 @@ class ResponsesRequest(ApiRequest):
         grammar = None if schema is None else schema.grammar()
         return self.as_ask(self.as_chat(), request_id, numbers, origins, grammar=grammar, session_id=self.user)
 
-    def _messages(self) -> Iterator[dict[str, Any]]:
+    def _messages(self) -> Iterator[JsonObject]:
         """Consecutive items of the assistant are one turn."""
         if self.instructions:
             yield message("system", self.instructions)
@@ -278,14 +279,14 @@ def _by_assistant(item: Item) -> bool:
     return item.role == "assistant" if isinstance(item, MessageItem) else not isinstance(item, Output)
 
 
-def _assistant(items: list[Item]) -> dict[str, Any]:
+def _assistant(items: list[Item]) -> JsonObject:
     texts = [_joined(item.content) for item in items if isinstance(item, MessageItem)]
     thoughts = [part.text for item in items if isinstance(item, ReasoningItem) for part in item.content or ()]
     calls = [item.as_call() for item in items if isinstance(item, Call)]
     return message("assistant", "".join(texts), calls, reasoning_content="".join(thoughts))
 
 
-def _turn(item: Item) -> dict[str, Any]:
+def _turn(item: Item) -> JsonObject:
     if isinstance(item, CallOutputItem):
         return message("tool", _joined(item.output), tool_call_id=item.call_id)
     if isinstance(item, ShellOutputItem):

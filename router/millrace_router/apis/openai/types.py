@@ -7,10 +7,11 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, ClassVar, Literal, TypeVar, cast
 
 from millrace.v1 import common_pb2
 from millrace_common.grammar import text as grammar_text
+from millrace_common.json_values import Json, JsonObject
 from millrace_common.sampling_limits import MAX_LOGIT_BIAS, NUMBERS
 from millrace_rpc.errors import Path
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, WrapValidator
@@ -90,7 +91,7 @@ class ApiRequest(Asking):
         request_id: str,
         numbers: Mapping[str, int | None],
         origins: Mapping[Path, Path],
-        **more: Any,  # fields of an Ask, as they are
+        **more: Json,  # fields of an Ask, as they are
     ) -> Ask:
         """`numbers`: those that have another name here. `origins`: the fields from which those of an `Ask` come, where
         the names differ.
@@ -139,7 +140,7 @@ class JsonSchema(Strict):
     def grammar(self) -> common_pb2.Grammar:
         return common_pb2.Grammar(json_schema=json.dumps({"type": "object"} if self.schema_ is None else self.schema_))
 
-    def shown(self) -> dict[str, Any] | bool:
+    def shown(self) -> JsonObject | bool:
         """For templates that speak of the answer's form: the schema, or the words for any JSON object."""
         return {"type": "json_object"} if self.schema_ is None else self.schema_
 
@@ -237,7 +238,7 @@ class Common(ApiRequest):
         return common_pb2.Grammar(regex=self.guided_regex), "guided_regex"
 
 
-def _kind_of_prompt(value: Any) -> str:
+def _kind_of_prompt(value: Json) -> str:
     first = value[0] if isinstance(value, list) and value else None
     if isinstance(first, list):
         return "an array of arrays"

@@ -6,8 +6,8 @@ import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
+from millrace_common.json_values import Json
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -38,7 +38,7 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_
     write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Json) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from millrace_common.json_values import JsonObject
 from millrace_common.model_files import HEAD_BYTES, fault
 from torch import Tensor
 
@@ -77,7 +78,7 @@ class TensorFile:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"malformed header: {error}") from error
 
-    def _stored(self, name: str, entry: dict[str, Any], begin: int, size: int) -> Stored:
+    def _stored(self, name: str, entry: JsonObject, begin: int, size: int) -> Stored:
         first, last = map(operator.index, entry["data_offsets"])
         shape = tuple(map(int, entry["shape"]))
         if not 0 <= first <= last <= size - begin:
