@@ -24,6 +24,9 @@ from typing import Any, Literal
 
 import torch
 
+Kernel = Callable[..., Any]  # with the signature of its op
+KernelPlan = Any  # how a kernel spreads a step over the GPU: of its own type, None where it needs none
+
 log = logging.getLogger(__name__)
 
 SMALL_TOKENS = 16  # up to so many tokens the read of the weight dominates, and quantising activations does not pay
@@ -166,9 +169,7 @@ def capability(device: torch.device) -> str:
     return f"sm{major}{minor}"
 
 
-def implementation(
-    op: str, device: torch.device, size: int = 0, shape: tuple[int, ...] = ()
-) -> Callable[..., Any] | None:
+def implementation(op: str, device: torch.device, size: int = 0, shape: tuple[int, ...] = ()) -> Kernel | None:
     """The function that runs `op` on tensors of `device`, with the signature of the op; None: its reference does.
     `shape` is the weight's.
     """
@@ -227,7 +228,7 @@ def _of_library(op: str, library: str, device: torch.device) -> str:
 
 
 @functools.cache
-def _load(target: str) -> Callable[..., Any]:
+def _load(target: str) -> Kernel:
     path, name = target.split(":")
     return getattr(importlib.import_module(path), name)
 

@@ -11,13 +11,13 @@ Letters: T tokens, H index heads, I index_head_dim, R rope dim, P pages of the l
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from millrace_kernels.backend import implementation
+from millrace_kernels.backend import KernelPlan, implementation
 from millrace_kernels.fp8 import quant_groups
 
 E4M3 = torch.float8_e4m3fn
@@ -106,7 +106,7 @@ def index_store(
         cache.scales[at] = keys.scales[:, 0]
 
 
-def plan(lens: Tensor, per_row: bool) -> Any:
+def plan(lens: Tensor, per_row: bool) -> KernelPlan:
     """The distribution of `index_logits` over the GPU, for all layers of a step; computed on the device, so a CUDA
     graph may contain it. None where an implementation needs none. per_row: the page table has a row per token.
     """
@@ -121,7 +121,7 @@ def compile_ahead(max_tokens: int, device: torch.device) -> None:
 
 
 def index_logits(
-    q: Tensor, weights: Tensor, cache: IndexRows, page_table: Tensor, lens: Tensor, plan: Any = None
+    q: Tensor, weights: Tensor, cache: IndexRows, page_table: Tensor, lens: Tensor, plan: KernelPlan = None
 ) -> Tensor:
     """I of each token and of each key of its sequence.
 

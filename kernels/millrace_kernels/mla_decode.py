@@ -9,13 +9,12 @@ probabilities to E4M3 too: relative error 0.036 against bf16, where the rounding
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from millrace_kernels.backend import implementation
+from millrace_kernels.backend import KernelPlan, implementation
 
 PAGES_PER_BLOCK = 32
 
@@ -25,7 +24,7 @@ def most_queries(kv_dtype: torch.dtype) -> int:
     return 64 if kv_dtype == torch.float8_e4m3fn else sys.maxsize  # lib/flash_mla.py says why
 
 
-def plan(seq_lens: Tensor, queries_per_seq: int, num_heads: int, kv_dtype: torch.dtype) -> Any:
+def plan(seq_lens: Tensor, queries_per_seq: int, num_heads: int, kv_dtype: torch.dtype) -> KernelPlan:
     """The distribution of a step's work over the GPU: made once, used by all layers. Computed on the device, without
     synchronisation, so a CUDA graph may contain it and it follows the `seq_lens` of each replay.
 
@@ -43,7 +42,7 @@ def mla_decode(
     seq_lens: Tensor,
     scale: float,
     kv_lora_rank: int,
-    plan: Any = None,
+    plan: KernelPlan = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of the last S tokens of each sequence over its pages.
 

@@ -6,12 +6,12 @@ out_i = sum_j softmax_j(scale * q_i . k_j) v_j        lse_i = log sum_j exp(scal
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from millrace_kernels.backend import implementation
+from millrace_kernels.backend import KernelPlan, implementation
 
 QUERY_BLOCK = 128  # bounds the score matrix; causal blocks skip the keys to their right
 
@@ -26,7 +26,7 @@ class Heads(NamedTuple):
 
 def plan(
     q_lens: Sequence[int], k_lens: Sequence[int], heads: Heads, causal: bool, device: torch.device, dtype: torch.dtype
-) -> Any:
+) -> KernelPlan:
     """The distribution of a step's work over the GPU: made on the host once, used by all layers. A step may hold
     several.
 
@@ -44,7 +44,7 @@ def mla_prefill(
     k_lens: Sequence[int],
     scale: float,
     causal: bool,
-    plan: Any = None,
+    plan: KernelPlan = None,
 ) -> tuple[Tensor, Tensor]:
     """Sequence b owns the next q_lens[b] rows of q and the next k_lens[b] rows of k and v.
 

@@ -10,7 +10,6 @@ import collections
 import gc
 import logging
 import time
-from typing import Any
 
 import msgspec
 
@@ -57,7 +56,7 @@ class PauseWatch:
         if self._on_gc in gc.callbacks:
             gc.callbacks.remove(self._on_gc)
 
-    def _on_gc(self, phase: str, info: dict[str, Any]) -> None:
+    def _on_gc(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
             self._started = time.perf_counter()
             return

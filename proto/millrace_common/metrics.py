@@ -212,8 +212,8 @@ class Metrics:
     def __init__(self, rows: tuple[Metric, ...], registry: CollectorRegistry) -> None:
         self.registry = registry
         for row in rows:
-            options: dict[str, Any] = {"buckets": row.buckets} if row.buckets else {}
-            metric: Any = row.kind(row.name, row.help, row.labels, registry=registry, **options)
+            options: dict[str, Any] = {"buckets": row.buckets} if row.buckets else {}  # of a Histogram
+            metric: Any = row.kind(row.name, row.help, row.labels, registry=registry, **options)  # of any kind
             for values in row.known:
                 metric.labels(*values)
             setattr(self, row.attr, metric)

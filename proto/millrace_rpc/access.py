@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Collection
-from typing import Any
 
 import grpc
 from millrace_common.deployment_secret import derive
@@ -17,7 +16,7 @@ from millrace_common.reasons import Reason
 from millrace_common.tls_config import Peer, Tls
 
 from millrace_rpc.errors import MillraceError
-from millrace_rpc.server import Interceptor, rebuilt
+from millrace_rpc.server import Behavior, Interceptor, rebuilt
 
 HEADER = "authorization"
 MAY: dict[str, tuple[Peer, ...]] = {  # service, or method, to its callers; nobody calls what is not here
@@ -44,8 +43,8 @@ class Access(Interceptor):
     def wrap(self, handler: grpc.RpcMethodHandler, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         sent = dict(details.invocation_metadata).get(HEADER, "")
 
-        def checked(behavior: Any) -> Any:
-            def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        def checked(behavior: Behavior) -> Behavior:
+            def call(request: object, context: grpc.aio.ServicerContext) -> object:
                 names = context.auth_context().get("x509_subject_alternative_name", ())
                 self.check(details.method, [name.decode(errors="replace") for name in names], str(sent))
                 return behavior(request, context)

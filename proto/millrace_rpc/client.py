@@ -59,13 +59,16 @@ def channel(
     return made
 
 
-def _sending(make: Callable[..., Any], token: str) -> Callable[..., Any]:
+Made = Callable[..., Any]  # by a channel: calls, and what makes them; grpc has no types
+
+
+def _sending(make: Made, token: str) -> Made:
     """Of a method of a channel: its callables send the token."""
 
-    def made(*arguments: Any, **named: Any) -> Any:
+    def made(*arguments: object, **named: object) -> Made:
         begin = make(*arguments, **named)
 
-        def call(*arguments: Any, metadata: Any = None, **named: Any) -> Any:
+        def call(*arguments: object, metadata: Sequence[tuple[str, str]] | None = None, **named: object) -> object:
             return begin(*arguments, metadata=(*(metadata or ()), ("authorization", token)), **named)
 
         return call
@@ -108,7 +111,7 @@ async def reply(call: Awaitable[T]) -> T:
         raise MillraceError(Reason.WORKER_LOST, "the connection was lost before the answer came") from None
 
 
-async def heard_within(silence_s: float, reading: Coroutine[Any, Any, T]) -> T:
+async def heard_within(silence_s: float, reading: Coroutine[object, object, T]) -> T:
     """The result of a stream's `read()`. Raises TimeoutError when the peer was silent for so long, which ends the call.
 
     The time is counted in slices, so a pause of this process counts as one slice at most.

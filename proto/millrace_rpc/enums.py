@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
 
-def name_of(kind: Any, value: int) -> str:
+def name_of(kind: EnumTypeWrapper, value: int) -> str:
     """WorkerState, WORKER_STATE_LOADING → "loading". A value that another version has added is its number.
 
     Args:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import grpc
 from google.protobuf import any as protobuf_any
 from google.protobuf import duration
+from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
-from millrace_common.json_values import Json, JsonObject
+from millrace_common.json_values import JsonObject
 from millrace_common.quoted import cut, printable
 from millrace_common.reasons import Reason
 
@@ -98,7 +99,7 @@ class MillraceError(Exception):
         info = error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)
         if self.param:
             info.metadata["param"] = self.param
-        details: list[Json] = [info]
+        details: list[Message] = [info]
         if self.retry_after_s > 0:
             delay = duration.from_milliseconds(round(self.retry_after_s * 1000))
             details.append(error_details_pb2.RetryInfo(retry_delay=delay))

@@ -124,7 +124,7 @@ class Ending:
         self._rest = rest
         self._ending = False
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # of the transport
         return getattr(self._transport, name)
 
     def close(self) -> None:
@@ -175,8 +175,8 @@ class Connection(HttpToolsProtocol):
         crowd: Crowd,
         parting: asyncio.Event,
         clock: asyncio.AbstractEventLoop | None,
-        *args: Any,
-        **kwargs: Any,
+        *args: Any,  # of uvicorn's protocol
+        **kwargs: Any,  # the same
     ) -> None:
         super().__init__(*args, **kwargs)
         self._stall_s = limits.stall_s

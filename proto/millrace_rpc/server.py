@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -104,6 +104,10 @@ async def _start(server: grpc.aio.Server, address: str, identity: Identity | Non
     return int(port)
 
 
+Behavior = Callable[..., Any]  # a method of a servicer; grpc has no types
+Check = Callable[[Any], Any]  # of a request, or of a stream of requests
+
+
 class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Wraps the handlers of our own services; health and reflection stay as they are."""
 
@@ -133,7 +137,7 @@ class _Errors(Interceptor):
 
 
 def rebuilt(
-    handler: grpc.RpcMethodHandler, wrap: Callable[[Any], Any], parse: Callable[[bytes], Any] | None = None
+    handler: grpc.RpcMethodHandler, wrap: Callable[[Behavior], Behavior], parse: Callable[[bytes], object] | None = None
 ) -> grpc.RpcMethodHandler:
     """The handler with another behaviour, made of its own, and perhaps with another parser of requests."""
     kinds = ["stream" if many else "unary" for many in (handler.request_streaming, handler.response_streaming)]
@@ -167,20 +171,19 @@ async def _each(requests: AsyncIterator[T | MillraceError]) -> AsyncIterator[T]:
         yield _well_formed(request)
 
 
-def _unary(behavior: Callable[..., Awaitable[Any]], check: Callable[[Any], Any]) -> Callable[..., Awaitable[Any]]:
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+def _unary(behavior: Behavior, check: Check) -> Behavior:
+    async def call(request: object, context: grpc.aio.ServicerContext) -> object:
         try:
             return await behavior(check(request), context)
         except Exception as error:
-            return await _abort(context, error)
+            await _abort(context, error)
+            return None
 
     return call
 
 
-def _streaming(
-    behavior: Callable[..., AsyncGenerator[Any, None]], check: Callable[[Any], Any]
-) -> Callable[..., AsyncIterator[Any]]:
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+def _streaming(behavior: Behavior, check: Check) -> Behavior:
+    async def call(request: object, context: grpc.aio.ServicerContext) -> AsyncIterator[object]:
         try:
             async with contextlib.aclosing(behavior(check(request), context)) as responses:
                 async for response in responses:
@@ -201,7 +204,7 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
     await context.abort(status.code, status.details, status.trailing_metadata)
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run(main: Coroutine[object, object, T]) -> T:
     """Run an asyncio program on uvloop."""
     import uvloop
 

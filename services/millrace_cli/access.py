@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from millrace_rpc.tls import Identity
 
 
-def _tls(name: str, text: str) -> Any:
+def _tls(name: str, text: str) -> object:
     """The variables are set in a router's pod, for `kubectl exec`."""
     return typer.Option(f"--tls-{name}", envvar=f"MILLRACE_TLS_{name.upper()}", help=text)
 
@@ -43,7 +43,7 @@ def _grpc_address(given: str | list[str]) -> str | list[str]:
     return given
 
 
-def address(text: str) -> Any:
+def address(text: str) -> object:
     return typer.Option("--address", help=text, callback=_grpc_address)
 
 

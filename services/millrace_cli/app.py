@@ -22,7 +22,7 @@ from millrace_cli.errors import CommandError
 
 
 class Commands(typer.core.TyperGroup):
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: Any) -> object:  # Any: Typer's click is private
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:

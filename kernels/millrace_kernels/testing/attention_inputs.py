@@ -19,7 +19,7 @@ ROW, QK = LATENT + ROPE, NOPE + ROPE
 SCALE = 0.07
 E4M3_NAN = 0x7F  # as a byte: many operations of torch do not support E4M3
 
-Inputs = dict[str, Any]
+Inputs = dict[str, Any]  # the arguments of a kernel, by name
 
 
 class Draw:

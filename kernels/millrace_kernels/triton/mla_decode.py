@@ -5,13 +5,14 @@ that few tiles of 64 rows; and what runs where it is missing.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace_kernels.backend import KernelPlan
 from millrace_kernels.gpu import fitting, sms
 from millrace_kernels.triton.softmax import LOG2E, begin, finish, fold
 
@@ -45,7 +46,7 @@ def mla_decode(
     seq_lens: Tensor,
     scale: float,
     kv_lora_rank: int,
-    plan: Any = None,
+    plan: KernelPlan = None,
     chosen: MlaDecodeConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     chosen = chosen or config(q.shape[1] * q.shape[2], q.dtype)

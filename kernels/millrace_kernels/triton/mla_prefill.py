@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace_kernels.backend import KernelPlan
 from millrace_kernels.gpu import fitting
 from millrace_kernels.triton.host_table import host_table
 from millrace_kernels.triton.softmax import LOG2E, begin, finish, fold
@@ -45,7 +46,7 @@ def mla_prefill(
     k_lens: Sequence[int],
     scale: float,
     causal: bool,
-    plan: Any = None,
+    plan: KernelPlan = None,
     chosen: MlaPrefillConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1, (q.stride(), k.stride(), v.stride())

@@ -11,9 +11,9 @@ import math
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from millrace.v1 import admin_pb2 as pb
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.samples import Sample as Series
 
 from millrace_router.flow.inference import Inference
@@ -116,7 +116,7 @@ def _seconds(old: Buckets, new: Buckets) -> pb.Seconds | None:
     return pb.Seconds(p50=quantile(0.5, counts), p99=quantile(0.99, counts))
 
 
-def _totals(counter: Any, label: str = "") -> Counter[str]:
+def _totals(counter: MetricWrapperBase, label: str = "") -> Counter[str]:
     """Of a metric's series, by the value of a label; without one, all under the empty string."""
     found: Counter[str] = Counter()
     for series in _series(counter, "_total"):
@@ -124,10 +124,10 @@ def _totals(counter: Any, label: str = "") -> Counter[str]:
     return found
 
 
-def _buckets(histogram: Any, labels: Mapping[str, str]) -> Buckets:
+def _buckets(histogram: MetricWrapperBase, labels: Mapping[str, str]) -> Buckets:
     series = (one for one in _series(histogram, "_bucket") if labels.items() <= one.labels.items())
     return {float(one.labels["le"]): one.value for one in series}
 
 
-def _series(metric: Any, end: str) -> list[Series]:
+def _series(metric: MetricWrapperBase, end: str) -> list[Series]:
     return [one for family in metric.collect() for one in family.samples if one.name.endswith(end)]

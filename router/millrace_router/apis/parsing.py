@@ -177,7 +177,7 @@ def _names(model: type[Known]) -> frozenset[str]:
 
 
 @functools.cache
-def _types(model: type[Known]) -> tuple[Json, ...]:
+def _types(model: type[Known]) -> tuple[str, ...]:
     """The values of a field `type` that has only some."""
     field = model.model_fields.get("type")
     return get_args(field.annotation) if field is not None else ()

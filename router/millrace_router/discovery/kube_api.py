@@ -6,18 +6,19 @@ import json
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
+from millrace_common.json_values import Json
 
 import urllib3
 from kubernetes import client
 from kubernetes import config as credentials
 from kubernetes.client.exceptions import ApiException
-from millrace_common.json_values import Json
+from urllib3 import HTTPResponse
 
 from millrace_router.config import KubernetesConfig
 from millrace_router.discovery.objects import Object
 
 OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-List = Callable[..., Json]
+List = Callable[..., Json]  # kubernetes has no types
 
 
 class Configuration(client.Configuration):
@@ -49,7 +50,7 @@ def connect(config: KubernetesConfig) -> List:
     else:
         method = client.DiscoveryV1Api(api).list_namespaced_endpoint_slice
 
-    def call(**options: Json):  # type: ignore[no-untyped-def]  # an annotation would make Watch build models
+    def call(**options: object):  # type: ignore[no-untyped-def]  # an annotation would make Watch build models
         namespace = namespace_of(config)
         return method(namespace, label_selector=config.selector, **{"_preload_content": False, **options})
 
@@ -62,7 +63,7 @@ def namespace_of(config: KubernetesConfig) -> str:
     return OWN_NAMESPACE.read_text().strip() if OWN_NAMESPACE.exists() else "default"
 
 
-def answer_of(response: Json) -> Object:
+def answer_of(response: HTTPResponse) -> Object:
     """Return the body of an answer to a list. Raises ApiException with the message of an error answer."""
     if response.status != HTTPStatus.OK:
         raise ApiException(http_resp=response)

@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from kubernetes.watch import Watch
 
@@ -71,7 +70,7 @@ class KubernetesSource:
 
     # ------------------------------------------------------------------------------------- on the event loop
 
-    def _update(self, change: Callable[..., None], *arguments: Any) -> None:
+    def _update(self, change: Callable[..., None], *arguments: object) -> None:
         change(*arguments)
         if not self._due and self._loop is not None:
             self._due = True
@@ -154,7 +153,7 @@ class KubernetesSource:
         """Timeouts to connect, and between two bytes."""
         return self._timing.connect, self._timing.silence
 
-    def _tell(self, callback: Callable[..., None], *arguments: Any) -> None:
+    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
             self._loop.call_soon_threadsafe(callback, *arguments)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Set
-from typing import Any
 
 from millrace_common.metrics import PROCESS, ROUTER, Metrics
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 
 from millrace_router.flow.flow import Stage
 from millrace_router.flow.generation import NO_WORKER, Generation
@@ -31,7 +30,7 @@ def forget_workers(metrics: Metrics, known: Set[str]) -> None:
         _keep(counter, lambda labels: {*labels.values()} - {NO_WORKER} <= known)
 
 
-def _keep(counter: Any, wanted: Callable[[dict[str, str]], bool]) -> None:
+def _keep(counter: Counter, wanted: Callable[[dict[str, str]], bool]) -> None:
     samples = [sample for family in counter.collect() for sample in family.samples]
     for values in {tuple(sample.labels.values()) for sample in samples if not wanted(sample.labels)}:
         counter.remove(*values)

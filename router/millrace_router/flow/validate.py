@@ -120,6 +120,7 @@ def fit(ask: Ask, prompt_tokens: int, model: worker_pb2.WorkerInfo) -> common_pb
         raise _too_long(model, f"{prompt_tokens} tokens and ", ("max_tokens",), f" {max_tokens} together exceed it")
     if ask.numbers.get("min_tokens", 0) > max_tokens:
         raise invalid("min_tokens", "must be at most ", ("max_tokens",), f", which is {max_tokens}")
+    # Any: a field of SamplingParams is an int or a float
     numbers: dict[str, Any] = {"seed": secrets.randbits(64), **ask.numbers, "max_tokens": max_tokens}
     return common_pb2.SamplingParams(
         **numbers,

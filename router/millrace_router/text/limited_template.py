@@ -41,7 +41,7 @@ class LimitedTemplate:
         except Exception as error:  # for example too deep for Python's compiler
             raise jinja2.TemplateError(f"{type(error).__name__}: {error}") from error
 
-    def render(self, *args: Any, **kwargs: Any) -> str:
+    def render(self, *args: object, **kwargs: object) -> str:
         """Raises jinja2.TemplateError, and nothing else."""
         budget = self._environment.budget
         budget.start()
@@ -84,10 +84,14 @@ class TemplateBudget(threading.local):
             raise TooMuch(f"it takes longer than {CPU_S:g} s of CPU time")
 
 
+Repeating = nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block
+Value = Any  # of a template's expression
+
+
 class _Rounds(NodeTransformer):
     """Has every round of what repeats spend what it writes itself, and every concatenation spend its length."""
 
-    def visit_repeating(self, node: Any) -> Any:
+    def visit_repeating(self, node: Repeating) -> Repeating:
         self.generic_visit(node)
         text = sum(len(part.data) for part in node.find_all(nodes.TemplateData))
         spend = nodes.Call(nodes.EnvironmentAttribute("round"), [nodes.Const(text)], [], None, None)
@@ -110,7 +114,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**"})
     code_generator_class = _Generator
 
-    def __init__(self, clock: Callable[[], float] = time.thread_time, **options: Any) -> None:
+    def __init__(self, clock: Callable[[], float] = time.thread_time, **options: Any) -> None:  # jinja2's own
         """`clock`: seconds that this thread has had; other threads and processes take none of a rendering's."""
         self.budget = TemplateBudget(clock)
         super().__init__(finalize=self._written, **options)
@@ -120,12 +124,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def round(self, characters: int) -> None:
         self.budget.round(characters)
 
-    def concatenated(self, *parts: Any) -> str:
+    def concatenated(self, *parts: object) -> str:
         texts = [str(part) for part in parts]
         _check_text(sum(map(len, texts)))
         return "".join(texts)
 
-    def _written(self, value: Any) -> Any:
+    def _written(self, value: object) -> object:
         if isinstance(value, str):
             self.budget.spend(len(value))
         return value
@@ -147,13 +151,13 @@ def _check_sequence(kind: object, length: int) -> None:
         _check(length, MOST_ITEMS, "list", "items")
 
 
-def _sum(left: Any, right: Any) -> Any:
+def _sum(left: Value, right: Value) -> Value:
     if isinstance(left, SEQUENCES) and isinstance(right, SEQUENCES):
         _check_sequence(left, len(left) + len(right))
     return left + right
 
 
-def _product(left: Any, right: Any) -> Any:
+def _product(left: Value, right: Value) -> Value:
     for one, other in ((left, right), (right, left)):
         if isinstance(one, SEQUENCES) and isinstance(other, int):
             _check_sequence(one, len(one) * other)
@@ -162,7 +166,7 @@ def _product(left: Any, right: Any) -> Any:
     return left * right
 
 
-def _power(left: Any, right: Any) -> Any:
+def _power(left: Value, right: Value) -> Value:
     if isinstance(left, int) and isinstance(right, int):
         _check(left.bit_length() * right, MOST_BITS, "number", "bits")
     return left**right

@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -322,13 +322,13 @@ SchedulerInput = Submit | Abort | KvOffered | KvArrived | KvFailed | KvLate | Se
 EngineInput = SchedulerInput | Pause
 
 
-def pack_ids(value: Any) -> bytes:
-    """The encoders' hook; Any: it is called with whatever msgspec does not know. Raises TypeError."""
+def pack_ids(value: object) -> bytes:
+    """The encoders' hook, called with whatever msgspec does not know. Raises TypeError."""
     if isinstance(value, array):
         return value.tobytes()
     raise TypeError(f"{type(value).__name__} is in no message")
 
 
-def unpack_ids(kind: type, value: Any) -> TokenIds:
-    """The decoders' hook; Any: bytes or a list."""
+def unpack_ids(kind: type, value: bytes | list[int]) -> TokenIds:
+    """The decoders' hook."""
     return array("I", value)

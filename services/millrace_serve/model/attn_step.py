@@ -12,10 +12,10 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from millrace_kernels import mla_decode, mla_prefill
+from millrace_kernels.backend import KernelPlan
 from millrace_kernels.mla_prefill import Heads
 from millrace_kernels.tuned import Table
 from torch import Tensor
@@ -24,7 +24,6 @@ from millrace_serve.model.context_parallel.attention_step import ContextParallel
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
 from millrace_serve.model.sparse_step import IndexPool, SparseGroup, sparse_groups
 
-Plan = Any  # a kernel's own, None where it needs none
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [T, H, N+R], c_kv [T, C], k_pe [T, R] of a layer -> [T, H*V]
 
 
@@ -66,7 +65,7 @@ class PrefixChunk:
 
     starts: list[int]
     lens: list[int]
-    plan: Plan = None
+    plan: KernelPlan = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class AbsorbedGroup:
     num_queries: int  # of each sequence
     page_table: Tensor  # int32 [B, P]
     seq_lens: Tensor  # int32 [B]
-    plan: Plan
+    plan: KernelPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class AttnStep:
     absorbed: tuple[AbsorbedGroup, ...]
     expanded_rows: slice  # tokens of the prompt chunks that are expanded; empty when they are absorbed
     expanded_seqs: slice
-    own_plan: Plan  # of the expanded chunks' attention to themselves
+    own_plan: KernelPlan  # of the expanded chunks' attention to themselves
     prefix: tuple[PrefixChunk, ...]
     shared: ContextParallelStep | None = None
     index: IndexPool | None = None  # of models with sparse attention
@@ -145,7 +144,7 @@ def _planner(heads: Heads, device: torch.device, dtype: torch.dtype) -> MakePlan
     """Calls with equal lengths have one plan."""
 
     @functools.cache
-    def plan(q_lens: Lens, k_lens: Lens, causal: bool) -> Plan:
+    def plan(q_lens: Lens, k_lens: Lens, causal: bool) -> KernelPlan:
         return mla_prefill.plan(q_lens, k_lens, heads, causal, device, dtype)
 
     return plan

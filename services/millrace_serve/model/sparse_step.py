@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from millrace_kernels import indexer
+from millrace_kernels.backend import KernelPlan
 from millrace_kernels.indexer import IndexRows, cached_rows
 from torch import Tensor
 
@@ -51,7 +51,7 @@ class SparseGroup:
     rows: slice
     page_table: Tensor  # int32 [rows, P], or [1, P] of a chunk
     lens: Tensor  # int32 [rows], keys of each row
-    plan: Any  # of indexer.index_logits
+    plan: KernelPlan  # of indexer.index_logits
 
 
 def sparse_groups(inputs: ForwardInput, topk: int, page_size: int) -> tuple[SparseGroup, ...]:

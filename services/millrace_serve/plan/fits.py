@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from millrace_serve.engine.config import GIB
 from millrace_serve.engine.start.memory import Memory, MemoryPlan
 from millrace_serve.engine.start.startup import RankSetup, estimated, kv_layout, planned
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.plan.settings import Setup
+from millrace_serve.plan.settings import PlannedConfig, Setup
 
 LENGTHS = (1024, 4096, 32768)
 
 
-def memory(setup: Setup, config: Any, gib: float) -> MemoryPlan:
+def memory(setup: Setup, config: PlannedConfig, gib: float) -> MemoryPlan:
     """Of each rank. `config`: a worker's. `gib`: of the GPU. Raises OverCommitted."""
     model = setup.model if config.limits.draft_tokens else setup.model.without_mtp()
     layout = kv_layout(config.limits, config, model, "", torch.bfloat16)

@@ -5,18 +5,17 @@ plan` prints it beside what fits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from millrace_serve.plan import predict
 from millrace_serve.plan.facts import shape_of
 from millrace_serve.plan.predict import Prediction, StepRanks
-from millrace_serve.plan.settings import FP8_KV, Setting, Setup, value_of
+from millrace_serve.plan.settings import FP8_KV, PlannedConfig, Setting, Setup, value_of
 
 ROWS, CONTEXTS = (1, 8, 32, 64, 128, 256), (1024, 2048, 4096, 8192)
 NO_RUN = "no run to predict from"
 
 
-def settings(config: Any, choices: Sequence[Setting]) -> str:
+def settings(config: PlannedConfig, choices: Sequence[Setting]) -> str:
     """A line of each setting of a worker's configuration. A value that differs from the plan's was set."""
     lines = []
     for choice in choices:
@@ -26,7 +25,7 @@ def settings(config: Any, choices: Sequence[Setting]) -> str:
     return "\n".join(lines)
 
 
-def steps(setup: Setup, config: Any) -> str:
+def steps(setup: Setup, config: PlannedConfig) -> str:
     """Predicted milliseconds of decode steps, and of a prompt token, with the files that they come from."""
     ranks = ranks_of(setup, config)
     table = {rows: [predict.decode(ranks, rows, context) for context in CONTEXTS] for rows in ROWS}
@@ -41,7 +40,7 @@ def steps(setup: Setup, config: Any) -> str:
     return "\n".join([*lines, *_sources(made)]) if made else f"steps: {NO_RUN} ({setup.gpu or 'unknown GPU'})"
 
 
-def ranks_of(setup: Setup, config: Any) -> StepRanks:
+def ranks_of(setup: Setup, config: PlannedConfig) -> StepRanks:
     shape = shape_of(setup.model, setup.tp, setup.dp, expert_tp=config.expert_tp)
     return StepRanks(setup.gpu, shape, setup.tp * setup.dp, setup.model.num_hidden_layers, config.kv_dtype == FP8_KV)
 
@@ -56,7 +55,7 @@ def _ms(found: Prediction | None) -> str:
     return f"{found.ms:.1f}" if found else "-"
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(list(value)) if isinstance(value, tuple) else str(value)

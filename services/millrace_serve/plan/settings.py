@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from millrace_common.json_values import Json, JsonObject
 
 from millrace_common.json_values import Json, JsonObject
 
@@ -59,6 +60,9 @@ class Setup:
     @property
     def shape(self) -> str:
         return shape_of(self.model, self.tp, self.dp, expert_tp=self.expert_tp)
+
+
+PlannedConfig = Json  # a worker's configuration, whose module imports this one
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -125,7 +124,7 @@ class NixlSink(PolledSink[NixlPeer]):
         self._quietly(agent.nixl.releasedDlistH, self._ours)
         agent.close()
 
-    def _step(self, read: PolledRead[NixlPeer], call: Callable[[], Any]) -> None:
+    def _step(self, read: PolledRead[NixlPeer], call: Callable[[], object]) -> None:
         """Post a read, or ask how it is; an error ends its whole peer."""
         try:
             status = call()
@@ -139,7 +138,7 @@ class NixlSink(PolledSink[NixlPeer]):
             self._quietly(self._agent.nixl.releaseXferReq, read.handle)
             self.finish(read, ReadState.DONE)
 
-    def _quietly(self, call: Callable[..., Any], *what: Any) -> None:
+    def _quietly(self, call: Callable[..., object], *what: object) -> None:
         """An error here changes no read's result, and a peer that disconnected was forgotten by NIXL itself."""
         with contextlib.suppress(*self._agent.errors):
             call(*what)

@@ -45,7 +45,7 @@ class NixlAgent:
         except self.errors as error:
             raise TransferError(f"NIXL cannot register {pool.nbytes} bytes of {pool.mem_type}: {error}") from error
 
-    def mem_type(self, name: str) -> Any:
+    def mem_type(self, name: str) -> object:
         return {"DRAM": self.lib.DRAM_SEG, "VRAM": self.lib.VRAM_SEG}[name]
 
     def prepare(self, agent: str, base: int, pool: PageBuffer | MemoryHandle) -> int:
@@ -100,7 +100,7 @@ def load_bindings() -> ModuleType:
     raise TransferError("NIXL is not installed: neither nixl_cu13 nor nixl_cu12 can be imported")
 
 
-def new_agent(lib: ModuleType, name: str, progress_thread: bool) -> Any:
+def new_agent(lib: ModuleType, name: str, progress_thread: bool) -> Any:  # NIXL has no types
     """NIXL's agent, without a backend."""
     config = lib.nixlAgentConfig()
     config.useProgThread = progress_thread

@@ -17,7 +17,7 @@ from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadO
 @dataclass(eq=False)
 class SourcePeer:
     name: str
-    reads: set[PolledRead[Any]] = field(default_factory=set, kw_only=True)  # not final
+    reads: set[PolledRead[Any]] = field(default_factory=set, kw_only=True)  # not final; Any: a peer of this class
     leaving: bool = field(default=False, kw_only=True)  # it was disconnected
     error: str = field(default="", kw_only=True)  # of the transport
 
@@ -28,7 +28,7 @@ P = TypeVar("P", bound=SourcePeer)
 class PolledRead(ReadOp, Generic[P]):
     def __init__(self, sink: PolledSink[P], peer: P) -> None:
         self.peer = peer
-        self.handle: Any = None  # the transport's
+        self.handle: Any = None  # the transport's own
         self.state = ReadState.PENDING
         self._sink = sink
 

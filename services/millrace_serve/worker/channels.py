@@ -41,8 +41,11 @@ def channel_key(secret: Path | None, group: str) -> bytes:
     return deployment_secret.derive(deployment_secret.read(secret), "rank channels", group)
 
 
+Context = zmq.Context[Any]  # Any: pyzmq has no type for an option that is bytes
+
+
 class Sender(Generic[T]):
-    def __init__(self, context: zmq.Context[Any], endpoint: str, key: bytes = b"") -> None:
+    def __init__(self, context: Context, endpoint: str, key: bytes = b"") -> None:
         """key: 32 bytes; for TCP only."""
         self._socket = context.socket(zmq.PUSH)
         self._socket.set(zmq.SNDHWM, 0)
@@ -64,9 +67,9 @@ class Receiver(Generic[T]):
 
     def __init__(
         self,
-        context: zmq.Context[Any],
+        context: Context,
         bind: str,
-        kind: Any,
+        kind: object,  # of messages: a class or a union of classes
         key: bytes = b"",
         on_undecodable: Callable[[], None] = lambda: None,
     ) -> None:
@@ -141,7 +144,7 @@ class Receiver(Generic[T]):
                 self._on_undecodable()
 
 
-def _lock(socket: zmq.Socket[Any], endpoint: str, key: bytes, *, sends: bool) -> None:
+def _lock(socket: zmq.Socket[bytes], endpoint: str, key: bytes, *, sends: bool) -> None:
     """In CURVE the clients demand the server's key, so the sender is the server, whichever side connects."""
     if not endpoint.startswith("tcp:"):
         return

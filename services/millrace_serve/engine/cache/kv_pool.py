@@ -20,6 +20,8 @@ from millrace_common.versions import KV_PROTOCOL
 
 from millrace_serve.engine.cache.canary import CANARY_BYTES, CANARY_WORDS
 
+PoolMemory = Any  # a numpy array or a tensor: a simulated engine runs without torch
+
 ITEM_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -65,7 +67,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 class KvPool:
     """num_pages x page_bytes bytes at `address`; `close` is the garbage collector's."""
 
-    def __init__(self, layout: KvLayout, num_pages: int, tensor: Any = None) -> None:
+    def __init__(self, layout: KvLayout, num_pages: int, tensor: PoolMemory = None) -> None:
         """`tensor`: uint8 torch tensor [num_pages * page_bytes]; None allocates numpy memory."""
         self.layout = layout
         self.num_pages = num_pages
@@ -74,7 +76,7 @@ class KvPool:
         self._bytes = np.zeros(self.nbytes, np.uint8) if tensor is None else self._host_bytes(tensor)
 
     @classmethod
-    def create(cls, layout: KvLayout, num_pages: int, device: Any) -> KvPool:
+    def create(cls, layout: KvLayout, num_pages: int, device: Any) -> KvPool:  # a device of torch
         """A pool of torch memory on `device`."""
         import torch  # the simulated engine must work without it
 
@@ -85,16 +87,16 @@ class KvPool:
         return self._tensor.data_ptr() if self._bytes is None else self._bytes.ctypes.data
 
     @property
-    def buffer(self) -> Any:
+    def buffer(self) -> PoolMemory:
         """The uint8 allocation, for registration: a torch tensor, or a numpy array."""
         return self._bytes if self._tensor is None else self._tensor
 
     @property
-    def rows(self) -> Any:
+    def rows(self) -> PoolMemory:
         """The pages' bytes, uint8 [num_pages, page_bytes]: a numpy array, or a tensor of a device."""
         return (self._tensor if self._bytes is None else self._bytes).reshape(self.num_pages, -1)
 
-    def view(self) -> Any:
+    def view(self) -> PoolMemory:
         """Tensor [num_pages, num_layers, page_size, width]; index keys lie between the pages of it."""
         import torch
 
@@ -108,7 +110,7 @@ class KvPool:
         """Fill with 0xFF bytes, a NaN in every dtype, and a canary that names nothing."""
         self.rows[np.asarray(pages)] = 0xFF
 
-    def canary_table(self) -> Any:
+    def canary_table(self) -> PoolMemory:
         """Tensor int64 [num_pages, CANARY_WORDS]: the canaries on the device."""
         import torch
 
@@ -129,5 +131,5 @@ class KvPool:
         return self.rows[:, self.layout.kv_bytes :].view(np.uint64)
 
     @staticmethod
-    def _host_bytes(tensor: Any) -> np.ndarray | None:
+    def _host_bytes(tensor: PoolMemory) -> np.ndarray | None:
         return tensor.numpy() if tensor.device.type == "cpu" else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -46,7 +45,7 @@ def decode(data: bytes | bytearray | memoryview) -> HostBatch:
     """The batch that was encoded, with arrays of its own."""
     arrays: list[np.ndarray] = []
 
-    def make(_: type, spec: Any) -> np.ndarray:
+    def make(_: type, spec: tuple[str, tuple[int, ...]]) -> np.ndarray:
         arrays.append(np.empty(spec[1], spec[0]))
         return arrays[-1]
 

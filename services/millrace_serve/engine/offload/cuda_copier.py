@@ -6,15 +6,13 @@ is filled belongs to no launched step; and the step that reads it is launched af
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from millrace_common.page_runs import runs
 from torch import Tensor
 
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.offload.host_copies import CopyJob
-from millrace_serve.engine.offload.page_copier import PageCopier
+from millrace_serve.engine.offload.page_copier import Mark, PageCopier
 
 
 class CudaCopier(PageCopier):
@@ -57,6 +55,6 @@ class CudaCopier(PageCopier):
             end.record()
         return begin, end
 
-    def _ended(self, mark: Any) -> float | None:
+    def _ended(self, mark: Mark) -> float | None:
         begin, end = mark
         return begin.elapsed_time(end) / 1000 if end.query() else None

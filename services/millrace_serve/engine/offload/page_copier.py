@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from millrace_serve.engine.cache.kv_pool import KvPool
+from millrace_serve.engine.cache.kv_pool import KvPool, PoolMemory
 from millrace_serve.engine.offload.host_copies import CopyJob
 
 # Of one store: more than 2048 prompt tokens of the 671B model (138 MiB), so that one store per step keeps up.
 # The bus bounds what a copy takes from the steps beside it: PCIe 5 has 64 GB/s, an H200's memory 4.8 TB/s.
 STORE_BYTES = 192 << 20
+
+
+Mark = Any  # of the end of a copy: a copier's own
 
 
 class PageCopier:
@@ -29,7 +32,7 @@ class PageCopier:
         self._page_bytes = pool.layout.page_bytes
         self._pool = pool.rows
         self._host = self._allocate(num_slots)
-        self._in_flight: list[tuple[CopyJob, Any]] = []
+        self._in_flight: list[tuple[CopyJob, Mark]] = []
         self._bytes = {True: 0, False: 0}  # by whether they went to the host
         self._seconds = {True: 0.0, False: 0.0}
 
@@ -71,11 +74,11 @@ class PageCopier:
     def close(self) -> None:
         """Jobs in flight may be dropped, but nothing moves any more."""
 
-    def _allocate(self, num_slots: int) -> Any:
+    def _allocate(self, num_slots: int) -> PoolMemory:
         """uint8 [num_slots, page_bytes]"""
         return np.empty((num_slots, self._page_bytes), np.uint8)
 
-    def _copy(self, job: CopyJob) -> Any:
+    def _copy(self, job: CopyJob) -> Mark:
         """Begin, and return a mark of the end for `_ended`. Here: the seconds that it took."""
         start, slots = time.perf_counter(), [copy.slot for copy in job.copies]
         if job.to_host:
@@ -84,6 +87,6 @@ class PageCopier:
             self._pool[job.pages] = self._host[slots]
         return time.perf_counter() - start
 
-    def _ended(self, mark: Any) -> float | None:
+    def _ended(self, mark: Mark) -> float | None:
         """Seconds that the copy took; None: it goes on."""
         return float(mark)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from millrace_common.config import Config, Seconds
@@ -105,7 +104,7 @@ class SimRunner:
         self._advance(batch, output.counts)
         return SimHandle(output, self._free_at)
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, object]:
         return {}
 
     def close(self) -> None:

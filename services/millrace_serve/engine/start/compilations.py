@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,15 @@ class Compilations:
             self._count("deep_gemm", f"{new} product(s)", None, new)
         return dict(self._counts)
 
-    def on_triton(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+    def on_triton(self, *, src: Any, times: Any, cache_hit: bool, **_: object) -> None:  # Triton's own
         """Triton's listener. What comes from its cache folder was compiled before."""
         if not cache_hit:
             self._count("triton", src.name, times.total / 1e6)
 
-    def counted_build(self, build: Any) -> Any:
+    def counted_build(self, build: Callable[..., object]) -> Callable[..., object]:
         """`build` of FlashInfer's modules, which also runs, and does nothing, for a module that is there."""
 
-        def counted(spec: Any, *args: Any, **options: Any) -> Any:
+        def counted(spec: Any, *args: object, **options: object) -> object:  # FlashInfer has no types
             file, began = spec.jit_library_path, time.monotonic()
             before = _written_at(file)
             result = build(spec, *args, **options)

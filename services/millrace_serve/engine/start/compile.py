@@ -6,8 +6,6 @@ between two of them becomes a kernel. The calls cost time in Python only, which 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from millrace_serve.engine.health.progress import Progress
@@ -35,7 +33,7 @@ def announce_kernels(progress: Progress) -> None:
 
     compile_kernel = compiler.compile
 
-    def announced(*args: Any, **options: Any) -> Any:
+    def announced(*args: object, **options: object) -> object:
         with progress.busy("the compilation of a kernel"):
             return compile_kernel(*args, **options)
 

@@ -12,6 +12,7 @@ from millrace_serve.engine.start import profiling_run
 from millrace_serve.engine.start.startup import RankSetup
 from millrace_serve.engine.step.torch_runner import TorchRunner
 from millrace_serve.model.checkpoint.tensor_file import all_finite
+from millrace_serve.model.decoder_layer import DecoderLayer
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.weights import CheckpointError
 
@@ -46,10 +47,10 @@ def _broken(setup: RankSetup, runner: TorchRunner) -> bool:
 class _Watched:
     """A decoder layer whose outputs are looked at; what is found is its index."""
 
-    def __init__(self, layer: Any, index: int, found: list[int]) -> None:
+    def __init__(self, layer: DecoderLayer, index: int, found: list[int]) -> None:
         self._layer, self._index, self._found = layer, index, found
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # of the layer
         return getattr(self._layer, name)
 
     def __call__(self, *inputs: Any) -> tuple[Operand, torch.Tensor]:

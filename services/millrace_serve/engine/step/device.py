@@ -63,7 +63,7 @@ class Cuda(Device):
         self.torch = torch.device("cuda", index)
         # Of all captures: memory that one has freed serves another on the same stream only, and cuBLAS has a workspace
         # for each stream.
-        self._graph_memory: Any = None
+        self._graph_memory: Any = None  # torch's handle
         self._capture_stream: torch.cuda.Stream | None = None
 
     def bind(self) -> None:
@@ -121,7 +121,7 @@ class Cuda(Device):
 
         return replay
 
-    def _place(self) -> tuple[Any, torch.cuda.Stream]:
+    def _place(self) -> tuple[Any, torch.cuda.Stream]:  # Any: torch's handle
         """Memory and stream of captures."""
         if self._capture_stream is None:
             self._graph_memory, self._capture_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.torch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.step.batch import HostBatch
@@ -21,7 +21,7 @@ class Runner(Protocol):
 
     def launch(self, batch: HostBatch) -> StepHandle: ...
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, object]:
         """The fields of engine.core.Load that the runner knows."""
 
     def close(self) -> None:

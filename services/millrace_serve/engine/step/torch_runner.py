@@ -84,7 +84,7 @@ class TorchRunner:
     def launch(self, batch: HostBatch) -> Future[StepOutput]:
         return self._reader.submit(self._read, self._launcher.submit(self._launch, batch))
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, object]:
         return {} if self._balancer is None else self._balancer.report._asdict()
 
     def close(self) -> None:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from millrace_kernels.backend import KernelPlan
 from millrace_kernels.kv_gather import kv_gather
 from millrace_kernels.mla_qkv import kv_store
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from millrace_serve.model.inputs import ContextParallelRows
 
 Lens = tuple[int, ...]
-MakePlan = Callable[[Lens, Lens, bool], Any]  # queries and keys of each sequence, causal -> the kernel's plan
+MakePlan = Callable[[Lens, Lens, bool], KernelPlan]  # queries and keys of each sequence, causal -> the kernel's plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class KeyPart:
 
     start: int
     end: int
-    plan: Any
+    plan: KernelPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ContextParallelStep:
     rows: slice  # of the step's tokens: those of both blocks
     chunk: ContextParallelRows
     lens: tuple[int, int]  # of the blocks
-    own_plan: Any
+    own_plan: KernelPlan
     for_both: tuple[KeyPart, ...]  # those before the chunk first, which are the same on every replica
     for_high: tuple[KeyPart, ...]
 

@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -152,7 +152,7 @@ class Balancer:
             work.wait()
         return arrived
 
-    def _op(self, kind: Callable[..., Any], part: Tensor, peer: int, tag: int) -> dist.P2POp:
+    def _op(self, kind: Callable[..., object], part: Tensor, peer: int, tag: int) -> dist.P2POp:
         return dist.P2POp(kind, part.view(torch.uint8), peer, self._dims.world_group, tag)
 
 

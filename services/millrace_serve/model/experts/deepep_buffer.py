@@ -69,7 +69,7 @@ class DeepEpBuffer:
         self.nbytes = nvlink + rdma
         if not self._several_hosts:  # else NVSHMEM wants an adapter; it sets nothing that is set already
             ctypes.CDLL(None).setenv(b"NVSHMEM_REMOTE_TRANSPORT", b"none", 0)
-        self.buffer: Any = Buffer(
+        self.buffer: Any = Buffer(  # DeepEP has no types
             dims.dp_group,
             nvlink,
             rdma,

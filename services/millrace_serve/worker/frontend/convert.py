@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from typing import Any
 
 import msgspec
 from millrace.v1 import common_pb2, kv_pb2, worker_pb2
@@ -83,7 +82,7 @@ def token_ids(wire: worker_pb2.EngineRequest) -> TokenIds:
 
 
 def sampling_params(wire: common_pb2.SamplingParams) -> SamplingParams:
-    values: dict[str, Any] = {name: getattr(wire, name) for name in limits.NUMBERS if wire.HasField(name)}
+    values = {name: getattr(wire, name) for name in limits.NUMBERS if wire.HasField(name)}
     return SamplingParams(
         logit_bias=dict(wire.logit_bias),
         stop_token_ids=tuple(wire.stop_token_ids),

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 from millrace.v1 import worker_pb2
 from millrace_common.log import PER_REQUEST
 from millrace_common.reasons import Reason
@@ -83,7 +84,7 @@ class Links:
         self,
         epoch: str,
         requests: Requests,
-        submit: Callable[[RouterLink, Any], None],
+        submit: Callable[[RouterLink, Any], None],  # of the role's own kind
         on_change: Callable[[list[str]], None] = lambda routers: None,
     ) -> None:
         self.epoch = epoch
@@ -93,7 +94,7 @@ class Links:
         self._open: set[RouterLink] = set()
 
     async def Link(
-        self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
+        self, requests: AsyncIterator[Message], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.LinkResponse]:
         self._requests.check_admission()
         hello: worker_pb2.LinkHello = await opening(requests, "hello", "Link")
@@ -113,7 +114,7 @@ class Links:
         for link in self._open:
             link.end(error)
 
-    async def _read(self, link: RouterLink, requests: AsyncIterator[Any]) -> None:
+    async def _read(self, link: RouterLink, requests: AsyncIterator[Message]) -> None:
         """Read the Link. An unexpected error ends it with a status: a Link without a reader must not stay."""
         error = None
         try:
@@ -128,7 +129,7 @@ class Links:
             error = MillraceError.unexpected(unexpected)
         link.end(error)
 
-    def _take(self, link: RouterLink, message: Any) -> None:
+    def _take(self, link: RouterLink, message: Message) -> None:
         match message.WhichOneof("message"):
             case "submit" | "prefill" as kind:
                 submitted = getattr(message, kind)
@@ -174,7 +175,7 @@ def refusal(request: worker_pb2.EngineRequest, error: MillraceError) -> Sequence
     return SequenceOutput(id, request.num_prior_outputs, [], FinishReason.ERROR, failure)
 
 
-async def opening(requests: AsyncIterator[Any], kind: str, stream: str) -> Any:
+async def opening(requests: AsyncIterator[Message], kind: str, stream: str) -> Any:  # of `kind`
     """The content of the first message, which must be of this kind."""
     async for message in requests:
         if message.WhichOneof("message") == kind:

@@ -7,12 +7,12 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
-from typing import Any
 
 from millrace.v1 import worker_pb2
 from millrace_common.metrics import Metrics
 from millrace_common.rate import Rate
 from millrace_common.step_times import StepTimes
+from prometheus_client import Counter
 
 from millrace_serve.engine.core import Load
 from millrace_serve.worker.frontend import convert
@@ -42,7 +42,7 @@ class LoadBoard:
         self.epoch = epoch
         self.duty = worker_pb2.DUTY_UNSPECIFIED
         self._routers: list[str] = []  # that have Links
-        self._reported: dict[Any, float] = {}  # by counter
+        self._reported: dict[Counter, float] = {}  # by counter
 
     def restart(self) -> None:
         """The engines are gone; new ones will count from 0."""
@@ -136,6 +136,6 @@ class LoadBoard:
             metrics.expert_imbalance.set(sum(imbalance) / len(imbalance))
             self._advance(metrics.expert_moves, self.loads[0].expert_moves)
 
-    def _advance(self, counter: Any, count: float) -> None:
+    def _advance(self, counter: Counter, count: float) -> None:
         counter.inc(count - self._reported.get(counter, 0))
         self._reported[counter] = count

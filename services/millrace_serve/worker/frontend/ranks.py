@@ -27,7 +27,7 @@ from millrace_serve.engine.health.rank_watch import RankWatch
 from millrace_serve.engine.start.phases import slowest
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.messages import StopReader, ToReader
-from millrace_serve.worker.channels import Receiver, Sender, channel_key
+from millrace_serve.worker.channels import Context, Receiver, Sender, channel_key
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.launcher import Launcher
 from millrace_serve.worker.messages import (
@@ -82,7 +82,7 @@ class Ranks:
         }
         self._on_lost = on_lost
         self._on_stray = on_stray
-        self._context: zmq.Context[Any] | None = None  # while there are ranks
+        self._context: Context | None = None  # while there are ranks
         self._engines: dict[int, Sender[ToEngine]] = {}
         self._readers: dict[int, Sender[ToReader]] = {}
         self._infos: dict[int, RankReady] = {}

@@ -35,7 +35,7 @@ class RoleLogic(abc.ABC):
         """Add the servicers of this role."""
 
     @abc.abstractmethod
-    def submit(self, link: RouterLink, message: Any) -> None:
+    def submit(self, link: RouterLink, message: Any) -> None:  # of the role's own kind
         """Start work on a submit message of a Link. Raises MillraceError when it is refused."""
 
     @abc.abstractmethod

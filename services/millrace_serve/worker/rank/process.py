@@ -23,7 +23,6 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import zmq
 from millrace_common import deployment_secret
@@ -40,7 +39,7 @@ from millrace_serve.transfer.base import PageBuffer, TransferError
 from millrace_serve.transfer.messages import FromReader, ToReader
 from millrace_serve.transfer.nixl import NixlSink, NixlSource
 from millrace_serve.transfer.reader import Reader
-from millrace_serve.worker.channels import Receiver, Sender, channel_key
+from millrace_serve.worker.channels import Context, Receiver, Sender, channel_key
 from millrace_serve.worker.config import EngineKind, WorkerConfig
 from millrace_serve.worker.messages import Dropped, FromRank, RankFailed, RankProgress, RankReady, Report, ToEngine
 from millrace_serve.worker.rank.loop import EngineLoop, Upkeep, follower_inbox
@@ -89,7 +88,7 @@ def run(spec: RankSpec) -> int:
         context.destroy(linger=500)
 
 
-def _live(spec: RankSpec, context: zmq.Context[Any], key: bytes, report: Callable[[Report], None]) -> None:
+def _live(spec: RankSpec, context: Context, key: bytes, report: Callable[[Report], None]) -> None:
     config = spec.config
     report(RankProgress("loading", f"rank {spec.rank}: {config.model_name}"))
 
@@ -201,9 +200,7 @@ def _buffer(pool: KvPool, config: WorkerConfig) -> PageBuffer:
     return PageBuffer(pool.address, pool.layout.page_bytes, pool.num_pages, "VRAM" if on_gpu else "DRAM", device_id)
 
 
-def _reader_thread(
-    spec: RankSpec, context: zmq.Context[Any], key: bytes, buffer: PageBuffer
-) -> tuple[str, threading.Thread]:
+def _reader_thread(spec: RankSpec, context: Context, key: bytes, buffer: PageBuffer) -> tuple[str, threading.Thread]:
     """The endpoint of the reader's inbox, and the thread that reads KV until StopReader."""
     outbox: Sender[FromRank] = Sender(context, spec.frontend, key)  # from now on used by the new thread only
     stall_s = spec.config.timeouts.stall

@@ -16,7 +16,7 @@ class RankProfiler:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._profile: Any = None
+        self._profile: Any = None  # torch.profiler.profile: torch is imported when one starts
         self._path = Path()
 
     def handle(self, message: StartProfile | StopProfile) -> ProfileDone:
