@@ -137,7 +137,7 @@ class _Staged:
     def __call__(self, step: int) -> dict[str, Tensor]:
         slot = step % NUM_SLOTS
         self._waits[slot]()
-        found: dict[str, Tensor] = self._staging.upload(slot, self._arrays)
+        found = self._staging.upload(slot, self._arrays, dict[str, Tensor])
         self._waits[slot] = self._device.record()
         return found
 

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from millrace_common.json_values import Json, JsonObject
 
 from millrace_common.json_values import Json, JsonObject
 

@@ -21,6 +21,7 @@ from millrace_serve.engine.start.profiling_run import (
     shared_batch,
 )
 from millrace_serve.engine.start.torch_factory import load_rank
+from millrace_serve.engine.step.batch import StepBatch
 from millrace_serve.engine.step.device import Device
 from millrace_serve.engine.step.slots import Slots
 from millrace_serve.engine.step.staging import Staging
@@ -101,7 +102,7 @@ def test_cached_tokens_are_warmed_though_the_longest_prompt_is_one_step() -> Non
 def test_batch_is_laid_out_as_the_builder_does() -> None:
     batch = batch_of(StepShape(num_decode=2, chunks=2, chunk=3, prefix=64, greedy=False), SMALL, dp=2)
     slots = Slots(SMALL, torch.device("cpu"))
-    step = Staging(Device(), 0).upload(0, batch)
+    step = Staging(Device(), 0).upload(0, batch, StepBatch[torch.Tensor])
     slots.update(step.updates)
     inputs = slots.inputs(step)
     assert inputs.positions.tolist() == [0, 0, 64, 65, 66, 64, 65, 66]

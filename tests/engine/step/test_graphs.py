@@ -136,7 +136,7 @@ def make(recorder: Recorder, dp: int = 1, drafts: int = 0) -> tuple[DecodeGraphs
 
 
 def uploaded(batch: StepBatch[np.ndarray]) -> StepBatch[Tensor]:
-    return Staging(Device(), 0).upload(0, batch)
+    return Staging(Device(), 0).upload(0, batch, StepBatch[Tensor])
 
 
 def decode(num_seqs: int, num_queries: int = 1) -> StepBatch[np.ndarray]:

@@ -15,7 +15,7 @@ from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.step.device import Device
 from millrace_serve.engine.step.sampling import TokenTables, results, sample
-from millrace_serve.engine.step.sampling_batch import SamplingTable
+from millrace_serve.engine.step.sampling_batch import SamplingBatch, SamplingTable
 from millrace_serve.engine.step.staging import Staging
 
 V = 24
@@ -55,7 +55,8 @@ class Bench:
         if batch is None:
             answer = results(logits.argmax(dim=-1), None, -1)
         else:
-            device, output_index = self.staging.upload(0, batch), torch.full((len(slots),), index)
+            device = self.staging.upload(0, batch, SamplingBatch[torch.Tensor])
+            output_index = torch.full((len(slots),), index)
             none = output_index[:, None][:, :0]
             chosen, raw = sample(logits.clone(), batch, device, output_index, none, self.tokens)
             if device.penalties is not None:
@@ -217,7 +218,7 @@ def test_penalties_do_not_count_tokens_behind_a_refused_draft() -> None:
     bench(logits)  # all take token 0, which is counted
     batch = bench.table.gather(np.arange(3), 3, 1)
     assert batch is not None and batch.penalties is not None
-    penalties = bench.staging.upload(0, batch).penalties
+    penalties = bench.staging.upload(0, batch, SamplingBatch[torch.Tensor]).penalties
     bench.tokens.add(torch.tensor([1, 1, 1]), torch.tensor([True, False, True]), penalties)
     assert bench(logits).tokens.tolist() == [2, 1, 2]
 
@@ -230,7 +231,7 @@ def test_grammar_allows_the_tokens_of_its_mask_alone() -> None:
     batch.grammar = np.array([1]), np.array([[1 << 3 | 1 << 20]], np.int32)
     logits = torch.zeros(2, V)
     logits[:, 20] = 0.5
-    device, none = bench.staging.upload(0, batch), torch.zeros(2, 0, dtype=torch.int64)
+    device, none = bench.staging.upload(0, batch, SamplingBatch[torch.Tensor]), torch.zeros(2, 0, dtype=torch.int64)
     tokens, _ = sample(logits, batch, device, torch.zeros(2, dtype=torch.int64), none, bench.tokens)
     assert tokens.tolist() == [5, 20]
 

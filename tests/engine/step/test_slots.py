@@ -57,7 +57,7 @@ def step_of(
         sampling=None,
         updates=updates,
     )
-    return Staging(Device(), 0).upload(0, batch)
+    return Staging(Device(), 0).upload(0, batch, StepBatch[torch.Tensor])
 
 
 @st.composite

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -27,7 +27,11 @@ from millrace_serve.engine.step.canary_tracker import CanaryTracker
 from millrace_serve.engine.step.sampling_batch import SamplingBatch, SamplingTable
 from millrace_serve.model.context_parallel.split import Split
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 A = TypeVar("A")  # numpy array on the host, tensor on the device (engine/step/staging.py)
+Array = TypeVar("Array", np.ndarray, "Tensor")
 
 
 @dataclass(slots=True)
@@ -98,10 +102,16 @@ class StepBatch(Generic[A]):
 
     @classmethod
     def decode(
-        cls, slots: Any, num_queries: int, num_pages: int, num_rows: Any, sample_rows: Any, sampling: Any = None
-    ) -> StepBatch[Any]:
+        cls,
+        slots: Array,
+        num_queries: int,
+        num_pages: int,
+        num_rows: Array,
+        sample_rows: Array,
+        sampling: SamplingBatch[Array] | None = None,
+    ) -> StepBatch[Array]:
         """A step without chunks."""
-        return cls(
+        return StepBatch(
             num_decode=len(slots),
             num_queries=num_queries,
             num_pages=num_pages,

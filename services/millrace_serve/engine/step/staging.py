@@ -1,24 +1,26 @@
 """Arrays of the host to the device in one copy, and results back without waiting.
 
 slot      step n uses slot n % NUM_SLOTS; its arrays and results lie there until its results have been read
-upload    all arrays of a step, wherever they are in a tree of dataclasses, dicts, lists and tuples, are packed
-          into pinned memory and copied at once; the same tree comes back with tensors in the place of arrays
-download  tensors are copied to pinned memory behind the step; `read` waits for that and gives a tree of arrays
+upload    all arrays of a step are packed into pinned memory and copied at once; msgspec finds them in the batch,
+          and makes the same batch with tensors in their place
+download  tensors are copied to pinned memory behind the step; `read` waits for that and gives arrays
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from millrace_serve.engine.lockstep.packing import ALIGN, place
 from millrace_serve.engine.step.device import Device
+
+T = TypeVar("T")
 
 NUM_SLOTS = 3  # one runs, one waits behind it, one is being read
 DTYPES = {
@@ -41,9 +43,37 @@ class Staging:
         self._down = [_pinned(device, ALIGN) for _ in range(NUM_SLOTS)]
         self._memory = self._allocate(nbytes)
 
-    def upload(self, slot: int, tree: Any) -> Any:
-        """The tensors live until the next upload."""
-        arrays = list(_leaves(tree, np.ndarray))
+    def upload(self, slot: int, batch: object, kind: type[T]) -> T:
+        """A batch of arrays, which msgspec knows, as one of tensors. They live until the next upload."""
+        arrays: list[np.ndarray] = []
+
+        def number(array: object) -> int:
+            if not isinstance(array, np.ndarray):
+                raise TypeError(f"a batch has no {type(array).__name__}")
+            arrays.append(array)
+            return len(arrays) - 1
+
+        plain = msgspec.to_builtins(batch, enc_hook=number)
+        tensors = self._send(slot, arrays)
+        return msgspec.convert(plain, kind, dec_hook=lambda _, index: tensors[index])
+
+    def download(self, slot: int, answers: dict[str, Tensor]) -> Callable[[], dict[str, np.ndarray]]:
+        """Return a function that waits for the device and gives them as arrays."""
+        offsets, total = place([tensor.nbytes for tensor in answers.values()])
+        host, _ = self._down[slot] = _roomy(self._device, self._down[slot], total)
+        parts = {
+            name: _part(host, offset, tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+            for (name, tensor), offset in zip(answers.items(), offsets, strict=True)
+        }
+        wait = self._device.record()
+
+        def read() -> dict[str, np.ndarray]:
+            wait()
+            return {name: part.numpy().copy() for name, part in parts.items()}
+
+        return read
+
+    def _send(self, slot: int, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         offsets, total = place([array.nbytes for array in arrays])
         host, flat = self._up[slot] = _roomy(self._device, self._up[slot], total)
         for array, offset in zip(arrays, offsets, strict=True):
@@ -51,28 +81,10 @@ class Staging:
         if self._memory is not None and self._memory.shape[0] < total:
             self._memory = self._allocate(total)
         memory = self._device.send(host[:total], self._memory)
-        tensors = [
+        return [
             _part(memory, offset, array.shape, DTYPES[array.dtype])
             for array, offset in zip(arrays, offsets, strict=True)
         ]
-        return _replaced(tree, np.ndarray, iter(tensors))
-
-    def download(self, slot: int, tree: Any) -> Callable[[], Any]:
-        """Return a function that waits for the device and gives the tree with arrays in the place of tensors."""
-        tensors = list(_leaves(tree, Tensor))
-        offsets, total = place([tensor.nbytes for tensor in tensors])
-        host, _ = self._down[slot] = _roomy(self._device, self._down[slot], total)
-        parts = [
-            _part(host, offset, tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
-            for tensor, offset in zip(tensors, offsets, strict=True)
-        ]
-        wait = self._device.record()
-
-        def read() -> Any:
-            wait()
-            return _replaced(tree, Tensor, iter([part.numpy().copy() for part in parts]))
-
-        return read
 
     def _allocate(self, nbytes: int) -> Tensor | None:
         """Memory of the device; None where the host's memory is the device's."""
@@ -100,31 +112,3 @@ def _capacity(nbytes: int) -> int:
 def _part(memory: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     nbytes = math.prod(shape) * dtype.itemsize
     return memory[offset : offset + nbytes].view(dtype).view(shape)
-
-
-def _leaves(tree: Any, kind: type) -> Iterator[Any]:
-    """Depth first, in the order in which `_replaced` asks for them."""
-    if isinstance(tree, kind):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _leaves(value, kind)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _leaves(value, kind)
-    elif dataclasses.is_dataclass(tree):
-        for field in dataclasses.fields(tree):
-            yield from _leaves(getattr(tree, field.name), kind)
-
-
-def _replaced(tree: Any, kind: type, values: Iterator[Any]) -> Any:
-    if isinstance(tree, kind):
-        return next(values)
-    if isinstance(tree, dict):
-        return {key: _replaced(value, kind, values) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)([_replaced(value, kind, values) for value in tree])
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = dataclasses.fields(tree)
-        return type(tree)(**{field.name: _replaced(getattr(tree, field.name), kind, values) for field in fields})
-    return tree

@@ -148,7 +148,7 @@ class TorchRunner:
             with self.announce("the move of experts") if self._balancer.moving else contextlib.nullcontext():
                 self._balancer.before_step()
         graphs = self._graphs if self._graphs is not None and self._graphs.holds(batch) else None
-        step: StepBatch[Tensor] = self._staging.upload(staging_slot, batch if graphs is None else graphs.pad(batch))
+        step = self._staging.upload(staging_slot, batch if graphs is None else graphs.pad(batch), StepBatch[Tensor])
         if step.updates is not None:
             self.slots.update(step.updates)
         answers = {}
@@ -204,11 +204,11 @@ class TorchRunner:
         return {PEAKS: peaks, **results(tokens, raw, batch.sampling.num_logprobs)}
 
 
-def _reading(batch: HostBatch, errors: Iterable[str], download: Callable[[], dict[str, Any]]) -> Read:
+def _reading(batch: HostBatch, errors: Iterable[str], download: Callable[[], dict[str, np.ndarray]]) -> Read:
     """The step's answer, once the device has given it."""
 
     def read() -> StepOutput:
-        answers = download()
+        answers: dict[str, Any] = download()  # Any: a field of StepOutput is no array
         for what in errors:
             if error := int(answers.pop(what)[0]):
                 raise RuntimeError(f"rank {error - 1} did not answer in {what}")
