@@ -430,6 +430,20 @@ def test_names_of_classes_are_unique_in_the_product() -> None:
     assert {name: where for name, where in found.items() if len(where) > 1} == {}
 
 
+def test_any_and_ignored_types_have_a_reason() -> None:
+    """In a comment on their line, or on the one above. An alias of Any has it once for all its uses."""
+    wrong = []
+    for module in modules():
+        lines = [] if module.name.startswith(ANYTHING[1:]) else module.path.read_text().splitlines()
+        anything = {node.lineno - 1 for node in module.nodes if isinstance(node, ast.Name) and node.id == "Any"}
+        for index, line in enumerate(lines):
+            _, ignored, more = line.partition("# type: ignore[")
+            alone = "#" not in more if ignored else index in anything and "#" not in line
+            if alone and not lines[index - 1].lstrip().startswith("#"):
+                wrong.append(f"{module.path.relative_to(ROOT)}:{index + 1}: {line.strip()}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_top_level_folders_are_not_packages() -> None:
     """`kernels` and `proto` are names of packages that others ship."""
     assert [folder for folder in (*FOLDERS, "tests") if (ROOT / folder / "__init__.py").exists()] == []

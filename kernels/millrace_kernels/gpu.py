@@ -47,7 +47,7 @@ def shared_bytes() -> int:
     if not torch.cuda.is_available():
         return H200_SHARED
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # torch's stub lacks it
 
 
 def fitting(stages: int, stage_bytes: int, fixed_bytes: int = 0) -> int:

@@ -41,6 +41,7 @@ def moe_experts(
         Returns: [T, D] in x's dtype, bfloat16 for an x without plain form; 0 for a token none of whose experts is held
         here. The same inputs give the same bits.
     """
+    # an operand has one form at least
     rows = x if isinstance(x, Tensor) else x.plain if x.plain is not None else x.fp8.data  # type: ignore[union-attr]
     first, second = (w if isinstance(w, Tensor) else w.data for w in (w13, w2))
     assert type(w13) is type(w2), "w13 and w2 are both plain, both FP8 or both INT8"

@@ -18,14 +18,13 @@ import logging
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar, get_type_hints
-
-from millrace_common.json_values import JsonObject
+from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 from millrace_kernels.gpu import Gpu, gpu
 
 FOLDER = Path(__file__).parent / "configs"
 Key = tuple[int, ...]
+Row = dict[str, Any]  # of the file's JSON
 Config = TypeVar("Config")
 
 log = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ class Tuned(NamedTuple):
     """The file of one kind of GPU."""
 
     gpu: Gpu
-    tables: dict[str, list[JsonObject]]
+    tables: dict[str, list[Row]]
 
 
 class Table(Generic[Config]):
@@ -83,6 +82,6 @@ def _tritons(file: Tuned) -> set[str]:
     return {row["triton"] for rows in file.tables.values() for row in rows if "triton" in row}
 
 
-def _build(kind: type[Config], fields: JsonObject) -> Config:
+def _build(kind: type[Config], fields: Row) -> Config:
     hints = get_type_hints(kind)
     return kind(**{k: _build(hints[k], value) if isinstance(value, dict) else value for k, value in fields.items()})

@@ -86,7 +86,7 @@ def _gemv(
     values = columns(rows, 0, K, BLOCK_K)
     totals = ()
     for _ in tl.static_range(TOKENS):
-        totals += (tl.zeros([BLOCK_N, BLOCK_K // 16], tl.float32),)  # type: ignore[assignment]
+        totals += (tl.zeros([BLOCK_N, BLOCK_K // 16], tl.float32),)  # type: ignore[assignment]  # Triton unrolls
     for tile in tl.static_range(TILES):
         ahead = values
         if tile + 1 < TILES:
@@ -96,7 +96,7 @@ def _gemv(
         for token in tl.static_range(TOKENS):
             if token > 0:
                 inputs = run_values(x + token * x_stride, tile, K, BLOCK_K, 16)
-            sums += (totals[token] + dot_runs(values, inputs, scale),)  # type: ignore[assignment]
+            sums += (totals[token] + dot_runs(values, inputs, scale),)  # type: ignore[assignment]  # Triton unrolls
         values, totals = ahead, sums
     for token in tl.static_range(TOKENS):
         tl.store(out + token * n + row, tl.sum(totals[token], axis=1).to(out.dtype.element_ty), row < n)

@@ -23,7 +23,7 @@ def _columns(experts_ptr, t, present, TOP_K: tl.constexpr):
     """The experts that the tokens' first, second, ... choices name, -1 for none: TOP_K times [T]."""
     columns = ()
     for choice in tl.static_range(TOP_K):
-        columns += (tl.load(experts_ptr + t * TOP_K + choice, mask=present, other=-1),)  # type: ignore[assignment]
+        columns += (tl.load(experts_ptr + t * TOP_K + choice, mask=present, other=-1),)  # type: ignore[assignment]  # Triton unrolls
     return columns
 
 
@@ -35,13 +35,13 @@ def _counts(columns, TOP_K: tl.constexpr, K_PAD: tl.constexpr, BINS: tl.constexp
         expert = columns[choice % TOP_K]
         for earlier in tl.static_range(choice):
             expert = tl.where(expert == columns[earlier % TOP_K], -1, expert)
-        level += (expert,)  # type: ignore[assignment]
+        level += (expert,)  # type: ignore[assignment]  # Triton unrolls
     for height in tl.static_range(1, K_PAD.bit_length()):
         pairs = ()
         for i in tl.static_range(K_PAD >> height):
-            pairs += (tl.cat(level[2 * i], level[2 * i + 1], can_reorder=True),)  # type: ignore[assignment]
+            pairs += (tl.cat(level[2 * i], level[2 * i + 1], can_reorder=True),)  # type: ignore[assignment]  # Triton unrolls
         level = pairs
-    every = level[0]  # type: ignore[misc]
+    every = level[0]  # type: ignore[misc]  # Triton unrolls
     return tl.histogram(every, BINS, mask=every >= 0)
 
 

@@ -32,7 +32,7 @@ def _permute_kernel(
     rows, held = (), 0
     for choice in tl.static_range(CHOICES):
         row = tl.load(rows_ptr + token * CHOICES + choice)
-        rows += (row,)  # type: ignore[assignment]
+        rows += (row,)  # type: ignore[assignment]  # Triton unrolls
         held += (row >= 0).to(tl.int32)
     if held > 0:
         where = token * stride_scale_t + block * stride_scale_k

@@ -35,7 +35,7 @@ def _rms_norm(
         values = tl.load(x + at, at < width, other=0.0).to(tl.float32)
         if ADD:
             values += tl.load(residual + at, at < width, other=0.0).to(tl.float32)
-        sums += (values.to(total.dtype.element_ty),)  # type: ignore[assignment]
+        sums += (values.to(total.dtype.element_ty),)  # type: ignore[assignment]  # Triton unrolls
     squares = tl.zeros([GROUPS, 128], tl.float32)
     for tile in tl.static_range(TILES):
         at, values = tile * GROUPS * 128 + cols, sums[tile].to(tl.float32)

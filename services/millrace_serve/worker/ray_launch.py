@@ -24,9 +24,10 @@ from millrace_serve.worker.rank.parts import RankSpec
 log = logging.getLogger(__name__)
 
 WAIT_LOG_S = 5.0
+RayObject = Any  # Ray has types for few of its objects
 
 
-def start_hook(params: Any, head: bool) -> None:
+def start_hook(params: RayObject, head: bool) -> None:
     """Adjust Ray before `ray start` ($RAY_START_HOOK of our pods), beyond its options.
 
     Ray Client is off, because it runs any code that is sent to it, and so is the autoscaler. The raylet gets the port
@@ -37,7 +38,7 @@ def start_hook(params: Any, head: bool) -> None:
     params.ray_client_server_port = None
     params.no_monitor = True
     port = getattr(params, "dashboard_agent_listen_port", None)
-    services: Any = None
+    services: RayObject = None
     with contextlib.suppress(ImportError):
         services = importlib.import_module("ray._private.services")
     start = getattr(services, "start_ray_process", None)
@@ -45,7 +46,7 @@ def start_hook(params: Any, head: bool) -> None:
         log.warning("this Ray cannot be told its ports: a node whose agent takes more than 15 s ends and is restarted")
         return
 
-    def start_with_port(command: list[str], process_type: str, *args: Any, **options: Any) -> Any:
+    def start_with_port(command: list[str], process_type: str, *args: object, **options: object) -> object:
         if process_type == "raylet":
             command = [*command, f"--dashboard_agent_listen_port={port}"]
         return start(command, process_type, *args, **options)
@@ -73,8 +74,8 @@ class RayLauncher(Launcher):
     def __init__(self) -> None:
         if not ray.is_initialized():
             ray.init(address="auto")
-        self._group: Any = None
-        self._actors: list[Any] = []
+        self._group: RayObject = None
+        self._actors: list[RayObject] = []
         self._runs: list[asyncio.Task[None]] = []
 
     def bind(self) -> str:
@@ -113,7 +114,7 @@ def endpoint(address: str, port: int | str) -> str:
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
-async def _placed(group: Any, ranks: int) -> None:
+async def _placed(group: RayObject, ranks: int) -> None:
     """Wait until every rank has its place: the other pods have joined."""
     ready = asyncio.ensure_future(group.ready())
     while not (await asyncio.wait({ready}, timeout=WAIT_LOG_S))[0]:
@@ -122,7 +123,7 @@ async def _placed(group: Any, ranks: int) -> None:
     await ready
 
 
-async def _watch(rank: int, address: str, run: Any, on_exit: OnExit) -> None:
+async def _watch(rank: int, address: str, run: RayObject, on_exit: OnExit) -> None:
     how = "its actor was cancelled"
     with contextlib.suppress(asyncio.CancelledError):
         try:

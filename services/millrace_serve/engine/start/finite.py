@@ -22,7 +22,7 @@ def check(setup: RankSetup, runner: TorchRunner, model: DeepseekV3) -> None:
     if not _broken(setup, runner):
         return
     layers, found = model.layers, list[int]()
-    model.layers = [_Watched(layer, index, found) for index, layer in enumerate(layers)]  # type: ignore[misc]
+    model.layers = [_Watched(layer, index, found) for index, layer in enumerate(layers)]  # type: ignore[misc]  # they stand for layers
     try:
         _broken(setup, runner)
     finally:
@@ -53,7 +53,7 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:  # of the layer
         return getattr(self._layer, name)
 
-    def __call__(self, *inputs: Any) -> tuple[Operand, torch.Tensor]:
+    def __call__(self, *inputs: Any) -> tuple[Operand, torch.Tensor]:  # of the layer
         out, residual = self._layer(*inputs)
         parts = (out.plain, *(out.fp8 or ()))
         if not all(part is None or all_finite(part.flatten()) for part in parts):
