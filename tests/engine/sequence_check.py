@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer
+from millrace_serve.engine.schedule.sequence import KvWriter, Phase, Sequence
 
-TRANSFERS = {
-    Phase.EXPECTED: {Transfer.AWAITED, Transfer.NONE},
-    Phase.WAITING: {Transfer.NONE, Transfer.AWAITED},
-    Phase.IMPORTING: {Transfer.READING},
-    Phase.READY: {Transfer.NONE},
-    Phase.RUNNING: {Transfer.NONE},
-    Phase.HELD: {Transfer.NONE},
-    Phase.DONE: set(Transfer),
+WRITERS = {
+    Phase.EXPECTED: {KvWriter.AWAITED, KvWriter.OWN},
+    Phase.WAITING: {KvWriter.OWN, KvWriter.AWAITED, KvWriter.FILLING},
+    Phase.IMPORTING: {KvWriter.READING},
+    Phase.READY: {KvWriter.OWN},
+    Phase.RUNNING: {KvWriter.OWN, KvWriter.FILLING},
+    Phase.HELD: {KvWriter.OWN, KvWriter.FILLING},
+    Phase.DONE: set(KvWriter),
 }
 
 
 def check_sequence(seq: Sequence) -> None:
     name = f"request {seq.id} is {seq.phase}"
-    assert seq.transfer in TRANSFERS[seq.phase], f"{name} and its transfer is {seq.transfer}"
+    assert seq.kv in WRITERS[seq.phase], f"{name} and its KV is written by {seq.kv}"
     bounds = f"{name}: {seq.num_computed} computed, {seq.num_reserved} reserved, {seq.capacity} fit"
     assert seq.num_computed <= seq.num_reserved, bounds
     if seq.inflight:
@@ -26,7 +26,7 @@ def check_sequence(seq: Sequence) -> None:
     assert (seq.slot >= 0) == (seq.phase is Phase.RUNNING), f"{name} with slot {seq.slot}"
     assert not seq.pages or seq.phase not in (Phase.EXPECTED, Phase.WAITING), f"{name} with pages {seq.pages}"
     if seq.phase is Phase.DONE:
-        assert seq.transfer is Transfer.READING, f"{name} and nothing keeps it"
+        assert seq.kv is KvWriter.READING, f"{name} and nothing keeps it"
     elif seq.phase is Phase.RUNNING:
         assert seq.num_reserved <= seq.capacity, bounds
         assert seq.num_reserved in (seq.num_computed, len(seq.tokens) - 1), f"{bounds}, no step is launched"

@@ -28,7 +28,7 @@ from millrace_serve.engine.core import (
     Route,
     ServePrefix,
 )
-from millrace_serve.engine.schedule.sequence import Transfer
+from millrace_serve.engine.schedule.sequence import KvWriter
 from millrace_serve.engine.schedule.served_pages import SERVED_SHARE
 from millrace_testing.examples import examples
 from millrace_testing.oracle import oracle_outputs
@@ -210,7 +210,7 @@ class Machine(RuleBasedStateMachine):
         """Imports for which no pages were reserved; the engine may have given up on them."""
         if not hasattr(self, "driver"):
             return []
-        return sorted(id for id, seq in self.driver.here.live.items() if seq.transfer is Transfer.AWAITED)
+        return sorted(id for id, seq in self.driver.here.live.items() if seq.kv is KvWriter.AWAITED)
 
     def in_transfer(self) -> list[RequestId]:
         """The importer goes on with a transfer, or says that it is over, even after the request has ended."""

@@ -15,7 +15,7 @@ from millrace_serve.engine.schedule.expected import Outputs
 from millrace_serve.engine.schedule.outbox import Outbox
 from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.requests import EngineRequests
-from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer, Trust
+from millrace_serve.engine.schedule.sequence import KvWriter, Phase, Sequence, Trust
 
 
 class Leaving(abc.ABC):
@@ -70,7 +70,7 @@ class Leaving(abc.ABC):
 
     def _settle(self, seq: Sequence) -> None:
         """Free what a sequence that has left still holds, unless a launched step or a transfer uses it."""
-        if seq.transfer is Transfer.READING:
+        if seq.kv is KvWriter.READING:
             return
         if seq.inflight:
             self.leaving.add(seq)

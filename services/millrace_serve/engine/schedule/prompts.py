@@ -20,7 +20,7 @@ from millrace_serve.engine.schedule.leaving import Leaving
 from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.plan import Chunk, ContextParallelTurn, Plan
 from millrace_serve.engine.schedule.requests import EngineRequests
-from millrace_serve.engine.schedule.sequence import Phase, Sequence, Trust
+from millrace_serve.engine.schedule.sequence import KvWriter, Phase, Sequence, Trust
 from millrace_serve.engine.schedule.speeds import Speeds
 
 AIM = 0.95  # of a limit: predicted times have an error, keys grow, and a hand-over adds to a stream's mean
@@ -177,7 +177,7 @@ class Prompts(Leaving):
 
     def _fill(self, seq: Sequence) -> None:
         """Somebody else will write leading pages of `seq`, which has just begun to run."""
-        seq.filling = True
+        seq.kv = KvWriter.FILLING
         seq.inflight += 1
 
     def _filled(self, seq: Sequence, num_pages: int, from_host: bool = False) -> None:
@@ -185,7 +185,7 @@ class Prompts(Leaving):
         least those of the prefix cache, and at least one token is left to compute.
         """
         assert seq.filling and num_pages * self.pages.size < len(seq.tokens), f"request {seq.id}, {num_pages} pages"
-        seq.filling = False
+        seq.kv = KvWriter.OWN
         seq.inflight -= 1
         if seq.phase is not Phase.RUNNING:
             self._settle(seq)

@@ -47,7 +47,7 @@ from millrace_serve.engine.schedule.exports import Publisher
 from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.plan import Chunk, Plan, StepOutput, Work
 from millrace_serve.engine.schedule.requests import EngineRequests
-from millrace_serve.engine.schedule.sequence import Phase, Sequence, Transfer, Trust
+from millrace_serve.engine.schedule.sequence import KvWriter, Phase, Sequence, Trust
 from millrace_serve.engine.schedule.served_pages import ServedPages
 from millrace_serve.engine.schedule.speeds import Speeds
 from millrace_serve.engine.schedule.streams import Streams
@@ -102,11 +102,11 @@ class Scheduler(Streams):
                 self._stop(seq, FinishReason.ABORT)
             case KvOffered(_, num_pages) if seq.phase is Phase.EXPECTED:
                 self._queue(seq, num_pages)
-            case KvArrived(_, first, drafts) if seq.transfer is not Transfer.NONE:
+            case KvArrived(_, first, drafts) if seq.imports:
                 assert first is not None, f"request {seq.id} arrived without a first token"
                 seq.drafts = drafts
                 self._arrived(seq, first)
-            case KvFailed(_, failure) if seq.transfer is not Transfer.NONE:
+            case KvFailed(_, failure) if seq.imports:
                 self._failed(seq, failure)
             case KvArrived() if seq.num_offered:
                 self._end_fill(seq, seq.num_offered)
@@ -126,7 +126,7 @@ class Scheduler(Streams):
 
     def _reserve(self, seq: Sequence) -> None:
         seq.enter(Phase.IMPORTING)
-        seq.transfer = Transfer.READING
+        seq.kv = KvWriter.READING
         self._importing.add(seq)
         num_cached_pages = seq.num_computed // self.pages.size
         self.outbox.events.reserved.append(KvReserved(seq.id, list(seq.pages), num_cached_pages))
@@ -161,7 +161,7 @@ class Scheduler(Streams):
             self._stop(seq, FinishReason.ERROR, failure)
 
     def _end_transfer(self, seq: Sequence) -> None:
-        seq.transfer = Transfer.NONE
+        seq.kv = KvWriter.OWN
         self._importing.discard(seq)
 
     # ------------------------------------------------------------------------------------------ exports
@@ -239,7 +239,7 @@ class Scheduler(Streams):
         return self.requests.waiting.head(exports=False)
 
     def _admit_head(self, seq: Sequence, budget: int) -> bool:
-        imports = seq.transfer is Transfer.AWAITED
+        imports = seq.imports
         if not imports and not self._may_admit(budget):
             return False
         at_least_one_token = 0 if imports else 1

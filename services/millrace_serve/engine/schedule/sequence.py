@@ -1,17 +1,17 @@
 """One request inside a scheduler.
 
-    phase       left by                                          slot   pages       transfer
-    EXPECTED    KvOffered, or no prefix fetch -> WAITING                 -      -           AWAITED, NONE
-    WAITING     admitted -> RUNNING; reserved -> IMPORTING       (a)    (a)         NONE, AWAITED
+    phase       left by                                          slot   pages       kv
+    EXPECTED    KvOffered, or no prefix fetch -> WAITING         -      -           AWAITED, OWN
+    WAITING     admitted -> RUNNING; reserved -> IMPORTING       (a)    (a)         OWN, AWAITED, FILLING
     IMPORTING   KvArrived -> READY                               -      own         READING
-    READY       a free slot -> RUNNING; preempted -> WAITING     -      own         NONE
-    RUNNING     preempted -> WAITING; exported -> HELD         own    own         NONE
-    HELD      LeaseEnded -> DONE                               (a)    published   NONE
+    READY       a free slot -> RUNNING; preempted -> WAITING     -      own         OWN
+    RUNNING     preempted -> WAITING; exported -> HELD           own    own         OWN, FILLING
+    HELD        LeaseEnded -> DONE                               (a)    published   OWN, FILLING
     DONE        nothing                                          (a)    (a) (b)     any
 
 Every phase may go to DONE by abort, deadline or failure. (a) A sequence that has left RUNNING keeps its slot and its
 pages while a launched step still names it or somebody else fills its pages (`inflight` > 0). (b) A sequence that was
-IMPORTING keeps its pages until the transfer is over (`transfer` is READING).
+IMPORTING keeps its pages until the transfer is over (`kv` is READING).
 
 The bounds of a running sequence (docs/explanation/engine.md) hold for the time when all launched steps are done:
 
@@ -43,12 +43,13 @@ class Phase(enum.Enum):
     DONE = enum.auto()
 
 
-class Transfer(enum.Enum):
-    """The KV of a prompt that another worker computes."""
+class KvWriter(enum.Enum):
+    """Who writes the KV of a prompt."""
 
-    NONE = enum.auto()  # this worker computes the prompt, or the KV has arrived
-    AWAITED = enum.auto()
-    READING = enum.auto()  # reads into the sequence's pages may be in flight
+    OWN = enum.auto()  # this worker, or it is all there
+    AWAITED = enum.auto()  # another worker computes the prompt
+    READING = enum.auto()  # the same, and reads into the sequence's pages may be in flight
+    FILLING = enum.auto()  # a tier or another worker writes leading pages: no step may use the sequence yet
 
 
 class Trust(enum.Enum):
@@ -90,7 +91,7 @@ class Sequence:
     exports: bool = field(init=False)  # other workers read its pages
     tpot_limit_s: float = field(init=False)  # of a step with a token of it
     phase: Phase = Phase.WAITING
-    transfer: Transfer = Transfer.NONE
+    kv: KvWriter = KvWriter.OWN
     trust: Trust = Trust.PROVEN
     slot: int = -1
     pages: list[int] = field(default_factory=list)
@@ -98,7 +99,6 @@ class Sequence:
     capacity: int = 0  # positions that have a page and may be written
     num_computed: int = 0  # tokens that are known and have their KV once the launched steps are done
     num_reserved: int = 0  # tokens that have their KV then, at most
-    filling: bool = False  # somebody else writes leading pages: no step may use the sequence yet
     inflight: int = 0  # launched steps that name this sequence and are not committed; 1 more while it is filling
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     preempted: bool = False  # and not computing again yet
@@ -117,7 +117,7 @@ class Sequence:
         self.exports = self.request.route is Route.EXPORT
         self.tpot_limit_s = self.request.tpot_limit_s or math.inf
         if self.request.route is Route.IMPORT:
-            self.phase, self.transfer = Phase.EXPECTED, Transfer.AWAITED
+            self.phase, self.kv = Phase.EXPECTED, KvWriter.AWAITED
         elif self.request.fetches_prefix:
             self.phase = Phase.EXPECTED
 
@@ -125,6 +125,15 @@ class Sequence:
     def num_outputs(self) -> int:
         """Output tokens of the room, earlier attempts included."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def imports(self) -> bool:
+        """Another worker computes the prompt, and its KV has not arrived."""
+        return self.kv is KvWriter.AWAITED or self.kv is KvWriter.READING
+
+    @property
+    def filling(self) -> bool:
+        return self.kv is KvWriter.FILLING
 
     @property
     def undecided(self) -> bool:
