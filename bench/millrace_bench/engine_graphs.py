@@ -73,7 +73,7 @@ def replay_is_exact(engine: Engine, batch: int) -> bool:
 def _key(engine: Engine, batch: int) -> Key:
     graphs = engine._runner._graphs  # type: ignore[attr-defined]
     bucket = next(bucket for bucket in graphs.buckets if batch <= bucket)
-    return Key(bucket, 1 + engine.config.num_drafts(batch))
+    return Key(bucket, engine.config.num_queries(batch))
 
 
 def _take_all(graphs: Any, key: Key, batch: int) -> None:

@@ -113,9 +113,14 @@ class Limits(Config):
             raise ValueError(f"disk_cache={self.disk_cache}: needs host_cache_gib: pages go through the host tier")
         return self
 
-    def num_drafts(self, num_sequences: int) -> int:
-        """Drafts of each sequence in a step of so many sequences."""
-        return sum(num_sequences <= most for most in self.draft_batches[: self.draft_tokens])
+    @property
+    def most_queries(self) -> int:
+        """Rows of a decode sequence in a step at most: its last token and drafts."""
+        return 1 + self.draft_tokens
+
+    def num_queries(self, num_sequences: int) -> int:
+        """Rows of each decode sequence in a step that samples so many sequences."""
+        return 1 + sum(num_sequences <= most for most in self.draft_batches[: self.draft_tokens])
 
     def resolved(self, num_pages: int) -> EngineConfig:
         """The same limits with this number of pages."""

@@ -212,7 +212,7 @@ class Engine:
         if not agreement.anybody_works:
             return False
         began = time.monotonic()
-        num_queries = 1 + self.config.num_drafts(agreement.most_sampled)
+        num_queries = self.config.num_queries(agreement.most_sampled)
         plan = plan or IDLE_PLAN
         plan.work = agreement.widest(plan.work)
         batch = self._builder.build(plan, num_queries, agreement.split)

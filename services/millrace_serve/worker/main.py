@@ -155,9 +155,9 @@ def _signals() -> asyncio.Event:
 def _announce(path: Path, frontend: Frontend, ports: dict[str, int]) -> None:
     """Write the bound ports and the identity; by a rename, so that a reader never sees half a file."""
     facts = {**ports, "pid": os.getpid(), "epoch": frontend.epoch}
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(facts))
-    draft.replace(path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(facts))
+    partial.replace(path)
 
 
 def _log_plan(config: WorkerConfig) -> None:

@@ -60,7 +60,7 @@ def test_replicas_take_the_number_of_drafts_of_the_largest() -> None:
     for pair in zip(*batches, strict=True):
         sampled = tuple(batch.num_sampled for batch in pair)
         for batch in pair:
-            assert batch.num_queries == 1 + sim_engine(3).config.num_drafts(max(sampled))
+            assert batch.num_queries == sim_engine(3).config.num_queries(max(sampled))
             assert batch.dp_num_tokens == tuple(one.num_tokens for one in pair)
             assert batch.dp_num_sampled == sampled
             assert batch.all_decode is all(one.is_decode for one in pair)

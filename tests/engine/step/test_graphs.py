@@ -128,7 +128,7 @@ def make(recorder: Recorder, dp: int = 1, drafts: int = 0) -> tuple[DecodeGraphs
     state = Slots(config, CPU)
     state.last_tokens += torch.tensor([100, 101, 102, 103, 0])[:, None]
     graphs = DecodeGraphs(
-        Device(), lambda bucket: recorder, state, (2, 4), dp, NoDrafts() if drafts else None, config.num_drafts
+        Device(), lambda bucket: recorder, state, (2, 4), dp, NoDrafts() if drafts else None, config.num_queries
     )
     graphs.capture()
     recorder.seen.clear()

@@ -18,7 +18,7 @@ from millrace_serve.engine.schedule.speeds import Speeds
 class Streams(Prompts):
     def __init__(self, config: EngineConfig, requests: EngineRequests, pages: Pages, speeds: Speeds) -> None:
         super().__init__(config, requests, pages, speeds)
-        self._num_queries = 1 + config.draft_tokens  # at most
+        self._num_queries = config.most_queries
         self._importing: set[Sequence] = set()  # a transfer into their pages may be in flight, even if they are DONE
         self._ready: dict[Sequence, None] = {}
         self._decoding: dict[Sequence, None] = {}

@@ -105,4 +105,4 @@ def _decode_rows(setup: RankSetup) -> int:
     if setup.role is Role.PREFILL:
         return 0
     buckets = setup.buckets or buckets_up_to(setup.limits.max_running)
-    return max(key.bucket * key.num_queries for key in graph_keys(buckets, setup.limits.num_drafts))
+    return max(key.bucket * key.num_queries for key in graph_keys(buckets, setup.limits.num_queries))

@@ -35,7 +35,7 @@ def _broken(setup: RankSetup, runner: TorchRunner) -> bool:
     """The same on every rank. A prompt of a page, because all of its KV goes to one."""
     limits = setup.limits
     length = min(limits.page_size, limits.max_prefill_tokens, limits.max_model_len - 1)
-    prompt = profiling_run.StepShape(num_queries=1 + limits.num_drafts(1), chunks=1, chunk=length)
+    prompt = profiling_run.StepShape(num_queries=limits.num_queries(1), chunks=1, chunk=length)
     broken = bool(runner.launch(profiling_run.batch_of(prompt, limits, setup.dims.dp)).result().corrupt)
     if setup.dims.world_group is not None:
         anywhere = torch.tensor([int(broken)])

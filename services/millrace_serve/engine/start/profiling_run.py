@@ -85,8 +85,8 @@ def most_rows(limits: Limits, shapes: Sequence[StepShape]) -> int:
 def _shape(
     limits: Limits, num_decode: int = 0, chunks: int = 0, chunk: int = 0, prefix: int = 0, *, greedy: bool = True
 ) -> StepShape:
-    """With as many drafts as such a step has."""
-    return StepShape(num_decode, 1 + limits.num_drafts(num_decode + chunks), chunks, chunk, prefix, greedy)
+    """With as many rows of each sequence as such a step has."""
+    return StepShape(num_decode, limits.num_queries(num_decode + chunks), chunks, chunk, prefix, greedy)
 
 
 def _sizes(most: int) -> list[int]:
@@ -98,13 +98,13 @@ def _sizes(most: int) -> list[int]:
 def chunk_shape(limits: Limits, rows: int) -> StepShape:
     """A step of so many rows: prompt chunks as far as they may go, and decode sequences."""
     chunks, chunk = _chunks(limits, min(rows, limits.max_prefill_tokens))
-    decode = (rows - chunks * chunk) // (1 + limits.draft_tokens)
+    decode = (rows - chunks * chunk) // limits.most_queries
     return _shape(limits, min(decode, limits.max_running - chunks), chunks, chunk)
 
 
 def decode_shapes(limits: Limits, buckets: Sequence[int]) -> Iterator[StepShape]:
-    """Of every graph: a bucket may come with several numbers of drafts. Largest first, greedy and not."""
-    for bucket, num_queries in graph_keys(buckets, limits.num_drafts):
+    """Of every graph: a bucket may come with several numbers of queries. Largest first, greedy and not."""
+    for bucket, num_queries in graph_keys(buckets, limits.num_queries):
         yield StepShape(bucket, num_queries)
         yield StepShape(bucket, num_queries, greedy=False)
 
@@ -121,12 +121,12 @@ def batch_of(shape: StepShape, limits: Limits, dp: int = 1, *, graphs: bool = Fa
     batch: HostBatch = StepBatch(
         num_decode=shape.num_decode,
         num_queries=q,
-        num_pages=max(shape.pages, -(-(max(ends, default=1) + limits.draft_tokens) // limits.page_size)),
+        num_pages=max(shape.pages, -(-(max(ends, default=1) + limits.most_queries - 1) // limits.page_size)),
         slots=slots,
         cu_q=rows,
         num_rows=rows[-1:],
         chunk_tokens=chunk_tokens,
-        next_tokens=chunk_tokens if limits.draft_tokens else chunk_tokens[:0],
+        next_tokens=chunk_tokens if limits.most_queries > 1 else chunk_tokens[:0],
         chunk_lens=lens[shape.num_decode :],
         chunk_ends=ends,
         sampling_chunks=tuple(range(shape.chunks)),
@@ -169,7 +169,7 @@ def _updates(slots: np.ndarray, shape: StepShape, limits: Limits) -> SlotUpdates
         capacity=np.zeros_like(slots),
         joined=slots,
         lengths=lengths,
-        last_tokens=np.repeat(slots[:, None] % 100, 1 + limits.draft_tokens, axis=1),
+        last_tokens=np.repeat(slots[:, None] % 100, limits.most_queries, axis=1),
         num_prompt=lengths,
         temperature=np.ones(len(slots), np.float32),
         seeds=np.zeros(len(slots), np.uint64),

@@ -76,14 +76,14 @@ class RankSetup:
     @property
     def num_graphs(self) -> int:
         """Of decode steps. With drafts each has a second one, which accepts and drafts (engine/step/graphs.py)."""
-        keys = graph_keys(self.buckets, self.limits.num_drafts)
-        return len(keys) * (2 if self.limits.draft_tokens else 1)
+        keys = graph_keys(self.buckets, self.limits.num_queries)
+        return len(keys) * (2 if self.limits.most_queries > 1 else 1)
 
     @property
     def most_rows(self) -> int:
         """Of a step."""
         limits = self.limits
-        return limits.max_prefill_tokens + limits.max_running * (1 + limits.draft_tokens)
+        return limits.max_prefill_tokens + limits.max_running * limits.most_queries
 
     @property
     def kept(self) -> Kept:
@@ -234,7 +234,7 @@ def compile_kernels(setup: RankSetup, config: EngineConfig, runner: TorchRunner)
         runner.launch(profiling_run.shared_batch(config, setup.dims.dp, setup.dims.dp_rank)).result()
     runner.call(lambda: fp8.compile_ahead(profiling_run.most_rows(config, shapes), setup.device))
     if setup.model.index_topk:
-        runner.call(lambda: indexer.compile_ahead(config.max_running * (1 + config.draft_tokens), setup.device))
+        runner.call(lambda: indexer.compile_ahead(config.max_running * config.most_queries, setup.device))
 
 
 def capture(setup: RankSetup, config: EngineConfig, runner: TorchRunner) -> None:
@@ -251,7 +251,7 @@ def capture(setup: RankSetup, config: EngineConfig, runner: TorchRunner) -> None
             setup.buckets,
             setup.dims.dp,
             runner.drafter,
-            setup.limits.num_drafts,
+            setup.limits.num_queries,
         )
         runner.call(graphs.capture)
     runner.use_graphs(graphs, chunk_graphs)

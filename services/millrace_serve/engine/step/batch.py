@@ -152,7 +152,7 @@ class BatchBuilder:
     def build(self, plan: Plan, num_queries: int = 1, split: Split | None = None) -> HostBatch:
         """
         Args:
-            num_queries: as in StepBatch, at most 1 + draft_tokens
+            num_queries: as in StepBatch, at most EngineConfig.most_queries
             split: of the shared chunk, which is in the plan of its owner
         """
         updates = self._updates(plan) if plan.joined or plan.grown else None
@@ -196,7 +196,7 @@ class BatchBuilder:
 
     def _last_tokens(self, seqs: list[Sequence]) -> np.ndarray:
         """int64 [len(seqs), 1+K]"""
-        last = np.full((len(seqs), 1 + self._config.draft_tokens), -1)
+        last = np.full((len(seqs), self._config.most_queries), -1)
         for row, seq in zip(last, seqs, strict=True):
             known = (seq.tokens[-1], *seq.drafts)[: len(row)]
             row[: len(known)] = known

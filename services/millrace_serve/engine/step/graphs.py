@@ -76,17 +76,17 @@ class DecodeGraphs:
         buckets: Sequence[int],
         dp: int = 1,
         drafter: Drafter | None = None,
-        num_drafts: Callable[[int], int] = lambda sequences: 0,
+        num_queries: Callable[[int], int] = lambda sequences: 1,
     ) -> None:
         """
         Args:
             forward: what is captured for a bucket
-            num_drafts: of a step of so many sequences (Limits.num_drafts); above 0 only with a drafter
+            num_queries: of a step of so many sequences (Limits.num_queries); above 1 only with a drafter
         """
         self._device, self._forward, self._state, self._dp = device, forward, slots, dp
         self._drafter = drafter
         self.buckets = tuple(buckets)
-        self._keys = graph_keys(self.buckets, num_drafts)
+        self._keys = graph_keys(self.buckets, num_queries)
         largest, rows, where = self.buckets[-1], max(key.bucket * key.num_queries for key in self._keys), device.torch
         self._slots = torch.full((largest,), slots.padding, device=where)
         self._num_rows = torch.zeros(1, dtype=torch.int32, device=where)
@@ -197,10 +197,10 @@ class DecodeGraphs:
             self._results[name][: value.shape[0]].copy_(value)
 
 
-def graph_keys(buckets: Sequence[int], num_drafts: Callable[[int], int]) -> list[Key]:
+def graph_keys(buckets: Sequence[int], num_queries: Callable[[int], int]) -> list[Key]:
     """Of every step that may come; the largest first."""
     bounds = itertools.pairwise((0, *buckets))
-    keys = {Key(last, 1 + num_drafts(count)) for below, last in bounds for count in range(below + 1, last + 1)}
+    keys = {Key(last, num_queries(count)) for below, last in bounds for count in range(below + 1, last + 1)}
     return sorted(keys, key=lambda key: key.bucket * key.num_queries, reverse=True)
 
 

@@ -50,7 +50,7 @@ class Slots:
 
         self.padding = count - 1
         self.page_size = config.page_size
-        self._state = SlotState(zeros(count), zeros(count), zeros(count, 1 + config.draft_tokens))
+        self._state = SlotState(zeros(count), zeros(count), zeros(count, config.most_queries))
         self.lengths, self.capacity, self.last_tokens = self._state
         self.num_prompt = zeros(count)
         self.temperature = zeros(count, dtype=torch.float32)

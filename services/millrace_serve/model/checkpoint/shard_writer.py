@@ -25,15 +25,15 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_
     size = total = 0
     for name, tensor in tensors:
         if shard and size + tensor.nbytes > max_shard_bytes:
-            names.append(_save(folder / _draft(len(names)), shard))
+            names.append(_save(folder / _unnamed(len(names)), shard))
             shard, size = {}, 0
         shard[name] = tensor
         size += tensor.nbytes
         total += tensor.nbytes
-    names.append(_save(folder / _draft(len(names)), shard))
+    names.append(_save(folder / _unnamed(len(names)), shard))
     files = [f"model-{index:05d}-of-{len(names):05d}.safetensors" for index in range(1, len(names) + 1)]
     for index, file in enumerate(files):  # the number of shards is known only now
-        (folder / _draft(index)).rename(folder / file)
+        (folder / _unnamed(index)).rename(folder / file)
     weight_map = {name: file for file, held in zip(files, names, strict=True) for name in held}
     write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
@@ -42,8 +42,8 @@ def write_json(path: Path, value: Json) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _draft(index: int) -> str:
-    return f"shard-{index}.draft"
+def _unnamed(index: int) -> str:
+    return f"shard-{index}.part"
 
 
 def _save(path: Path, shard: dict[str, Tensor]) -> list[str]:
