@@ -130,7 +130,7 @@ class Connections(Config):
     def _origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
         for origin in origins:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+", origin):
-                raise ValueError(f"{origin!r} is no origin: it is scheme://host or scheme://host:port, or *")
+                raise ValueError(f"{origin!r} must be scheme://host, scheme://host:port or *")
         return origins
 
 
@@ -236,12 +236,12 @@ class RouterConfig(Config):
     @model_validator(mode="after")
     def _fits_together(self) -> RouterConfig:
         if self.bodies.held_by_tenant < self.limits.message_bytes or self.bodies.held < self.bodies.held_by_tenant:
-            text = "must be at least limits.message_bytes, and bodies.held at least as much: else a request has no room"
+            text = "must be at least limits.message_bytes and at most bodies.held"
             raise ValueError(f"bodies.held_by_tenant: {text}")
         for key in ("admin", "admin_http"):
             if self.secret is None and exposed(getattr(self, key).rpartition(":")[0], self.tls):
-                known = "or mutual TLS (tls.require_client_cert): others reach that port"
-                raise ValueError(f"secret: is needed with {key}={getattr(self, key)}, {known}")
+                known = "or mutual TLS (tls.require_client_cert): other hosts reach that port"
+                raise ValueError(f"secret: required with {key}={getattr(self, key)}, {known}")
         if self.workers and self.discovery.kind != "static":
             raise ValueError(f"workers: only with discovery.kind=static, not {self.discovery.kind}")
         return self

@@ -31,7 +31,7 @@ def check(path: Path, gpu: str, overrides: Sequence[str]) -> None:
     the checkpoint cannot be served, or nobody knows `gpu`.
     """
     if gpu not in GPUS:
-        raise CommandError(f"--gpu: {gpu!r} is none of {', '.join(GPUS)}", code=2)
+        raise CommandError(f"--gpu: must be one of {', '.join(GPUS)}, not {gpu!r}", code=2)
     try:
         config = configuration.load(
             WorkerConfig, None, ["role=unified", "device=cuda", "limits.num_pages=auto", f"model={path}", *overrides]
@@ -53,7 +53,7 @@ def check(path: Path, gpu: str, overrides: Sequence[str]) -> None:
     if best is None:
         why = next((layout.why for layout in reversed(found) if layout.gpu == gpu), "the ranks do not divide the model")
         tried = ", ".join(f"{tp} x {dp}" for tp, dp in shapes)
-        raise CommandError(f"the model fits on GPUs of kind {gpu} with none of tp x dp = {tried}: {why}")
+        raise CommandError(f"the model does not fit on {gpu} GPUs with tp x dp = {tried}: {why}")
     print(values(path, model, best, others))
 
 

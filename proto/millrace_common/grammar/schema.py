@@ -236,7 +236,7 @@ class _Normal:
             lengths = f"{names.get('minLength', 0)},{names.get('maxLength', '')}"
             by_pattern[keywords.LlguidancePattern(f"^(?:(?s:.{{{lengths}}}))$")] = other
             return False
-        raise Refused(where, "only enum, const, or beside no properties a pattern, a format or lengths are supported")
+        raise Refused(where, "may have enum or const; without properties also pattern, format or lengths")
 
     def _target(self, made: Mapping[str, Any], at: str) -> tuple[Any, str]:
         """What a reference in our form stands for, as the client wrote it."""

@@ -366,7 +366,7 @@ class _LinkedSubRequest:
         if generation.tokens_at is None and out.token_ids:
             if not generation.begins():
                 self._link.abort(generation.room, self.attempt, "other weights")
-                self.on_failure(MillraceError(Reason.EPOCH_CHANGED, "the answer has begun with other weights"))
+                self.on_failure(MillraceError(Reason.EPOCH_CHANGED, "the answer began with other weights"))
                 return
             generation.tokens_at = now
             generation.cached_tokens = out.cached_tokens

@@ -129,7 +129,7 @@ class Tokenizer:
         INVALID_ARGUMENT when the template refuses. `arguments` are its own, for example `thinking` of DeepSeek V3.1.
         """
         if self._template is None:
-            raise FieldError("messages", "cannot be used: the model has no chat template")
+            raise FieldError("messages", "cannot be used: the model has no chat template; send a prompt instead")
         if self.format.style is Style.KIMI:
             messages = with_ids(messages)
         try:
@@ -146,7 +146,7 @@ class Tokenizer:
             )
         except REFUSALS as error:
             why = cut(str(error).replace(GUARD, ""), 300)
-            raise FieldError("messages", f"cannot be used: the chat template refused the messages: {why}") from error
+            raise FieldError("messages", f"are refused by the chat template: {why}") from error
 
     def _shown_as(self, turn: Mapping[str, Any]) -> dict[str, Any]:
         role = "system" if turn["role"] == "developer" else turn["role"]
@@ -214,14 +214,14 @@ def _content(token: Any) -> str | None:
     """tokenizer_config.json writes a token as its text or as an object with it."""
     text = token.get("content") if isinstance(token, dict) else token
     if text is not None and not isinstance(text, str):
-        raise ConfigError(f"model: {CONFIG} has a token that is no text: {text!r}")
+        raise ConfigError(f"model: {CONFIG} has a token that is not text: {text!r}")
     return text
 
 
 def _compile(source: Any, names: Mapping[str, str]) -> LimitedTemplate:
     """Raises jinja2.TemplateError for a template that fails with the shortest chat, or is TooMuch with a longer one."""
     if not isinstance(source, str):
-        raise ConfigError(f"model: the chat template is no text but {type(source).__name__}")
+        raise ConfigError(f"model: the chat template must be text, not {type(source).__name__}")
     environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=EXTENSIONS)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -139,7 +139,7 @@ def _graphs(value: Any) -> Any:
         return {True: "on", False: "off"}[value]
     sizes = [one for one in value if type(one) is int and one > 0] if isinstance(value, list | tuple) else []
     if value not in ("auto", "on", "off") and (not sizes or len(sizes) < len(value)):
-        raise ValueError("auto, on, off, or a list of numbers of sequences of 1 or more")
+        raise ValueError("must be auto, on, off, or a list of batch sizes of at least 1")
     return value
 
 

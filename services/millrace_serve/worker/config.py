@@ -112,16 +112,16 @@ class WorkerConfig(Execution):
         if self.dtype == "float32" and (never := {"flash_mla", "flashinfer"} & {*self.attention}):
             raise ValueError(f"attention: {', '.join(sorted(never))} takes dtype=bfloat16, not float32")
         if self.limits.context_parallel_tokens and (self.dp == 1 or self.limits.context_parallel_tokens < 2 * self.dp):
-            raise ValueError("limits.context_parallel_tokens: needs dp > 1, and 2 tokens for each replica at least")
+            raise ValueError("limits.context_parallel_tokens: needs dp > 1 and at least 2 tokens per replica")
         if self.limits.host_cache_gib and self.tp > 1:
             raise ValueError(
                 f"limits.host_cache_gib: needs tp=1, not {self.tp}: all ranks of a replica have the same KV; use dp"
             )
         if self.secret is None and exposed(self.host, self.tls):
-            known = "or mutual TLS (tls.require_client_cert): others reach the gRPC port"
-            raise ValueError(f"secret: is needed with host={self.host}, {known}")
+            known = "or mutual TLS (tls.require_client_cert): other hosts reach the gRPC port"
+            raise ValueError(f"secret: required with host={self.host}, {known}")
         if self.limits.num_pages == "auto" and (self.device == "cpu" or self.engine is EngineKind.SIM):
-            raise ValueError("limits.num_pages: auto is for a model on a CUDA device")
+            raise ValueError("limits.num_pages: auto needs device=cuda and engine=model; set a number")
         return self
 
     @property
@@ -162,7 +162,7 @@ def setup_of(values: Mapping[str, Any], gpu: str) -> Setup | None:
 def _ranks(value: Any) -> int:
     """Raises ValueError."""
     if int(value) < 1:
-        raise ValueError(f"{value} ranks")
+        raise ValueError(f"{value} ranks: must be at least 1")
     return int(value)
 
 

@@ -94,7 +94,7 @@ class RankListener:
             if rank in missing:
                 links[rank] = RankConnection(rank, connection)
             else:
-                message = "refused a connection from %s: it is none of this worker's ranks"
+                message = "refused a connection from %s: it is not one of this worker's ranks"
                 log.warning(message, peer, extra=PER_REQUEST)
                 connection.close()
         return list(links.values())
