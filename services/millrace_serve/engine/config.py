@@ -49,7 +49,7 @@ class OrAuto:
 
 
 class Limits(Config):
-    num_pages: Annotated[int, Field(ge=2)] | Literal["auto"]  # of the KV pool, the null page included; auto: what fits
+    num_pages: Annotated[int, Field(ge=2)] | Literal["auto"]  # KV pages, the null page included; auto: what fits
     max_model_len: int = Field(ge=2)  # tokens of one sequence, prompt and outputs
     page_size: int = Field(64, ge=1)  # tokens
     max_running: Annotated[int, OrAuto()] = Field(64, ge=1)  # sequences in one step
@@ -66,8 +66,8 @@ class Limits(Config):
     prefix_cache: bool = True
     # Of each rank for copies of cached pages in the host's memory; 0: none.
     host_cache_gib: Annotated[float, OrAuto()] = Field(0.0, ge=0)
-    disk_cache: Path | None = None  # a folder for copies of these; one user's workers may share it; survives restarts
-    disk_cache_gib: float = Field(100.0, gt=0)  # of that folder, all layouts together
+    disk_cache: Path | None = None  # folder for cached pages, which outlives restarts; one user's workers may share it
+    disk_cache_gib: float = Field(100.0, gt=0)  # size of that folder, all layouts together
     overlap: bool = True  # schedule step N+1 while step N runs
     # For debugging. canary: every page carries the hash of its tokens, checked before each step; poison: freed pages
     # are filled with NaN.
@@ -151,18 +151,18 @@ class Execution(Config):
     # A step with at most this number of prompt tokens is a graph, except for attention. Decode rows come on top.
     # auto: 1,024 for each rank of a replica; up to there launches take longer than the work.
     chunk_graph_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    compile_max_batch: int = Field(0, ge=0)  # rows up to which torch.compile is applied to decode steps
-    kv_dtype: Literal["auto", "float8_e4m3fn", "bfloat16", "float16", "float32"] = "auto"  # auto: that of activations
+    compile_max_batch: int = Field(0, ge=0)  # torch.compile decode steps of up to so many rows
+    kv_dtype: Literal["auto", "float8_e4m3fn", "bfloat16", "float16", "float32"] = "auto"  # auto: as `dtype`
     # What attention consists of, where it is not to be the fastest: a form, and libraries in order of preference;
     # decode and prompts take the first one each that has a kernel for them.
     attention: tuple[Form | Library, ...] = ()
-    memory_fraction: Annotated[float, OrAuto()] = Field(0.92, gt=0, le=1)  # of a CUDA device's memory, for this rank
+    memory_fraction: Annotated[float, OrAuto()] = Field(0.92, gt=0, le=1)  # share of the GPU's memory for this rank
     cache_dir: Path | None = None  # of compiled code; None: where libraries put it, and nothing is compiled ahead
     exchange: Literal["auto", "gather", "peer", "deepep"] = "auto"  # how rows reach the experts of other replicas
-    dense_tp: int = Field(0, ge=0)  # ranks that share a dense MLP; a divisor of tp, 1: every rank has all; 0: tp
+    dense_tp: int = Field(0, ge=0)  # ranks that share a dense MLP, a divisor of tp; 1: every rank has it whole; 0: tp
     # Slots of a rank and layer for more replicas of experts with many tokens; 0: experts stay where they are loaded.
     redundant_experts: Annotated[int, OrAuto()] = Field(0, ge=0)
-    random_weights: bool = False  # in the shapes of the checkpoint's config.json, which may stand alone
+    random_weights: bool = False  # random weights in the shapes of config.json, the only file that is needed
     # Of random weights, for benchmarks: the probability that the first draft, the first two, … are accepted.
     simulated_acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
 
