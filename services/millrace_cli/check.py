@@ -87,12 +87,12 @@ def values(path: Path, model: ModelConfig, layout: Layout, overrides: Sequence[s
 def _facts(model: ModelConfig, tokenizer: Tokenizer) -> str:
     style, experts = tokenizer.format.style, f"{model.n_routed_experts} experts in {model.n_group} group(s)"
     calls = "no tool calls" if style is None else f"tool calls as {style.name}"
-    thoughts = "thoughts" if tokenizer.format.reasons else "no thoughts"
+    reasoning = "reasoning" if tokenizer.format.reasons else "no reasoning"
     drafts = "an MTP layer" if model.num_nextn_predict_layers else "no MTP layer in use (limits.draft_tokens)"
     chat = "" if tokenizer.has_template else "; no chat template: chat needs the router's chat_template"
     weights = f"{'FP8' if model.fp8_blocks else 'INT8' if model.int8 else 'BF16'} weights"
     packed = ", its experts in INT4 (FP8 in a GPU's memory)" if model.int4_experts else ""
-    return f"{model.num_hidden_layers} layers, {experts}, {weights}{packed}, {drafts}; {calls}, {thoughts}{chat}"
+    return f"{model.num_hidden_layers} layers, {experts}, {weights}{packed}, {drafts}; {calls}, {reasoning}{chat}"
 
 
 def _table(found: Sequence[Layout]) -> Table:

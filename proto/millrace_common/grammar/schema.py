@@ -240,8 +240,8 @@ class _Normal:
 
     def _target(self, made: Mapping[str, Any], at: str) -> tuple[Any, str]:
         """What a reference in our form stands for, as the client wrote it."""
-        said = next(said for said, key in self._keys.items() if made["$ref"] == f"#/$defs/{key}")
-        return self._resolve(said, at), said
+        pointer = next(pointer for pointer, key in self._keys.items() if made["$ref"] == f"#/$defs/{key}")
+        return self._resolve(pointer, at), pointer
 
     def _combine(self, given: Mapping[str, Any], made: dict[str, Any], at: str) -> None:
         if "$ref" in given:
@@ -287,25 +287,25 @@ class _Normal:
             raise Refused(below(at, key), "must be an object of schemas")
         return {name: self._schema(item, below(at, key, name)) for name, item in items.items()}
 
-    def _reference(self, said: Any, at: str) -> str:
-        target = self._resolve(said, at)
-        if said not in self._keys:
-            self._keys[said] = str(len(self._keys))
-            self._pending.append((self._keys[said], target, said))
-        return f"#/$defs/{self._keys[said]}"
+    def _reference(self, pointer: Any, at: str) -> str:
+        target = self._resolve(pointer, at)
+        if pointer not in self._keys:
+            self._keys[pointer] = str(len(self._keys))
+            self._pending.append((self._keys[pointer], target, pointer))
+        return f"#/$defs/{self._keys[pointer]}"
 
-    def _resolve(self, said: Any, at: str) -> Any:
-        if not isinstance(said, str) or (said != "#" and not said.startswith("#/")):
+    def _resolve(self, pointer: Any, at: str) -> Any:
+        if not isinstance(pointer, str) or (pointer != "#" and not pointer.startswith("#/")):
             raise Refused(at, "only references into the same schema, which begin with #/, are supported")
         target = self._document
-        for step in urllib.parse.unquote(said).split("/")[1:]:
+        for step in urllib.parse.unquote(pointer).split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
             if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
                 target = target[int(name)]
             elif isinstance(target, dict) and name in target:
                 target = target[name]
             else:
-                raise Refused(at, f"there is no {said}")
+                raise Refused(at, f"there is no {pointer}")
         return target
 
 

@@ -101,7 +101,7 @@ class Keys:
         if self._file.error and not self._keep:
             raise MillraceError(Reason.NOT_READY, "the router cannot use its file of API keys: its log says why")
         if tenant is None:
-            raise MillraceError(Reason.UNAUTHENTICATED, "the API key is unknown: send one that the router lists")
+            raise MillraceError(Reason.UNAUTHENTICATED, "the API key is unknown: send a valid one")
         return tenant
 
     @property
