@@ -146,15 +146,15 @@ def _graphs(value: Any) -> Any:
 class Execution(Config):
     """A rank's use of its device."""
 
-    # auto: on CUDA devices; a list: on, for decode steps of so many sequences instead of those of engine/step/graphs.py
+    # auto: on CUDA devices; a list: numbers of sequences of a decode step, instead of those of engine/step/graphs.py
     graphs: Annotated[Literal["auto", "on", "off"] | tuple[int, ...], BeforeValidator(_graphs)] = "auto"
     # A step with at most this number of prompt tokens is a graph, except for attention. Decode rows come on top.
     # auto: 1,024 for each rank of a replica; up to there launches take longer than the work.
     chunk_graph_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    compile_max_batch: int = Field(0, ge=0)  # torch.compile decode steps of up to so many rows
+    compile_max_batch: int = Field(0, ge=0)  # most rows of a decode step that torch.compile compiles; 0: off
     kv_dtype: Literal["auto", "float8_e4m3fn", "bfloat16", "float16", "float32"] = "auto"  # auto: as `dtype`
-    # What attention consists of, where it is not to be the fastest: a form, and libraries in order of preference;
-    # decode and prompts take the first one each that has a kernel for them.
+    # A form of attention, and libraries in order of preference; empty: the fastest. Decode and prompts each take the
+    # first library that has a kernel for them.
     attention: tuple[Form | Library, ...] = ()
     memory_fraction: Annotated[float, OrAuto()] = Field(0.92, gt=0, le=1)  # share of the GPU's memory for this rank
     cache_dir: Path | None = None  # of compiled code; None: where libraries put it, and nothing is compiled ahead
@@ -163,7 +163,7 @@ class Execution(Config):
     # Slots of a rank and layer for more replicas of experts with many tokens; 0: experts stay where they are loaded.
     redundant_experts: Annotated[int, OrAuto()] = Field(0, ge=0)
     random_weights: bool = False  # random weights in the shapes of config.json, the only file that is needed
-    # Of random weights, for benchmarks: the probability that the first draft, the first two, … are accepted.
+    # Of random weights, for benchmarks: the probability that 1, 2 and 3 draft tokens are accepted.
     simulated_acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
 
     @property
