@@ -60,7 +60,7 @@ test-long: setup stubs checkpoint peers ## Run the long tests: groups with Ray, 
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m long $(ARGS)
 
 .PHONY: peers
-peers: $(foreach name,aiperf guidellm instructor litellm,$(PEERS)/$(name)/.installed) ## Install load generators and clients of others, which long tests run against a server of ours, into build/peers
+peers: $(foreach name,aiperf guidellm instructor litellm,$(PEERS)/$(name)/.installed) ## Install load generators and clients of other projects into build/peers, for long tests
 
 .PHONY: chaos
 chaos: setup stubs ## Kill, stop, cut off and drain workers, their ranks and routers for minutes while clients check every token (ARGS="--minutes 3"; --overload: with too many requests; --hostile: beside a hostile tenant)

@@ -1,15 +1,20 @@
-"""docs/reference says what the code says, and each error says what to do."""
+"""docs/reference says what the code says, and each error says what to do, and messages have plain words."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import TABLE
+from millrace_testing import prose
+from millrace_testing.paths import ROOT
 from millrace_testing.reference_pages import ACTIONS, BLOCK, BLOCKS, pages, render
 
 VERBS = {"Ask", "Check", "Correct", "Raise", "Read", "Report", "Retry", "Send", "Set", "Shorten", "Use", "Wait"}
+LOGS = {"info", "warning", "error", "exception", "counter", "gauge", "histogram"}
+SPEAK = {"Option", "Argument", "add_argument", "FieldError", "MillraceError", "Failure", "invalid", *LOGS}
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
@@ -33,3 +38,17 @@ def test_an_error_says_what_to_do(reason: Reason) -> None:
     assert first in VERBS
     if TABLE[reason].retry_after_s:
         assert first in {"Raise", "Read", "Retry", "Wait"}
+
+
+@pytest.mark.parametrize("folder", ["proto", "kernels", "services", "router", "bench", "helm"])
+def test_errors_logs_metrics_and_options_have_no_private_word(folder: str) -> None:
+    """As the documents. JSON Schema has drafts of its own."""
+    texts = []
+    for path in set((ROOT / folder).rglob("*.py")) - set(ROOT.glob("proto/millrace_common/grammar/*")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.func if isinstance(node, ast.Call) else None
+            if isinstance(node, ast.Raise) or getattr(name, "attr", getattr(name, "id", "")) in SPEAK:
+                texts += [
+                    it.value for it in ast.walk(node) if isinstance(it, ast.Constant) and isinstance(it.value, str)
+                ]
+    assert [text for text in texts if text[:2] != "--" and prose.WORD.search(prose.CODE.sub("", text))] == []

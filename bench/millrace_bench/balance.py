@@ -132,7 +132,7 @@ def skew(model: DeepseekV3, name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Expert load balancing.")
-    parser.add_argument("--rows", type=int, default=128, help="of a rank in a step")
+    parser.add_argument("--rows", type=int, default=128, help="rows of a rank in a step")
     args = parser.parse_args()
     rows = pure(args.rows)
     print("  ".join(rows[0]))

@@ -99,10 +99,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 2, 3], choices=range(4))
     parser.add_argument("--acceptance", type=float, nargs=3, default=ACCEPTANCE, metavar="P", help="as bench engine")
-    parser.add_argument("--input-len", type=int, default=4096, help="tokens")
-    parser.add_argument("--output-len", type=int, default=256, help="tokens")
+    parser.add_argument("--input-len", type=int, default=4096, help="tokens of a prompt")
+    parser.add_argument("--output-len", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--concurrency", type=int, default=1, help="clients, each with one request at a time")
-    parser.add_argument("--num-requests", type=int, default=5, help="counted ones")
+    parser.add_argument("--num-requests", type=int, default=5, help="counted requests")
     parser.add_argument("--limit", type=float, default=250.0, help="seconds of each system, its start included")
     parser.add_argument("--worker-set", nargs="*", default=[], metavar="KEY=VALUE")
     return parser

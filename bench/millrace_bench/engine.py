@@ -158,30 +158,30 @@ def _acceptance(args: argparse.Namespace, drafts: int) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Offline benchmarks of the engine.")
-    parser.add_argument("--model", type=Path, help="checkpoint directory: measure a model instead of host overhead")
-    parser.add_argument("--shard", choices=("tp8", "ep8"), help="a rank of the 671B model instead (bench shard)")
-    parser.add_argument("--ranks", type=int, default=1, help="of the shard's group, a process and device each")
-    parser.add_argument("--sums", nargs="+", default=["fused"], choices=("fused", "nccl"), help="over --ranks")
-    parser.add_argument("--layers", type=int, default=61, help="of the shard")
+    parser.add_argument("--model", type=Path, help="checkpoint folder; without: host overhead")
+    parser.add_argument("--shard", choices=("tp8", "ep8"), help="time a rank of the 671B model (bench shard)")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of the shard's group, a process and device each")
+    parser.add_argument("--sums", nargs="+", default=["fused"], choices=("fused", "nccl"), help="library of sums")
+    parser.add_argument("--layers", type=int, default=61, help="layers of the shard")
     parser.add_argument("--tiny", action="store_true", help="small widths of the shard, for a CPU")
-    parser.add_argument("--variants", nargs="+", default=[], choices=list(VARIANTS), help="one engine after the other")
+    parser.add_argument("--variants", nargs="+", default=[], choices=list(VARIANTS), help="variants, one by one")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="graphs, kv_dtype …")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting: graphs, kv_dtype …")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--steps", type=int, default=300, help="of host overhead")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens")
+    parser.add_argument("--steps", type=int, default=300, help="steps for the host overhead")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     parser.add_argument(
         "--context", type=int, help="tokens before the first output, with random KV: no prompt is computed"
     )
     parser.add_argument(
-        "--drafts", type=int, nargs="+", default=[0], choices=range(4), help="one engine after the other"
+        "--drafts", type=int, nargs="+", default=[0], choices=range(4), help="draft tokens, one engine each"
     )
     parser.add_argument(
         "--acceptance", type=float, nargs=3, default=ACCEPTANCE, metavar="P",
-        help="of random weights: probability that the first draft, the first two, all three are accepted (%(default)s)",
+        help="random weights: probability that 1, 2 and 3 draft tokens are accepted (%(default)s)",
     )  # fmt: skip
-    parser.add_argument("--outputs", type=int, default=32, help="tokens")
-    parser.add_argument("--prefill-tokens", type=int, default=1024, help="per step")
+    parser.add_argument("--outputs", type=int, default=32, help="output tokens")
+    parser.add_argument("--prefill-tokens", type=int, default=1024, help="prompt tokens per step")
     parser.add_argument("--temperature", type=float, default=0.0)
     return parser
 

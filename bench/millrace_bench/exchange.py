@@ -145,12 +145,12 @@ def run(family: str, args: argparse.Namespace, seconds: float) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Rows to the experts of other ranks and back.")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="of each rank")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="rows of each rank")
     parser.add_argument("--width", type=int, default=7168)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--polls", type=int, default=200_000)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
-    parser.add_argument("--seconds", type=float, default=90.0, help="of all families; of one at most a third")
+    parser.add_argument("--seconds", type=float, default=90.0, help="for all families; each at most a third")
     args = parser.parse_args()
     rows, end = [], time.monotonic() + args.seconds
     for family in args.families:

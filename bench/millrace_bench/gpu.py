@@ -145,7 +145,7 @@ def stages_of_tests() -> Iterator[Stage]:
 def main() -> None:
     parser = command_line("gpu", __doc__)
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--tests", action="store_true", help="the test files instead")
+    kind.add_argument("--tests", action="store_true", help="run the test files instead")
     kind.add_argument("--tiny", action="store_true", help="small shapes on a CPU: whether everything runs")
     args = parser.parse_args()
     stages = list(stages_of_tests() if args.tests else small_stages() if args.tiny else STAGES)

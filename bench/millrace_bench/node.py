@@ -166,10 +166,10 @@ def small_stages(model: Path, installed: tuple[str, ...] = ()) -> dict[str, str]
 
 def main() -> None:
     parser = command_line("node", __doc__)
-    parser.add_argument("--gpus", type=int, default=8, choices=WIDTHS, help="(%(default)s)")
-    parser.add_argument("--layers", type=int, default=61, help="of V3's (%(default)s)")
+    parser.add_argument("--gpus", type=int, default=8, choices=WIDTHS, help="GPUs to use (%(default)s)")
+    parser.add_argument("--layers", type=int, default=61, help="layers of V3's 61 (%(default)s)")
     parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU: whether everything runs")
-    parser.add_argument("--preset", type=Path, metavar="FILE", help="a worker as the chart installs it from this file")
+    parser.add_argument("--preset", type=Path, metavar="FILE", help="preset whose worker is measured")
     args = parser.parse_args()
     host = Host(args.gpus, args.layers, (args.out / "model").absolute())
     try:

@@ -62,9 +62,9 @@ def run(seeds: list[str], device: torch.device, tiny: bool, layers: int) -> Iter
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("seeds", nargs="*", metavar="ROW", help=f"of {' '.join(SEEDS)}; none: all")
+    parser.add_argument("seeds", nargs="*", metavar="ROW", help=f"rows: {' '.join(SEEDS)}; none: all")
     parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU")
-    parser.add_argument("--layers", type=int, default=61, help="of the rank whose steps are timed (X1, X3, X4)")
+    parser.add_argument("--layers", type=int, default=61, help="layers of the rank whose steps are timed (X1, X3, X4)")
     args = parser.parse_args()
     if unknown := set(args.seeds) - set(SEEDS):
         parser.error(f"{' '.join(sorted(unknown))}: choose from {' '.join(SEEDS)}")

@@ -121,9 +121,9 @@ def fleet_row(args: argparse.Namespace, workers: int, load: float, each: float) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[4, 40, 400], help="of each fleet")
-    parser.add_argument("--loads", type=float, nargs="+", default=[1.0, 1.5, 2.0, 4.0], help="over the capacity")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of the smallest fleet; larger ones run shorter")
+    parser.add_argument("--workers", type=int, nargs="+", default=[4, 40, 400], help="workers of each fleet")
+    parser.add_argument("--loads", type=float, nargs="+", default=[1.0, 1.5, 2.0, 4.0], help="times the capacity")
+    parser.add_argument("--seconds", type=float, default=300.0, help="seconds of the smallest fleet; larger: less")
     parser.add_argument("--queue", type=float, default=10.0, help="the router's timeouts.queue, seconds")
     parser.add_argument("--blind", action="store_true", help="workers report no room and no waits")
     parser.add_argument("--seed", type=int, default=0)

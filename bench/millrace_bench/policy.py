@@ -208,12 +208,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="millrace bench policy", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--workers", type=int, help="half prefill, half decode")
-    parser.add_argument("--replicas", type=int, help="of each worker")
-    parser.add_argument("--blocks", type=int, help="in the index while decisions are timed")
-    parser.add_argument("--tokens", type=int, help="of a prompt")
+    parser.add_argument("--workers", type=int, help="workers, half prefill and half decode")
+    parser.add_argument("--replicas", type=int, help="replicas of each worker")
+    parser.add_argument("--blocks", type=int, help="blocks in the index while decisions are timed")
+    parser.add_argument("--tokens", type=int, help="tokens of a prompt")
     parser.add_argument("--requests", type=int, help="decisions for each policy")
-    parser.add_argument("--memory-blocks", type=int, help="of the memory measurement")
+    parser.add_argument("--memory-blocks", type=int, help="blocks of the memory measurement")
     parser.add_argument("--seed", type=int)
     parser.set_defaults(**asdict(Settings()))
     record = run(Settings(**vars(parser.parse_args())))

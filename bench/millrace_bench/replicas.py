@@ -271,19 +271,19 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--exchange", nargs="+", default=["gather"], choices=("gather", "peer", "deepep"))
     parser.add_argument("--drafts", type=int, nargs="+", default=[0], choices=range(4))
     parser.add_argument("--spare", type=int, nargs="+", default=[0], help="slots of a rank for experts that move")
-    parser.add_argument("--skew", nargs="+", default=["even"], choices=list(SKEWS), help="of the gates")
-    parser.add_argument("--decode", nargs="*", default=[], type=size, metavar="BATCHxCONTEXT", help="of each replica")
-    parser.add_argument("--prefill", nargs="*", default=[], type=size, metavar="PROMPTSxLENGTH", help="of each replica")
+    parser.add_argument("--skew", nargs="+", default=["even"], choices=list(SKEWS), help="skew of the gates")
+    parser.add_argument("--decode", nargs="*", default=[], type=size, metavar="BATCHxCONTEXT", help="per replica")
+    parser.add_argument("--prefill", nargs="*", default=[], type=size, metavar="PROMPTSxLENGTH", help="per replica")
     parser.add_argument("--mixed", nargs="*", default=[], type=size, metavar="BATCHxCONTEXT+CHUNK")
-    parser.add_argument("--steps", type=int, default=50, help="of decode that are counted")
-    parser.add_argument("--repeats", type=int, default=3, help="of prefill")
+    parser.add_argument("--steps", type=int, default=50, help="counted decode steps")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats of prefill")
     parser.add_argument(
         "--acceptance", type=float, nargs=3, default=ACCEPTANCE, metavar="P",
-        help="probability that the first draft, the first two, all three are accepted (%(default)s)",
+        help="probability that 1, 2 and 3 draft tokens are accepted (%(default)s)",
     )  # fmt: skip
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="kv_dtype, graphs …")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting: kv_dtype, graphs …")
     parser.add_argument(
-        "--limit-s", type=float, default=1200.0, help="of one set of engines; then all say where they are"
+        "--limit-s", type=float, default=1200.0, help="seconds of one set of engines, else ranks print stacks"
     )
     return parser
 

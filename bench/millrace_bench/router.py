@@ -175,14 +175,14 @@ def main() -> None:
         prog="millrace bench router", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--model", type=type(Settings().model), help="folder with the tokenizer's files")
-    parser.add_argument("--workers", choices=("fake", "sim"), help="what stands behind the router")
-    parser.add_argument("--api", choices=("grpc", "http"), help="what the clients speak")
+    parser.add_argument("--workers", choices=("fake", "sim"), help="workers of the router")
+    parser.add_argument("--api", choices=("grpc", "http"), help="protocol of the clients")
     parser.add_argument("--routers", type=int, nargs="+", help="router processes, one run for each number")
-    parser.add_argument("--streams", type=int, help="of each router at full load")
-    parser.add_argument("--tokens", type=int, help="per stream")
-    parser.add_argument("--step-ms", type=float, help="of the decode worker: one token per stream")
-    parser.add_argument("--requests", type=int, help="of the smaller measurements, a multiple of it or a part")
-    parser.add_argument("--prompt-tokens", type=int, help="of every request")
+    parser.add_argument("--streams", type=int, help="streams of each router at full load")
+    parser.add_argument("--tokens", type=int, help="tokens per stream")
+    parser.add_argument("--step-ms", type=float, help="step time of the decode worker: one token per stream")
+    parser.add_argument("--requests", type=int, help="base number of requests of the smaller measurements")
+    parser.add_argument("--prompt-tokens", type=int, help="prompt tokens of a request")
     parser.add_argument("--stream-interval-ms", type=float, help="the router's stream_interval")
     parser.add_argument(
         "--tls", type=Path, help="folder with tls.crt, tls.key and ca.crt: TLS everywhere, mutual inside"

@@ -173,10 +173,10 @@ def command_line(name: str, description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"millrace bench {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path(name), metavar="DIR", help="(%(default)s)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these stages, in the order of all")
-    parser.add_argument("--seconds", type=float, default=3 * 3600.0, help="for all stages together")
-    parser.add_argument("--list", action="store_true", help="name the stages with their limits and commands")
+    parser.add_argument("--out", type=Path, default=Path(name), metavar="DIR", help="folder of results (%(default)s)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run these stages, in the usual order")
+    parser.add_argument("--seconds", type=float, default=3 * 3600.0, help="seconds for all stages together")
+    parser.add_argument("--list", action="store_true", help="print the stages with their limits and commands")
     return parser
 
 

@@ -216,8 +216,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--length", type=int, default=1000, help="tokens of a prompt")
-    parser.add_argument("--step", metavar="BATCHxCONTEXT", help="beside copies (64x4096, on a CPU 4x256)")
-    parser.add_argument("--layers", type=int, help="of the rank whose steps are timed (61, on a CPU 2)")
+    parser.add_argument("--step", metavar="BATCHxCONTEXT", help="step beside the copies (64x4096, on a CPU 4x256)")
+    parser.add_argument("--layers", type=int, help="layers of the rank whose steps are timed (61, on a CPU 2)")
     args = parser.parse_args()
     step, layers = STEPS[args.device]
     args.step, args.layers = args.step or step, args.layers or layers

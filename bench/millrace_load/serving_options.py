@@ -19,38 +19,38 @@ from millrace_load.workload import Distribution, SharedPrefix
 class Settings:
     """Everything that a run depends on; each field is a command-line option."""
 
-    api: Annotated[Literal["grpc", "http"], "which of the router's two interfaces"] = "grpc"
+    api: Annotated[Literal["grpc", "http"], "API of the router"] = "grpc"
     address: Annotated[str, "host:port for grpc, URL for http; empty: where serve-local listens"] = ""
     self_serve: Annotated[bool, "start a system for this run"] = False
     prefill: Annotated[int, "with --self-serve: prefill workers"] = 1
     decode: Annotated[int, "with --self-serve: decode workers"] = 1
     unified: Annotated[bool, "with --self-serve: one unified worker instead"] = False
-    engine: Annotated[Literal["model", "sim"], "with --self-serve: what the workers run"] = "model"
+    engine: Annotated[Literal["model", "sim"], "with --self-serve: engine of the workers"] = "model"
     model: Annotated[Path, "with --self-serve: checkpoint folder"] = TINY
-    worker_set: Annotated[tuple[str, ...], "with --self-serve: KEY=VALUE of every worker's configuration"] = ()
-    num_requests: Annotated[int, "counted requests; with --multi-turn conversations; of a trace the first ones"] = 100
-    warmup: Annotated[int, "random requests before them that are not counted"] = 8
+    worker_set: Annotated[tuple[str, ...], "with --self-serve: setting of every worker"] = ()
+    num_requests: Annotated[int, "counted requests; with --multi-turn: conversations; of a trace: the first"] = 100
+    warmup: Annotated[int, "uncounted random requests before the run"] = 8
     request_rate: Annotated[float, "open loop: mean arrivals per second; 0: closed loop"] = 0.0
     concurrency: Annotated[int, "closed loop: clients, each with one conversation at a time"] = 16
-    max_concurrency: Annotated[int, "open loop: at most so many conversations at a time; 0: any number"] = 0
-    batches: Annotated[tuple[int, ...], "instead: so many requests at the same moment, each size --rounds times"] = ()
-    rounds: Annotated[int, "with --batches"] = 3
+    max_concurrency: Annotated[int, "open loop: most conversations at a time; 0: no limit"] = 0
+    batches: Annotated[tuple[int, ...], "send batches of these sizes instead, each --rounds times"] = ()
+    rounds: Annotated[int, "rounds of --batches"] = 3
     input_len: Annotated[str, "new tokens of a prompt: N, LOW:HIGH (uniform) or lognormal:MEDIAN:SIGMA"] = "128"
     output_len: Annotated[str, "output tokens, as --input-len"] = "32"
     shared_prefix: Annotated[
         str, "FRACTION:LENGTH: that many conversations begin with the same tokens, before --input-len"
     ] = "0:0"
-    multi_turn: Annotated[int, "turns of a conversation; of a recorded one at most so many"] = 1
+    multi_turn: Annotated[int, "turns of a conversation; of a recorded one: at most"] = 1
     think_time: Annotated[str, "seconds between an answer and the next turn, as --input-len"] = "0"
     mooncake: Annotated[str, "replay this trace (JSON lines: timestamp, input_length, output_length, hash_ids)"] = ""
     speed: Annotated[float, "with --mooncake: this many times faster than recorded"] = 1.0
     sharegpt: Annotated[str, "send the texts of this file; output lengths are those of its answers"] = ""
     text: Annotated[bool, "send text instead of token ids (http: always)"] = False
-    temperature: Annotated[float, "of the sampling"] = 0.0
+    temperature: Annotated[float, "sampling temperature; 0: greedy"] = 0.0
     ignore_eos: Annotated[bool, "always generate the whole output length"] = False
-    seed: Annotated[int, "of prompts, lengths and arrivals"] = 0
-    slo: Annotated[str, "for goodput, in seconds, for example ttft=0.5,tpot=0.05"] = ""
-    plot: Annotated[str, "write the figures as a picture to this file (.svg or .png)"] = ""
+    seed: Annotated[int, "seed of prompts, lengths and arrivals"] = 0
+    slo: Annotated[str, "limits of goodput in seconds, for example ttft=0.5,tpot=0.05"] = ""
+    plot: Annotated[str, "write a picture of the figures to this file (.svg or .png)"] = ""
 
     def __post_init__(self) -> None:
         """ValueError for what cannot be run."""

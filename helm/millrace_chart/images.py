@@ -104,9 +104,9 @@ def write_bom(image: Image, folder: Path) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="make images", description=__doc__)
-    parser.add_argument("--registry", default="", help="with the path, as in ghcr.io/acme")
+    parser.add_argument("--registry", default="", help="registry and path, as in ghcr.io/acme")
     parser.add_argument("--engine", choices=ENGINES, default="docker")
-    parser.add_argument("--device", choices=WORKERS, default="cpu", help="of the worker image")
+    parser.add_argument("--device", choices=WORKERS, default="cpu", help="device of the worker image")
     parser.add_argument("--bom", type=Path, help="folder for bills of materials")
     args = parser.parse_args(arguments)
     text = [*lines(args.engine, args.device, args.registry)]

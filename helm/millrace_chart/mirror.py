@@ -58,10 +58,10 @@ def others(files: Sequence[Path], registry: str) -> list[tuple[str, str]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make mirror", description=__doc__)
-    parser.add_argument("--registry", default="", help="with the path, as in registry.local/millrace")
-    parser.add_argument("-f", "--values", type=Path, action="append", default=[], help="as for helm install")
-    parser.add_argument("--set", action="append", default=[], help="as for helm install")
-    parser.add_argument("--manifests", type=Path, action="append", default=[], help="of other things that you install")
+    parser.add_argument("--registry", default="", help="registry and path, as in registry.local/millrace")
+    parser.add_argument("-f", "--values", type=Path, action="append", default=[], help="file, as for helm install")
+    parser.add_argument("--set", action="append", default=[], help="value, as for helm install")
+    parser.add_argument("--manifests", type=Path, action="append", default=[], help="other things to install")
     args = parser.parse_args(arguments)
     try:
         pairs = copies(tuple(args.values), tuple(args.set), args.registry) + others(args.manifests, args.registry)

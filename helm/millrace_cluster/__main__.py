@@ -43,11 +43,11 @@ class Report:
 
 @app.command()
 def main(
-    context: Annotated[str, typer.Option(help="of kubectl; it has no default, which could be a wrong cluster")],
+    context: Annotated[str, typer.Option(help="context of kubectl; no default, which could be a wrong cluster")],
     registry: Annotated[str, typer.Option(help="images.registry of the chart; empty: images are on the nodes")] = "",
-    namespace: Annotated[str, typer.Option(help="is made, and deleted at the end")] = "millrace-cluster-test",
+    namespace: Annotated[str, typer.Option(help="namespace to make and delete")] = "millrace-cluster-test",
     values: Annotated[list[Path] | None, typer.Option(help="further values files for all releases")] = None,
-    skip: Annotated[list[str] | None, typer.Option(help=f"a step to leave out: {', '.join(NAMES)}")] = None,
+    skip: Annotated[list[str] | None, typer.Option(help=f"step to leave out: {', '.join(NAMES)}")] = None,
     timeout: Annotated[int, typer.Option(min=1, help="seconds that one wait may take")] = 1200,
     keep: Annotated[bool, typer.Option(help="leave everything in place after a failure")] = False,
 ) -> None:

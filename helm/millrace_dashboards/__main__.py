@@ -17,12 +17,12 @@ from millrace_dashboards.files import OUT, differing, rendered, write
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="millrace_dashboards", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER")
-    parser.add_argument("--runbooks", default=RUNBOOKS, metavar="URL", help="where alerts send people")
-    parser.add_argument("--namespace", default=Deployment().namespace, help="of the deployment; the chart fills it in")
-    parser.add_argument("--model", default=Deployment().model, help="its name in the API; the chart fills it in")
-    parser.add_argument("--release", default=Deployment().release, help="of helm; the chart fills it in")
-    parser.add_argument("--grafana", default="", metavar="URL", help="where alerts have their panels")
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--runbooks", default=RUNBOOKS, metavar="URL", help="URL of the runbooks that alerts link")
+    parser.add_argument("--namespace", default=Deployment().namespace, help="the deployment's; the chart fills it in")
+    parser.add_argument("--model", default=Deployment().model, help="model's name in the API; the chart fills it in")
+    parser.add_argument("--release", default=Deployment().release, help="Helm release; the chart fills it in")
+    parser.add_argument("--grafana", default="", metavar="URL", help="URL of Grafana, to which alerts link")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file would change")
     for field in fields(Thresholds):
         kind = str if field.default is None else type(field.default)
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)

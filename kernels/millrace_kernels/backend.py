@@ -200,7 +200,7 @@ def prefer(libraries: Sequence[str], device: torch.device) -> None:
     for library in libraries:
         kernels = {phase: target for phase in PHASES if (target := _of_library(f"{phase}.{phase}", library, device))}
         if not kernels:
-            raise ValueError(f"attention={library}: it is not installed, or has no kernel for {capability(device)}")
+            raise ValueError(f"attention={library}: not installed, or without a kernel for {capability(device)}")
         for phase, target in kernels.items():
             found = {f"{phase}.{phase}": target, f"{phase}.plan": _of_library(f"{phase}.plan", library, device)} | found
     _preferred.update(found)

@@ -59,7 +59,7 @@ def loaded() -> Tuned | None:
     here = gpu()
     found = nearest(here, map(read, sorted(FOLDER.glob("*.json"))))
     if found is None:
-        log.warning("kernels were tuned on no %s: configurations for this %s are estimates", here.capability, here)
+        log.warning("no kernel was tuned on %s: configurations for this %s are estimates", here.capability, here)
     elif found.gpu != here:
         log.warning("no kernel was tuned on this %s: the configurations of an %s are used", here, found.gpu)
     if found and (others := _tritons(found) - {metadata.version("triton")}):

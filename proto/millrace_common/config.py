@@ -63,8 +63,8 @@ def _rename(values: JsonObject) -> None:
         section = values.get(part) if part else values
         if isinstance(section, dict) and old in section:
             if new in section:
-                raise ConfigError(f"{old} is the old name of {new}: set {new} only")
-            log.warning("%s is the old name of %s and will go with the next release: set %s", old, new, new)
+                raise ConfigError(f"{old} is the old name of {new}: remove {old}")
+            log.warning("%s is deprecated and goes with the next release: set %s", old, new)
             section[new] = section.pop(old)
 
 

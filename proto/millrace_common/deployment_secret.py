@@ -18,7 +18,7 @@ def read(path: Path | None) -> bytes:
     if path is None:
         return b""
     if len(secret := path.read_bytes().strip()) < LEAST_BYTES:
-        raise OSError(f"secret: {path} has {len(secret)} bytes; it needs {LEAST_BYTES} at least")
+        raise OSError(f"secret: {path} has {len(secret)} bytes; it must have at least {LEAST_BYTES}")
     return secret
 
 

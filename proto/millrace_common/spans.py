@@ -16,7 +16,7 @@ class Tracing(Config):
     """Needs the packages of `millrace[tracing]`."""
 
     endpoint: str = Field("", pattern=r"^(https?://[^/\s]+)?$")  # OTLP over gRPC: http://collector:4317; empty: off
-    sample: float = Field(1.0, ge=0, le=1)  # share of the traces that begin here; a caller decides its own
+    sample: float = Field(1.0, ge=0, le=1)  # share of new traces that are sampled; a caller decides its own
 
 
 class Span:

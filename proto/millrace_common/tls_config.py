@@ -18,12 +18,12 @@ PEERS: Names = {"router": ("millrace-router",), "worker": ("millrace-worker",), 
 class Tls(Config):
     """PEM files. A process that only calls others may do without `cert` and `key`."""
 
-    cert: Path | None = None  # our certificate, followed by the intermediate ones
+    cert: Path | None = None  # certificate, followed by the intermediate ones
     key: Path | None = None
-    ca: Path | None = None  # authority of the peers' certificates; absent: the system's authorities
-    require_client_cert: bool = False  # mTLS: our servers talk to clients with a certificate signed by `ca` only
-    server_name: str = ""  # the name in every worker's certificate; empty: the host of the address that is called
-    peers: Names = Field(PEERS)  # mTLS: who may call the ports inside a deployment, by a name of the certificate
+    ca: Path | None = None  # CA of the other side's certificates; absent: the system's CAs
+    require_client_cert: bool = False  # mTLS: servers accept only clients with a certificate of `ca`
+    server_name: str = ""  # name in every worker's certificate; empty: the host of its address
+    peers: Names = Field(PEERS)  # mTLS: names of certificates that may call internal ports
 
     @field_validator("peers")
     @classmethod

@@ -72,7 +72,7 @@ def from_ranks(ranks: Mapping[bytes, int], added: Mapping[int, AddedToken]) -> T
     tokenizer.decoder = decoders.ByteLevel()
     first = len(vocab)
     if sorted(vocab.values()) != list(range(first)) or min(added, default=first) < first:
-        raise ValueError(f"{first} ranks must be 0 to {first - 1}, and added tokens behind them")
+        raise ValueError(f"{first} ranks must be 0 to {first - 1}, and added tokens must follow them")
     reserved = (AddedToken(f"<|reserved_token_{i}|>", special=True) for i in range(first, max(added, default=-1) + 1))
     tokenizer.add_tokens([added.get(i, token) for i, token in enumerate(reserved, first)])
     return tokenizer

@@ -55,7 +55,7 @@ class Crowd:
             (self._of[address], self._limits.per_address, address),
         ):
             if most is not None and count >= most:
-                return MillraceError(Reason.OVERLOADED, f"{whose} has {most} connections, which is the limit")
+                return MillraceError(Reason.OVERLOADED, f"{whose} has {most} connections, the limit: close some")
         self._all += 1
         self._of[address] += 1
         return None
@@ -256,7 +256,7 @@ class Connection(HttpToolsProtocol):
         try:
             self._feed(data)
         except httptools.HttpParserError:
-            self._refuse(MillraceError(Reason.INVALID_ARGUMENT, "this is not an HTTP/1.1 request"))
+            self._refuse(MillraceError(Reason.INVALID_ARGUMENT, "the request is not HTTP/1.1"))
         if not self._in_head or self._completed or self.transport.is_closing():
             return
         if self._head_timer is None:  # an empty line before a request

@@ -75,7 +75,7 @@ class Identity:
 
     def _need_certificate(self) -> None:
         if self.tls.cert is None:
-            raise OSError("tls.cert: a server needs a certificate")
+            raise OSError("tls.cert: required: a server needs a certificate")
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """The credentials of a new channel. A channel keeps its certificates, so a client makes a new channel when

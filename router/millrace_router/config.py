@@ -40,8 +40,8 @@ class Policy(enum.StrEnum):
 class SloConfig(Config):
     """What a request should take at most. With a limit, requests are placed by predicted times."""
 
-    ttft: Seconds | None = Field(None, gt=0)  # until the first token; none: no limit
-    tpot: Seconds | None = Field(None, gt=0)  # mean time of each further token; none: no limit
+    ttft: Seconds | None = Field(None, gt=0)  # limit until the first token; none: no limit
+    tpot: Seconds | None = Field(None, gt=0)  # limit of the mean time per further token; none: no limit
 
     @property
     def slo(self) -> Slo:
@@ -55,13 +55,13 @@ class Routing(Config):
     # Duties of flexible workers. lead: set them when this router's turn comes; advise: only say what it would set;
     # off: set all to both
     duties: Literal["lead", "advise", "off"] = "lead"
-    load_factor: float = Field(1.25, gt=1)  # session, topology: more sequences than this x the mean are too many
-    cache_weight: float = Field(1.0, ge=0)  # prefix_aware, kv_aware: an uncached prompt token in tokens of load
-    prefix_blocks: int = Field(200_000, ge=1)  # prefix_aware: pages remembered, some 160 bytes each
+    load_factor: float = Field(1.25, gt=1)  # session, topology: most sequences of a worker, as a multiple of the mean
+    cache_weight: float = Field(1.0, ge=0)  # prefix_aware, kv_aware: weight of an uncached prompt token
+    prefix_blocks: int = Field(200_000, ge=1)  # prefix_aware: pages in the index, some 160 bytes each
     length_bounds: tuple[int, ...] = (2048, 16384)  # length_buckets: the longest prompt of each bucket but the last
     length_label: str = ""  # length_buckets: the label with a worker's bucket (0, 1, …); empty: by rank
-    topology: tuple[str, ...] = ("zone", "rack", "host")  # labels, widest first, that make a decode worker near
-    revision: str = ""  # revision of the workers that are asked first; empty: workers without a revision
+    topology: tuple[str, ...] = ("zone", "rack", "host")  # labels that make a decode worker near, widest first
+    revision: str = ""  # revision whose workers come first; empty: workers without a revision
 
     @model_validator(mode="before")
     @classmethod
@@ -85,21 +85,21 @@ class Routing(Config):
 class Timeouts(Config):
     """Limits of a stage without progress."""
 
-    no_workers: Seconds = Field(5.0, gt=0)  # before NO_WORKERS, for a request that came when no pair was routable
-    queue: Seconds = Field(60.0, gt=0)  # waiting for a worker with capacity
-    prefill: Seconds = Field(120.0, gt=0)  # from submit to the first token, waits that the worker tells of excepted
+    no_workers: Seconds = Field(5.0, gt=0)  # wait for a routable pair, before NO_WORKERS
+    queue: Seconds = Field(60.0, gt=0)  # wait for a worker with capacity
+    prefill: Seconds = Field(120.0, gt=0)  # from submit to the first token, without waits that the worker reports
     handover: Seconds = Field(30.0, gt=0)  # from the prefill worker's token to the decode worker's first output
     stall: Seconds = Field(30.0, gt=0)  # between two outputs of the decode worker
-    client: Seconds = Field(60.0, gt=0)  # a client that takes nothing of its stream loses it: SLOW_CLIENT
+    client: Seconds = Field(60.0, gt=0)  # after so long without a read by the client its stream ends: SLOW_CLIENT
     silence: Seconds = Field(3.0, gt=0)  # a worker whose load stream is silent for longer is lost
-    drain: Seconds = 30.0  # running streams after SIGTERM
+    drain: Seconds = 30.0  # time for running streams after SIGTERM
 
 
 class RequestLimits(Config):
     """Of a request. flow/validate.py has the fixed limits; the model's own come from the workers."""
 
     unread: int = Field(16_384, ge=1)  # engine steps that a client may be behind before its stream ends: SLOW_CLIENT
-    message_bytes: int = Field(8 << 20, ge=1, lt=16 << 20)  # below the transport's own limit, whose error is less clear
+    message_bytes: int = Field(8 << 20, ge=1, lt=16 << 20)  # bytes of a request
 
 
 class BodyLimits(Config):
@@ -107,19 +107,19 @@ class BodyLimits(Config):
 
     timeout: Seconds = Field(120.0, gt=0)  # from the headers to the end of the body
     held: int = Field(256 << 20, ge=1)  # bytes of all bodies that are being received or read
-    held_by_tenant: int = Field(64 << 20, ge=1)  # of these, of one key
+    held_by_tenant: int = Field(64 << 20, ge=1)  # bytes of the bodies of one key
 
 
 class Connections(Config):
     """Connections of clients. They end in good order after a while, so that a new router replica gets load."""
 
-    max_age: Seconds | None = Field(300.0, gt=0)  # seconds, give or take a tenth; none: they live for ever
+    max_age: Seconds | None = Field(300.0, gt=0)  # lifetime in seconds, give or take a tenth; none: no limit
     # The rest is of HTTP.
     idle: Seconds = Field(75.0, gt=0)  # seconds without a request, on every port; a proxy should close its own before
-    most: int = Field(4096, ge=1)  # on the public port
-    per_address: int | None = Field(None, ge=1)  # of these, from one client's address, which may be a proxy's
+    most: int = Field(4096, ge=1)  # connections of the public port
+    per_address: int | None = Field(None, ge=1)  # connections of one client's address, which may be a proxy's
     cors: tuple[str, ...] = ()  # origins of web pages that may read the answers, such as https://chat.example.com, or *
-    keep_alive: Seconds = Field(10.0, gt=0)  # seconds of silence in a stream after which it says that it lives
+    keep_alive: Seconds = Field(10.0, gt=0)  # seconds of silence in a stream before a keep-alive
 
     @property
     def grpc_options(self) -> list[tuple[str, int]]:
@@ -131,7 +131,7 @@ class Connections(Config):
     def _origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
         for origin in origins:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+", origin):
-                raise ValueError(f"{origin!r} is no origin: it is scheme://host or scheme://host:port, or *")
+                raise ValueError(f"{origin!r} must be scheme://host, scheme://host:port or *")
         return origins
 
 
@@ -150,12 +150,12 @@ class StaticTarget(Config):
 
 class KubernetesConfig(Config):
     objects: Literal["pods", "endpointslices"] = "pods"
-    selector: str = ""  # of labels; of EndpointSlices for example kubernetes.io/service-name=workers
+    selector: str = ""  # label selector; for EndpointSlices such as kubernetes.io/service-name=workers
     namespace: str = ""  # empty: the router's own, outside a cluster "default"
-    port: int | str = "grpc"  # number, or the name of a container's (slice's) port
+    port: int | str = "grpc"  # number or name of the container's or slice's port
     # label=value: a pod whose label has another value is a follower and ignored; a pod without the label is a worker
     leader: str = Field("leaderworkerset.sigs.k8s.io/worker-index=0", pattern=r"^[^=\s]+=[^=\s]*$")
-    topology: dict[str, str] = Field(default_factory=lambda: {"zone": ZONE})  # our name: the pod's label; host is known
+    topology: dict[str, str] = Field(default_factory=lambda: {"zone": ZONE})  # name: the pod's label; host is known
     kubeconfig: Path | None = None  # file, read with its current context; else the pod's service account
     api: str = ""  # URL of an API server that asks for no credentials, such as `kubectl proxy`
 
@@ -172,8 +172,8 @@ class DiscoveryConfig(Config):
 
 
 class RetryBudget(Config):
-    ratio: float = Field(1.0, ge=0)  # retries per request alive in the window; 1: every worker may die once
-    per_s: float = Field(5.0, ge=0)  # retries that are always allowed, so that a few requests can be retried too
+    ratio: float = Field(1.0, ge=0)  # retries per request in the window; 1: every worker may die once
+    per_s: float = Field(5.0, ge=0)  # retries per second that are always allowed
 
 
 class OutlierRules(Config):
@@ -191,31 +191,31 @@ _ADDRESS = r"^([^:\s]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"
 
 class RouterConfig(Config):
     model: str  # folder with tokenizer.json and tokenizer_config.json; the rest of the checkpoint is not read
-    chat_template: str = ""  # a file to use instead of the model's own template
+    chat_template: str = ""  # template to use instead of the model's own
     # Texts of clients that may have special tokens; in the others they are text. prompts: those without a template.
     special_tokens_in: tuple[Literal["chats", "prompts"], ...] = ("prompts",)
-    aliases: tuple[str, ...] = ()  # further names under which clients may ask for the model that is served
+    aliases: tuple[str, ...] = ()  # further names of the served model
     workers: tuple[StaticTarget, ...] = ()  # with discovery.kind=static; each worker reports its own role
     discovery: DiscoveryConfig = DiscoveryConfig()
-    grpc: str = Field("127.0.0.1:0", pattern=_ADDRESS)  # host:port to listen on; port 0: any free one
-    http: str = Field("127.0.0.1:0", pattern=_ADDRESS)
-    admin: str = Field("127.0.0.1:0", pattern=_ADDRESS)  # gRPC
-    admin_http: str = Field("127.0.0.1:0", pattern=_ADDRESS)
-    metrics: str | None = Field(None, pattern=_ADDRESS)  # plain /metrics, /health and /ready; none: beside the HTTP API
-    health: str | None = Field(None, pattern=_ADDRESS)  # plain grpc.health.v1, beside that of the gRPC API
+    grpc: str = Field("127.0.0.1:0", pattern=_ADDRESS)  # host:port of the gRPC API; port 0: any free one
+    http: str = Field("127.0.0.1:0", pattern=_ADDRESS)  # of the HTTP APIs
+    admin: str = Field("127.0.0.1:0", pattern=_ADDRESS)  # of the admin API over gRPC
+    admin_http: str = Field("127.0.0.1:0", pattern=_ADDRESS)  # of the admin API over HTTP
+    metrics: str | None = Field(None, pattern=_ADDRESS)  # for plain /metrics, /health, /ready; none: on the HTTP port
+    health: str | None = Field(None, pattern=_ADDRESS)  # address of plain grpc.health.v1; the gRPC port has it too
     tls: Tls | None = None  # of every port, and towards the workers; none: plain
     public_tls: Tls | None = None  # of the gRPC and HTTP APIs, where clients trust another authority than the workers
-    api_keys: Path | None = None  # file of http/api_keys.py; none: callers need no key
+    api_keys: Path | None = None  # file of API keys; none: clients need no key
     secret: Path | None = None  # file of the deployment's secret, the same on every router and worker
-    api_keys_keep: bool = False  # while the file cannot be used, keep the keys of before; else refuse every request
-    api_keys_plaintext: bool = False  # let keys come without TLS from other hosts: something else encrypts them
+    api_keys_keep: bool = False  # while the file cannot be used, keep the old keys; else refuse every request
+    api_keys_plaintext: bool = False  # accept keys from other hosts without TLS: a proxy or a mesh encrypts them
     tracing: Tracing = Tracing()
     prefill_policy: Policy = Policy.LEAST_LOADED
     decode_policy: Policy = Policy.LEAST_LOADED
     routing: Routing = Routing()
-    queue_size: int = Field(1024, ge=1)  # waiting continuations
-    max_attempts: int = Field(4, ge=1)  # tries of one continuation, the first included
-    strict_tools: bool = False  # refuse tools that are no functions, instead of leaving them out
+    queue_size: int = Field(1024, ge=1)  # requests that may wait
+    max_attempts: int = Field(4, ge=1)  # attempts of one request, the first included
+    strict_tools: bool = False  # refuse tools that are not functions; else leave them out
     resilience: Resilience = Resilience()
     timeouts: Timeouts = Timeouts()
     limits: RequestLimits = RequestLimits()
@@ -237,12 +237,12 @@ class RouterConfig(Config):
     @model_validator(mode="after")
     def _fits_together(self) -> RouterConfig:
         if self.bodies.held_by_tenant < self.limits.message_bytes or self.bodies.held < self.bodies.held_by_tenant:
-            text = "must be at least limits.message_bytes, and bodies.held at least as much: else a request has no room"
+            text = "must be at least limits.message_bytes and at most bodies.held"
             raise ValueError(f"bodies.held_by_tenant: {text}")
         for key in ("admin", "admin_http"):
             if self.secret is None and exposed(getattr(self, key).rpartition(":")[0], self.tls):
-                known = "or mutual TLS (tls.require_client_cert): others reach that port"
-                raise ValueError(f"secret: is needed with {key}={getattr(self, key)}, {known}")
+                known = "or mutual TLS (tls.require_client_cert): other hosts reach that port"
+                raise ValueError(f"secret: required with {key}={getattr(self, key)}, {known}")
         if self.workers and self.discovery.kind != "static":
             raise ValueError(f"workers: only with discovery.kind=static, not {self.discovery.kind}")
         return self

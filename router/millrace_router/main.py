@@ -151,7 +151,7 @@ class Router:
         come to another router. Their running streams stay.
         """
         await asyncio.sleep(PARTING_S)
-        log.info("sending clients away: %d requests are running", len(self.inference.active))
+        log.info("closing client connections: %d requests are running", len(self.inference.active))
         await self._public.grpc.stop(self.config.timeouts.drain + STOP_GRACE_S)
 
     def _before_scrape(self) -> None:
@@ -217,8 +217,8 @@ def main() -> int:
     """Run the process from its command line to its exit code."""
     parser = argparse.ArgumentParser(prog="millrace router", description="Run a router, which needs no GPU.")
     parser.add_argument("--config", type=Path, help="YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides the file")
-    parser.add_argument("--announce", type=Path, help="file for the bound ports, as JSON")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
+    parser.add_argument("--announce", type=Path, help="write the bound ports there as JSON")
     arguments = parser.parse_args()
     try:
         config = load(RouterConfig, arguments.config, arguments.set)

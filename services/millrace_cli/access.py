@@ -21,8 +21,8 @@ def _tls(name: str, text: str) -> object:
 
 
 Ca = Annotated[Path | None, _tls("ca", "Use TLS; the authority of the server's certificate.")]
-Cert = Annotated[Path | None, _tls("cert", "Our certificate, for mTLS.")]
-Key = Annotated[Path | None, _tls("key", "Its private key.")]
+Cert = Annotated[Path | None, _tls("cert", "Client certificate, for mTLS.")]
+Key = Annotated[Path | None, _tls("key", "Private key of --tls-cert.")]
 Name = Annotated[str, _tls("name", "The name in the server's certificate, if it is not the host's.")]
 Secret = Annotated[
     Path | None,

@@ -62,7 +62,7 @@ def serve_local(
     prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
     unified: Annotated[bool, typer.Option("--unified", help="One worker for both phases instead.")] = False,
-    flexible: Annotated[int, typer.Option(min=0, help="Workers whose phases follow the load, instead.")] = 0,
+    flexible: Annotated[int, typer.Option(min=0, help="Workers whose phases follow the load instead.")] = 0,
     engine: Annotated[Literal["model", "sim"], typer.Option(help="sim: a timing model without weights.")] = "model",
     model: Annotated[Path | None, typer.Option(help="Checkpoint folder. Default: models/tiny.")] = None,
     grpc_port: Port = 50051,
@@ -133,12 +133,12 @@ for role, what in {
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(help="Prompt; - reads it from standard input.")],
     address: Annotated[str, access.address("The router's gRPC address.")] = "127.0.0.1:50051",
-    max_tokens: Annotated[int, typer.Option(min=1, max=2**32 - 1)] = 128,
-    temperature: Annotated[float | None, typer.Option(help="0: greedy.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Makes sampling reproducible.")] = None,
-    chat: Annotated[bool, typer.Option(help="Send the prompt as a chat message, or as it is.")] = True,
+    max_tokens: Annotated[int, typer.Option(min=1, max=2**32 - 1, help="Most output tokens.")] = 128,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0: greedy.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Seed, for equal answers.")] = None,
+    chat: Annotated[bool, typer.Option(help="Send the prompt as a chat message or as it is.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON line at the end instead.")] = False,
     api_key: access.ApiKey = "",
     ca: access.Ca = None,
@@ -159,8 +159,8 @@ def generate(
 @app.command()
 def batch(
     file: Annotated[Path, typer.Argument(help="Requests in OpenAI's batch format, one JSON object per line.")],
-    out: Annotated[Path, typer.Option(help="File of answers. Requests that it answers are not sent again.")],
-    address: Annotated[str, typer.Option(help="URL of any server with these APIs.")] = "http://127.0.0.1:8000",
+    out: Annotated[Path, typer.Option(help="File of answers. Answered requests are not sent again.")],
+    address: Annotated[str, typer.Option(help="URL of an OpenAI-compatible server.")] = "http://127.0.0.1:8000",
     concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Requests at a time.")] = 64,
     api_key: access.ApiKey = "",
     ca: access.Ca = None,
@@ -177,7 +177,7 @@ def batch(
 @app.command()
 def workers(
     address: Annotated[str, access.address("The router's admin address, of gRPC.")] = "127.0.0.1:50052",
-    wide: Annotated[bool, typer.Option("--wide", help="All columns.")] = False,
+    wide: Annotated[bool, typer.Option("--wide", help="Show all columns.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per worker and line.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")] = False,
     ca: access.Ca = None,
@@ -192,7 +192,7 @@ def workers(
     asyncio.run(command.show(address, form, watch, access.identity(ca, cert, key), access.token(secret)))
 
 
-keys = typer.Typer(help="API keys of a router's callers.", no_args_is_help=True)
+keys = typer.Typer(help="Make API keys for a router's clients.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
 
 
@@ -203,7 +203,7 @@ def _keys() -> None:
 
 @keys.command("new")
 def new_key(tenant: Annotated[str, typer.Option(metavar="NAME", help="Tenant of the key.")] = "default") -> None:
-    """Make a random key; print it, and the entry of the router's key file, which has only its hash."""
+    """Print a random key, and its entry for the router's key file, which has only its hash."""
     from millrace_router.http import api_keys
 
     if not re.fullmatch(api_keys.NAME, tenant):
@@ -217,9 +217,9 @@ def weights(
     addresses: access.Addresses,
     action: Annotated[Literal["pause", "load", "resume", "sleep", "wake"], typer.Argument()],
     path: Annotated[str, typer.Option(help="load, wake: the checkpoint's folder, where the workers run.")] = "",
-    version: Annotated[str, typer.Option(help="Name of these weights. Default: the folder's name.")] = "",
+    version: Annotated[str, typer.Option(help="Name of the weights. Default: the folder's name.")] = "",
     drop: Annotated[
-        bool, typer.Option("--drop", help="pause: end running requests; routers try them elsewhere.")
+        bool, typer.Option("--drop", help="pause: end running requests; routers retry them elsewhere.")
     ] = False,
     ca: access.Ca = None,
     cert: access.Cert = None,
@@ -275,10 +275,10 @@ def compile_caches(
 @app.command("check")
 def check_model(
     model: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
-    gpu: Annotated[str, typer.Option(help="GPU model of the values file, from the table.")] = "H200",
+    gpu: Annotated[str, typer.Option(help="GPU model for the values file.")] = "H200",
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Worker setting.")] = None,
 ) -> None:
-    """Say in seconds whether a checkpoint can be served and on which GPUs; print a values file for Helm."""
+    """Show whether a checkpoint can be served and on which GPUs; print a values file for Helm."""
     from millrace_cli.check import check
 
     check(model, gpu, set_ or ())
@@ -287,19 +287,19 @@ def check_model(
 @app.command("plan")
 def plan_worker(
     model: Annotated[Path, typer.Option(help="Checkpoint folder; its config.json is enough.")],
-    gpu: Annotated[str, typer.Option(help="A kind, as for check.")] = "H200",
-    gpus: Annotated[int, typer.Option(min=1, max=512, help="Of the worker.")] = 8,
+    gpu: Annotated[str, typer.Option(help="GPU model, as for check.")] = "H200",
+    gpus: Annotated[int, typer.Option(min=1, max=512, help="GPUs of the worker.")] = 8,
     tp: Annotated[int | None, typer.Option(min=1, help="Default: by goal.")] = None,
     dp: Annotated[int | None, typer.Option(min=1, help="Default: by goal.")] = None,
-    role: Annotated[Literal["prefill", "decode", "unified", "flexible"], typer.Option()] = "unified",
-    goal: Annotated[Literal["throughput", "latency", "balanced"], typer.Option()] = "balanced",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As for a worker.")] = None,
+    role: Annotated[Literal["prefill", "decode", "unified", "flexible"], typer.Option(help="Worker role.")] = "unified",
+    goal: Annotated[Literal["throughput", "latency", "balanced"], typer.Option(help="What auto favours.")] = "balanced",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Worker setting.")] = None,
     asked: Annotated[
-        str, typer.Option("--workload", metavar="INPUT/OUTPUT@RATE", help="Instead: the best split of the GPUs for it.")
+        str, typer.Option("--workload", metavar="INPUT/OUTPUT@RATE", help="Print the best split for this load.")
     ] = "",
-    slo: Annotated[str, typer.Option(help="With --workload: limits in seconds.")] = "ttft=1,tpot=0.04",
+    slo: Annotated[str, typer.Option(help="With --workload: SLOs in seconds.")] = "ttft=1,tpot=0.04",
 ) -> None:
-    """Say what a worker would choose on GPUs that need not be here, what fits, and how long its steps would take."""
+    """Show what a worker would choose on any GPUs, what fits, and how long its steps take."""
     from millrace_serve.engine.config import Role
     from millrace_serve.plan.settings import Goal
 

@@ -86,7 +86,7 @@ def _appended(out: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
             output.truncate(size)
             yield output, done
     except BlockingIOError:
-        raise CommandError(f"{out} is written by another run") from None
+        raise CommandError(f"another run writes to {out}: give another --out") from None
     except OSError as error:
         raise CommandError(f"{out}: {error.strerror or error}") from error
 

@@ -31,7 +31,7 @@ def requests(path: Path) -> list[Line]:
         try:
             line = _request(json.loads(text))
             if line.custom_id in lines:
-                raise ValueError(f"custom_id {line.custom_id!r} is there already")
+                raise ValueError(f"custom_id {line.custom_id!r} is used twice")
             lines[line.custom_id] = line
         except json.JSONDecodeError as error:
             bad.append(f"line {number}: is not JSON: {error.msg} at character {error.pos + 1}")

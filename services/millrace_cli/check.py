@@ -31,7 +31,7 @@ def check(path: Path, gpu: str, overrides: Sequence[str]) -> None:
     the checkpoint cannot be served, or nobody knows `gpu`.
     """
     if gpu not in GPUS:
-        raise CommandError(f"--gpu: {gpu!r} is none of {', '.join(GPUS)}", code=2)
+        raise CommandError(f"--gpu: must be one of {', '.join(GPUS)}, not {gpu!r}", code=2)
     try:
         config = configuration.load(
             WorkerConfig, None, ["role=unified", "device=cuda", "limits.num_pages=auto", f"model={path}", *overrides]
@@ -53,7 +53,7 @@ def check(path: Path, gpu: str, overrides: Sequence[str]) -> None:
     if best is None:
         why = next((layout.why for layout in reversed(found) if layout.gpu == gpu), "the ranks do not divide the model")
         tried = ", ".join(f"{tp} x {dp}" for tp, dp in shapes)
-        raise CommandError(f"the model fits on GPUs of kind {gpu} with none of tp x dp = {tried}: {why}")
+        raise CommandError(f"the model does not fit on {gpu} GPUs with tp x dp = {tried}: {why}")
     print(values(path, model, best, others))
 
 
@@ -87,12 +87,12 @@ def values(path: Path, model: ModelConfig, layout: Layout, overrides: Sequence[s
 def _facts(model: ModelConfig, tokenizer: Tokenizer) -> str:
     style, experts = tokenizer.format.style, f"{model.n_routed_experts} experts in {model.n_group} group(s)"
     calls = "no tool calls" if style is None else f"tool calls as {style.name}"
-    thoughts = "thoughts" if tokenizer.format.reasons else "no thoughts"
+    reasoning = "reasoning" if tokenizer.format.reasons else "no reasoning"
     drafts = "an MTP layer" if model.num_nextn_predict_layers else "no MTP layer in use (limits.draft_tokens)"
     chat = "" if tokenizer.has_template else "; no chat template: chat needs the router's chat_template"
     weights = f"{'FP8' if model.fp8_blocks else 'INT8' if model.int8 else 'BF16'} weights"
     packed = ", its experts in INT4 (FP8 in a GPU's memory)" if model.int4_experts else ""
-    return f"{model.num_hidden_layers} layers, {experts}, {weights}{packed}, {drafts}; {calls}, {thoughts}{chat}"
+    return f"{model.num_hidden_layers} layers, {experts}, {weights}{packed}, {drafts}; {calls}, {reasoning}{chat}"
 
 
 def _table(found: Sequence[Layout]) -> Table:

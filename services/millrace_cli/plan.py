@@ -55,11 +55,11 @@ def workload(
     tp, dp = ranks[0] or 1, ranks[1] or _timed_dp(model)
     workers, rest = divmod(gpus, tp * dp)
     if rest or workers < 2:
-        raise CommandError(f"--gpus {gpus}: two or more workers of tp {tp} x dp {dp} are needed to split them", code=2)
+        raise CommandError(f"--gpus {gpus}: must be two or more workers of tp {tp} x dp {dp}", code=2)
     setup, config, _ = _chosen(model, gpu, (tp, dp), Role.FLEXIBLE, Goal.BALANCED, overrides)
     times = splits.times(report.ranks_of(setup, config))
     if times is None:
-        raise CommandError(f"--gpu {setup.gpu}: nobody has timed steps of this model's ranks there")
+        raise CommandError(f"--gpu {setup.gpu}: this model's steps were not timed there; choose another")
     memory = _memory(setup, config)
     tokens = (memory.num_pages - 1) * memory.page_tokens
     capacity = Capacity(config.limits.max_running, tokens, config.limits.max_prefill_tokens, HANDOVER_S)
@@ -80,7 +80,7 @@ def _chosen(
 ) -> tuple[Setup, WorkerConfig, Sequence[Setting]]:
     kind = gpu.upper()
     if kind not in GPUS:
-        raise CommandError(f"--gpu: {gpu!r} is none of {', '.join(GPUS)}", code=2)
+        raise CommandError(f"--gpu: must be one of {', '.join(GPUS)}, not {gpu!r}", code=2)
     tp, dp = ranks
     own = [f"role={role}", f"goal={goal}", "device=cuda", f"model={model}", f"tp={tp}", f"dp={dp}", *overrides]
     values: dict[str, object] = {"dtype": "bfloat16"}
@@ -113,5 +113,5 @@ def split(gpus: int, goal: Goal, tp: int | None, dp: int | None) -> tuple[int, i
         tp = gpus // dp if dp else min(gpus, NODE) if goal is Goal.LATENCY else 1
     dp = dp or gpus // max(tp, 1)
     if tp * dp != gpus:
-        raise CommandError(f"--gpus {gpus}: is not tp {tp} x dp {dp}", code=2)
+        raise CommandError(f"--gpus {gpus}: must be tp {tp} x dp {dp}", code=2)
     return tp, dp

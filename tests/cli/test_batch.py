@@ -157,7 +157,7 @@ BAD = {
     "line 1: url must be one of /v1/chat/completions,": request("x", url="/v1/embeddings"),
     "line 1: body must be a JSON object": request("x", body=[]),
     "line 1: body.stream must be absent": request("x", body={"stream": True}),
-    "line 3: custom_id 'good' is there already": request("good"),
+    "line 3: custom_id 'good' is used twice": request("good"),
 }
 
 
@@ -184,7 +184,7 @@ def test_output_that_is_none_is_not_touched(tmp_path: Path) -> None:
     assert out.read_text() == "notes\n"
     with pytest.raises(CommandError, match="line 1 is not an answer"):
         run(file, file, echo)
-    with batch._appended(tmp_path / "free"), pytest.raises(CommandError, match="written by another run"):
+    with batch._appended(tmp_path / "free"), pytest.raises(CommandError, match="another run writes to"):
         run(file, tmp_path / "free", echo)
     with pytest.raises(CommandError, match="/dev/full is not a file"):
         run(file, Path("/dev/full"), echo)

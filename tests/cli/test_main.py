@@ -129,7 +129,7 @@ def test_every_command_has_help(command: str, here: Callable[..., CompletedProce
         (["batch", "/dev/null", "--out", "/nonexistent/out"], "has no requests"),
         (["batch", "/dev/null", "--out", "x", "--address", "http://[::1"], "--address http://[::1"),
         (["batch", "/dev/null", "--out", "x", "--tls-ca", "/nonexistent.pem"], "--tls-ca"),
-        (["check", "x", "--gpu", "XX"], "--gpu: 'XX' is none of H100"),
+        (["check", "x", "--gpu", "XX"], "--gpu: must be one of H100"),
         (["bench", "nothing"], "there is no bench 'nothing'"),
         (["nothing"], "nothing"),
     ],

@@ -95,7 +95,7 @@ def test_added_tokens_keep_their_ids(tokenizer: Tokenizer) -> None:
     ("known", "added", "message"),
     [
         ({b"a": 0, b"b": 2}, {}, "2 ranks must be 0 to 1"),
-        ({b"a": 0}, {"0": {"content": "<s>"}}, "added tokens behind them"),
+        ({b"a": 0}, {"0": {"content": "<s>"}}, "added tokens must follow them"),
         ({b"a": 0}, {"1": {"text": "<s>"}}, r"tiktoken\.model: .*content"),
     ],
 )

@@ -171,4 +171,4 @@ def test_what_make_mirror_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed[0] == "millrace-router:0.1.0 reg.local/a/millrace-router:0.1.0"
     assert printed[-1] == "registry.k8s.io/pause:3.10 reg.local/a/pause:3.10"
     assert mirror.main(["--set", "router.replicas=0"]) == 1
-    assert "router.replicas: 0 serves nobody" in capsys.readouterr().err
+    assert "router.replicas: must be at least 1, not 0" in capsys.readouterr().err

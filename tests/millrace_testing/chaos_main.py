@@ -46,7 +46,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", dest="run", action="store_const", const=name, default="chaos", help=what)
     parser.add_argument("--throttled", choices=THROTTLED, default="", help="with --calm: who gets a fifth of the time")
     parser.add_argument("--burners", type=int, default=0, help="processes that keep the cores busy meanwhile")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of faults and of the load")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults and of the load")
     parser.add_argument("--out", type=Path, help="file for the record, as JSON")
     settings = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

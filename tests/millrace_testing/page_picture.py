@@ -68,7 +68,7 @@ async def take(seconds: float, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make page-picture", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=5.2, help="of load; the page shows the last five")
+    parser.add_argument("--minutes", type=float, default=5.2, help="minutes of load; the page shows the last five")
     parser.add_argument("--out", type=Path, default=PICTURE)
     settings = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")

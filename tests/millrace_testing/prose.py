@@ -1,6 +1,6 @@
 """The linter of the documents' prose: `python -m millrace_testing.prose`, a part of `make lint`.
 
-It reads paragraphs, list items and table cells. Code, headings, and tables that are made from data are left out.
+It reads paragraphs, list items and table cells. Code, headings, and tables that are made from figures are left out.
 CONTRIBUTING.md has the rules in words.
 """
 
@@ -43,9 +43,7 @@ PRIVATE = {
     r"way to serve|ways?: `": "route",
 }
 WORD = re.compile(rf"\b(?:{'|'.join(PRIVATE)})\b", re.IGNORECASE)
-SKIPPED = re.compile(
-    r"^```.*?^```|<!-- (?:figures|reference): .*?<!-- end of .*?-->|<!--.*?-->", re.MULTILINE | re.DOTALL
-)
+SKIPPED = re.compile(r"^```.*?^```|<!-- figures: .*?<!-- end of .*?-->|<!--.*?-->", re.MULTILINE | re.DOTALL)
 ITEM = re.compile(r"^(?:[-*]|\d+\.) ")
 END = re.compile(r"(?<=[.!?])[)\"*”]*\s+")
 CODE, LINK = re.compile(r"`[^`]*`"), re.compile(r"!?\[([^\]]*)\]\([^)]*\)")

@@ -183,7 +183,7 @@ def test_damaged_source_is_named(tmp_path: Path) -> None:
 
 def test_what_cannot_be_exported(exported: Path, tmp_path: Path) -> None:
     for source in (exported, write_int4(tmp_path / "int4", TINY)):
-        with pytest.raises(ModelConfigError, match="quantised already"):
+        with pytest.raises(ModelConfigError, match="already quantised"):
             export(source, tmp_path / "again")
     with pytest.raises(FileExistsError, match="remove it first"):
         export(TINY, exported)

@@ -34,9 +34,9 @@ def write_formats(new_folder: Callable[[str], Path]) -> dict[str, Path]:
         "takes": "{{ tools | tojson if tools }}" + TEMPLATE,
     }
     templates |= {"kimi": "{{ tools | tojson(separators=(',', ':')) if tools }}" + TEMPLATE, "v32": None}
-    thoughts = markers.THINK, markers.THINK_END
+    reasoning = markers.THINK, markers.THINK_END
     return {
-        name: write_tokenizer(new_folder(name), text, (*thoughts, *VOCABULARIES.get(name, markers.DEEPSEEK)))
+        name: write_tokenizer(new_folder(name), text, (*reasoning, *VOCABULARIES.get(name, markers.DEEPSEEK)))
         for name, text in templates.items()
     }
 

@@ -60,7 +60,7 @@ V3_0324 = """
 {%- endif -%}
 {%- endfor -%}
 {{ '<｜tool▁outputs▁end｜>' if ns.told else '<｜Assistant｜>' if not ns.asked }}"""
-# R1-0528 cuts thoughts off, and so asks a content of None what it contains.
+# R1-0528 cuts reasoning off, and so asks a content of None what it contains.
 R1_0528 = V3_0324.replace(
     "{%- set text = m.content -%}",
     """{%- set text = m.content -%}
@@ -119,7 +119,7 @@ KIMI_FIRST = KIMI_K2.replace(
     "{{ m.content if m.content is string }}",
     "{{ m.content if m.content is string else m.content | join }}",
 )
-# K2 Thinking shows the thoughts behind the last answer that is no call.
+# K2 Thinking shows the reasoning behind the last answer that is no call.
 KIMI_THINKING = KIMI_K2.replace(
     "{{ m.content if",
     """{%- if m.role == 'assistant' -%}

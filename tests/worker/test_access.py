@@ -180,4 +180,4 @@ async def test_port_that_others_reach_is_not_opened_without_proof_of_who_calls()
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
     _, said = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 2
-    assert "error: secret: is needed with host=0.0.0.0" in said.decode().splitlines()[-1]
+    assert "error: secret: required with host=0.0.0.0" in said.decode().splitlines()[-1]

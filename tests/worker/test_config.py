@@ -22,16 +22,16 @@ def test_limit_can_be_set_without_the_others() -> None:
         (["role=decode", "engine=sim", "dp=0"], "dp"),
         (["engine=sim", "tp=2", "dp=2", "expert_tp=true"], "expert_tp: needs dp=1, not 2"),
         (["engine=sim", "tp=2", "limits.context_parallel_tokens=9"], "limits.context_parallel_tokens: needs dp > 1"),
-        (["engine=sim", "dp=4", "limits.context_parallel_tokens=7"], "2 tokens for each replica"),
+        (["engine=sim", "dp=4", "limits.context_parallel_tokens=7"], "2 tokens per replica"),
         (["engine=sim", "tp=4", "dense_tp=3"], "dense_tp=3: must divide tp=4"),
         (["role=decode", "engine=sim", "timeouts.lease=-1"], "timeouts.lease"),
-        (["model=/models/v3", "limits.num_pages=auto"], "auto is for a model on a CUDA device"),
-        (["engine=sim", "device=cuda", "limits.num_pages=auto"], "auto is for a model on a CUDA device"),
+        (["model=/models/v3", "limits.num_pages=auto"], "auto needs device=cuda and engine=model"),
+        (["engine=sim", "device=cuda", "limits.num_pages=auto"], "auto needs device=cuda and engine=model"),
         (["engine=sim", "limits.num_pages=1"], "limits.num_pages"),
-        (["engine=sim", "graphs=sometimes"], "^graphs: auto, on, off, or a list of numbers of sequences of 1 or more"),
-        (["engine=sim", "graphs=[0]"], "^graphs: auto, on, off, or a list"),
-        (["engine=sim", "graphs=[]"], "^graphs: auto, on, off, or a list"),
-        (["engine=sim", "graphs=[8, true]"], "^graphs: auto, on, off, or a list"),
+        (["engine=sim", "graphs=sometimes"], "^graphs: must be auto, on, off, or a list of batch sizes of at least 1"),
+        (["engine=sim", "graphs=[0]"], "^graphs: must be auto, on, off, or a list"),
+        (["engine=sim", "graphs=[]"], "^graphs: must be auto, on, off, or a list"),
+        (["engine=sim", "graphs=[8, true]"], "^graphs: must be auto, on, off, or a list"),
         (["engine=sim", "kv_dtype=int4"], "kv_dtype"),
         (["engine=sim", "memory_fraction=1.5"], "memory_fraction"),
         (["engine=sim", "limits.checks=[canary, rot13]"], r"^limits.checks.1: Input should be 'canary' or 'poison'"),
@@ -71,7 +71,7 @@ def test_names() -> None:
 def test_port_that_others_reach_needs_a_secret_or_mutual_tls(host: str) -> None:
     tls = {"cert": "c", "key": "k"}
     for few in ({}, {"tls": tls}):
-        with pytest.raises(ValueError, match=rf"secret: is needed with host={re.escape(host)}, or mutual TLS"):
+        with pytest.raises(ValueError, match=rf"secret: required with host={re.escape(host)}, or mutual TLS"):
             WorkerConfig(engine="sim", host=host, **few)
     for enough in ({"secret": "s"}, {"tls": {**tls, "ca": "a", "require_client_cert": True}}):
         assert WorkerConfig(engine="sim", host=host, **enough).host == host

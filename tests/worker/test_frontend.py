@@ -127,7 +127,7 @@ async def test_repeated_and_foreign_attempts_are_told_apart(bench: Bench, metric
     bench.submit(1, owner)
     wire = worker_pb2.EngineRequest(id={"room": 1}, token_ids=[5], sampling={"max_tokens": 4})
     assert bench.requests.submit(wire, Route.LOCAL, owner) is None and len(bench.engine) == 1
-    with pytest.raises(MillraceError, match="is being worked on for another router"):
+    with pytest.raises(MillraceError, match="belongs to another router"):
         bench.requests.submit(wire, Route.LOCAL, RouterLink("other"))
     assert metrics.worker_stale.labels(kind="submit")._value.get() == 1
 

@@ -29,9 +29,9 @@ def test_counts_follow_the_engines() -> None:
     assert value("millrace_engine_total", replica="1", what="steps") == 11
     assert value("millrace_engine_total", replica="0", what="steps") is None
     for position, drafted, accepted in (("1", 12, 9), ("2", 5, 2)):
-        assert value("millrace_drafts_total", replica="1", position=position) == drafted
-        assert value("millrace_drafts_accepted_total", replica="1", position=position) == accepted
-        assert value("millrace_drafts_total", replica="0", position=position) is None, "it has never drafted"
+        assert value("millrace_draft_tokens_total", replica="1", position=position) == drafted
+        assert value("millrace_draft_tokens_accepted_total", replica="1", position=position) == accepted
+        assert value("millrace_draft_tokens_total", replica="0", position=position) is None, "it has never drafted"
 
 
 def test_what_the_disk_tier_moves_and_refuses_is_counted_by_its_way() -> None:

@@ -37,7 +37,7 @@ def test_collective_waits_as_long_as_the_worker_may_take_to_start(monkeypatch: p
 def test_machine_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_rank.torch.cuda, "is_available", lambda: False)
     config = WorkerConfig(role=Role.UNIFIED, model=TINY, device="cuda")
-    with pytest.raises(ModelConfigError, match="device=cuda: torch sees no GPU here"):
+    with pytest.raises(ModelConfigError, match="device=cuda: torch sees no GPU"):
         model_rank.build(RankSpec(config, 0, "", "", "tcp://127.0.0.1:1"), Phases())
 
 

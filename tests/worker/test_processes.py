@@ -136,7 +136,7 @@ async def test_link_with_another_epoch_is_refused(unified: Worker) -> None:
 
 
 async def test_routers_with_different_cache_keys_are_named_in_the_log(unified: Worker) -> None:
-    words = "have different secrets (secret): their prompts share no cached pages"
+    words = "have different secrets, so prompts share no cached pages"
     for key in (b"one", b""):
         async with FakeLink(unified, router_id="a", cache_key_id=b"one"), FakeLink(unified, "", "b", key):
             assert words not in unified.process.log_tail()

@@ -63,16 +63,16 @@ def parser() -> argparse.ArgumentParser:
         "--compare", nargs=2, metavar=("A", "B"),
         help="both on the same items; each HOST:PORT, a URL, DIR, transformers:DIR, pair:DIR or unified:DIR",
     )  # fmt: skip
-    parser.add_argument("--checkpoint", metavar="DIR", default=str(TINY), help="with --self-serve")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of a checkpoint in this process")
+    parser.add_argument("--checkpoint", metavar="DIR", default=str(TINY), help="checkpoint of --self-serve")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of --model")
     parser.add_argument(
         "--worker-set",
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="of every worker or engine that is started here",
+        help="setting of every worker or engine that this run starts",
     )
-    parser.add_argument("--concurrency", type=int, default=8, help="items under way at once")
+    parser.add_argument("--concurrency", type=int, default=8, help="items at the same time")
     add_suite(parser)
     return parser
 
@@ -81,14 +81,14 @@ def add_suite(parser: argparse.ArgumentParser) -> None:
     items = parser.add_argument_group("items")
     names = ", ".join(TASKS)
     items.add_argument("--tasks", nargs="+", choices=TASKS, metavar="TASK", help=f"{names} (all; with --jsonl: none)")
-    items.add_argument("--num-items", type=int, default=DEFAULT.num_items, help="of each task, at most (%(default)s)")
+    items.add_argument("--num-items", type=int, default=DEFAULT.num_items, help="most items per task (%(default)s)")
     items.add_argument(
         "--jsonl", type=Path, metavar="FILE", help='GSM8K-style lines {"question": …, "answer": … #### N}'
     )
     items.add_argument("--shots", type=int, default=DEFAULT.shots, help="worked examples from FILE (%(default)s)")
-    items.add_argument("--max-tokens", type=int, default=DEFAULT.max_tokens, help="of an answer to FILE (%(default)s)")
+    items.add_argument("--max-tokens", type=int, default=DEFAULT.max_tokens, help="most output tokens (%(default)s)")
     items.add_argument("--temperature", type=float, default=DEFAULT.temperature, help="0: greedy (default)")
-    items.add_argument("--seed", type=int, default=DEFAULT.seed, help="of sampling (%(default)s)")
+    items.add_argument("--seed", type=int, default=DEFAULT.seed, help="seed of sampling (%(default)s)")
 
 
 def suite_of(arguments: argparse.Namespace) -> Suite:

@@ -89,9 +89,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="millrace eval logits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--checkpoint", type=Path, metavar="DIR", default=TINY, help="in BF16 (%(default)s)")
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", default=TINY, help="BF16 checkpoint (%(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--num-texts", type=int, default=len(TEXTS), help="(%(default)s)")
+    parser.add_argument("--num-texts", type=int, default=len(TEXTS), help="texts (%(default)s)")
     arguments = parser.parse_args(argv)
     found = lines(arguments.checkpoint, arguments.device, arguments.num_texts)
     title = f"{arguments.checkpoint} on {arguments.device}, error against FP32 on a CPU"

@@ -260,13 +260,13 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="millrace eval matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--checkpoint", metavar="DIR", default=str(TINY), help="in BF16 (%(default)s)")
+    parser.add_argument("--checkpoint", metavar="DIR", default=str(TINY), help="BF16 checkpoint (%(default)s)")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--num-items", type=int, default=40, help="of each task (%(default)s)")
-    parser.add_argument("--concurrency", type=int, default=8, help="items under way at once (%(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all rows but the references")
-    parser.add_argument("--max-prefill-tokens", type=int, default=256, help="of the chunked row (%(default)s)")
-    parser.add_argument("--rows", nargs="+", default=[], metavar="TEXT", help="only rows with one of these texts")
+    parser.add_argument("--num-items", type=int, default=40, help="items of each task (%(default)s)")
+    parser.add_argument("--concurrency", type=int, default=8, help="items at the same time (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device, not of references")
+    parser.add_argument("--max-prefill-tokens", type=int, default=256, help="for the chunked row (%(default)s)")
+    parser.add_argument("--rows", nargs="+", default=[], metavar="TEXT", help="only rows with one of the texts")
     arguments = parser.parse_args(argv)
     for name in ("num_items", "concurrency", "max_prefill_tokens"):
         if getattr(arguments, name) < 1:

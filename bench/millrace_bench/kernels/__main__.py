@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--op", default="", help="only ops whose name contains this")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="one input set, few samples: whether everything runs")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further case is begun")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further case after this time")
     parser.add_argument("--out", type=Path, help="a file for the JSON line, rewritten after every case")
     args = parser.parse_args()
     until = time.monotonic() + args.seconds

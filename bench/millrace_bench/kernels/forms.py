@@ -101,12 +101,12 @@ def break_even(absorbed: dict[int, float], expanded: dict[int, float]) -> float 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Absorbed against expanded attention of prompt chunks.")
-    parser.add_argument("--heads", type=int, nargs="+", help="of one rank: 16 is TP8 of V3, 128 is DP")
+    parser.add_argument("--heads", type=int, nargs="+", help="heads of a rank: 16 is TP8 of V3, 128 is DP")
     parser.add_argument("--prefix", type=int, nargs="+", help="cached tokens")
     parser.add_argument("--queries", type=int, nargs="+", help="tokens of the chunk")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--tiny", action="store_true", help="small widths on a CPU")
-    parser.add_argument("--out", type=Path, help="the record goes to this file too")
+    parser.add_argument("--out", type=Path, help="also write the record to this file")
     args = parser.parse_args()
     device = torch.device("cpu" if args.tiny else "cuda")
     widths = {**v3.V3, **(v3.TINY if args.tiny else {})}

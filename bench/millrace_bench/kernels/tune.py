@@ -69,12 +69,12 @@ def over_gpus(task: Callable[[int], Any], gpus: int) -> list[Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Tune our kernels for this kind of GPU.")
-    parser.add_argument("kinds", nargs="*", help=f"of kernels: {', '.join(KINDS)}")
+    parser.add_argument("kinds", nargs="*", help=f"kinds: {', '.join(KINDS)}")
     parser.add_argument("--all", action="store_true", help="every kind")
     parser.add_argument("--match", default="", help="only jobs whose name contains this")
-    parser.add_argument("--seconds", type=float, default=900.0, help="for everything; no further job begins after it")
-    parser.add_argument("--folder", type=Path, default=tuned.FOLDER, help="where the file of this kind of GPU is")
-    parser.add_argument("--out", type=Path, help="a file for the JSON of all times")
+    parser.add_argument("--seconds", type=float, default=900.0, help="begin no further job after this time")
+    parser.add_argument("--folder", type=Path, default=tuned.FOLDER, help="folder of the GPU's file")
+    parser.add_argument("--out", type=Path, help="write all times to this file as JSON")
     args = parser.parse_args()
     kinds = list(KINDS) if args.all else args.kinds
     if not kinds or not set(kinds) <= set(KINDS):

@@ -149,13 +149,13 @@ def _add(times: Times, rows: dict[str, Row], turn: int, who: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peer", default="", metavar="COMMAND", help="of a round of the other engine")
-    parser.add_argument("--peer-rows", type=Path, default=Path("peer.jsonl"), metavar="FILE", help="(%(default)s)")
+    parser.add_argument("--peer", default="", metavar="COMMAND", help="command of one round of the other engine")
+    parser.add_argument("--peer-rows", type=Path, default=Path("peer.jsonl"), metavar="FILE", help="rows (%(default)s)")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="seconds of all rounds")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE", help="(%(choices)s)")
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--tiny", action="store_true", help="small widths on a CPU")
-    parser.add_argument("--ours", action="store_true", help="one round of ours, as JSON lines, in this process")
+    parser.add_argument("--ours", action="store_true", help="print one round of ours as JSON lines")
     args = parser.parse_args()
     if args.ours:
         for row in ours(

@@ -92,10 +92,10 @@
 {{- else if kindIs "invalid" .values.replicas -}}
 {{- fail (printf "%s.replicas: required without autoscaling" .name) -}}
 {{- else if lt (int .values.replicas) 1 -}}
-{{- fail (printf "%s.replicas: %d serves nobody; a pool that is null is none" .name (int .values.replicas)) -}}
+{{- fail (printf "%s.replicas: must be at least 1, not %d; a pool set to null is left out" .name (int .values.replicas)) -}}
 {{- end -}}
 {{- if has (toString .values.pdb.maxUnavailable) (list "0" "0%") -}}
-{{- fail (printf "%s.pdb.maxUnavailable: with %v no node can ever be drained" .name .values.pdb.maxUnavailable) -}}
+{{- fail (printf "%s.pdb.maxUnavailable: must be above 0, not %v: no node could be drained" .name .values.pdb.maxUnavailable) -}}
 {{- end -}}
 {{- end -}}
 
@@ -249,7 +249,7 @@
 {{- $_ := set $seen (toString $value) .name -}}
 {{- end -}}
 {{- if gt (len $seen) 1 -}}
-{{- fail (printf "workers: config.%s differs between %s%s, which then never pair; what is auto follows from config.goal" $key
+{{- fail (printf "workers: config.%s differs between %s%s, so they never pair; auto follows config.goal" $key
   (values $seen | sortAlpha | join " and ") $of) -}}
 {{- end -}}
 {{- end -}}
@@ -331,7 +331,7 @@
 {{- define "millrace.checkCache" -}}
 {{- $cache := .Values.cache -}}
 {{- if and $cache.warm (ne $cache.kind "pvc") -}}
-{{- fail (printf "cache.warm: needs cache.kind=pvc, not %s: what a job leaves on its node is on no other" $cache.kind) -}}
+{{- fail (printf "cache.warm: needs cache.kind=pvc, not %s: a job fills the cache of its own node only" $cache.kind) -}}
 {{- end -}}
 {{- if and (eq $cache.kind "pvc") (not $cache.claim) -}}
 {{- fail "cache.claim: required with cache.kind=pvc" -}}
@@ -373,7 +373,7 @@
 {{- include "millrace.checkScaling" (dict "name" "router" "values" .Values.router) -}}
 {{- include "millrace.checkExtras" (dict "name" "router" "values" .Values.router) -}}
 {{- if and (eq .Values.router.autoscaling.kind "hpa") (not (dig "requests" "cpu" "" .Values.router.resources)) -}}
-{{- fail "router.resources.requests.cpu: required with router.autoscaling.kind=hpa, which scales by a part of it" -}}
+{{- fail "router.resources.requests.cpu: required with router.autoscaling.kind=hpa, which scales by a share of it" -}}
 {{- end -}}
 {{- include "millrace.checkService" .Values.router.service -}}
 {{- range include "millrace.pools" . | fromJson -}}

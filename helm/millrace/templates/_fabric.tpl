@@ -134,8 +134,8 @@ requiredDuringSchedulingIgnoredDuringExecution:
 {{- end -}}
 {{- $models := .root.Files.Get "files/gpus.yaml" | fromYaml -}}
 {{- if and .pool.gpuModel (not (hasKey $models (trimSuffix (include "millrace.gpuPart" .pool.gpuModel) .pool.gpuModel))) -}}
-{{- fail (printf "%s.gpuModel: %q is none of %s; select nodes with scheduling.nodeSelector instead" $at .pool.gpuModel (keys
-  $models | sortAlpha | join ", ")) -}}
+{{- fail (printf "%s.gpuModel: must be one of %s, not %q; or select nodes with scheduling.nodeSelector" $at (keys
+  $models | sortAlpha | join ", ") .pool.gpuModel) -}}
 {{- end -}}
 {{- with $own.preset -}}
 {{- $preset := index ($.root.Files.Get "files/fabrics.yaml" | fromYaml) . -}}

@@ -73,7 +73,7 @@ class _Child:
             self.kill()
             if given_up.is_set():
                 raise NobodyWaits
-            raise GrammarError(f"it needs more than {CPU_S} s or {MEMORY >> 20} MB to compile")
+            raise GrammarError(f"it needs more than {CPU_S} s or {MEMORY >> 20} MB to compile: make it simpler")
         grammar, problem = json.loads(answer)
         if problem:
             raise GrammarError(problem)

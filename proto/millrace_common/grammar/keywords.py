@@ -174,7 +174,7 @@ def numbers(given: Mapping[str, Json], made: JsonObject, at: str, *, exact: bool
         if value <= 0:
             raise Unusable(("multipleOf",), "must be more than 0")
         if not multiples.add(value):
-            raise Unusable(("multipleOf",), "has too many digits, alone or with the others of the schema")
+            raise Unusable(("multipleOf",), "has too many digits, alone or combined with the schema's other multipleOf")
         made["multipleOf"] = _json(value)
 
 
@@ -260,6 +260,6 @@ def count_of_properties(made: Mapping[str, Json]) -> None:
     if optional and (least > 0 or most is not None):
         if free or least > 1 or (most is not None and most - len(needed) != 1):
             path = "minProperties" if least > 0 else "maxProperties"
-            raise Unusable((path,), "is supported where all named properties are required, or one of them is wanted")
+            raise Unusable((path,), "is supported only if all named properties are required, or exactly one of them")
     elif free and least > 1:
-        raise Unusable(("minProperties",), "is supported up to one property that the schema does not name")
+        raise Unusable(("minProperties",), "may ask for at most one property that the schema does not name")

@@ -145,7 +145,7 @@ class _Reader:
         if max(least, most) > MAX_COUNT:
             raise PatternError(f"{found[1]} repeats more than {MAX_COUNT} times")
         if least > most:
-            raise PatternError(f"{found[1]} has its numbers the wrong way round")
+            raise PatternError(f"{found[1]} has its larger number first")
         return found[1]
 
     def _atom(self) -> str:
@@ -178,7 +178,7 @@ class _Reader:
                 self._at += 1
                 right = self._member(begin)
                 if isinstance(left, str) or isinstance(right, str) or left > right:
-                    raise PatternError(f"the class at character {begin} has a range without order")
+                    raise PatternError(f"the class at character {begin} has a range that ends before it begins")
                 items.append(f"{_character(left)}-{_character(right)}")
             else:
                 items.append(left if isinstance(left, str) else _character(left))
@@ -236,7 +236,7 @@ class _Reader:
         if found[3]:
             self._at = found.end(2)
         if 0xD800 <= point < 0xE000 or point > 0x10FFFF:
-            raise PatternError(f"\\{found[0]} is no character")
+            raise PatternError(f"\\{found[0]} is not a character")
         return point
 
     def _join(self, branches: list[list[_Piece]], before: str | None, behind: str | None) -> str:

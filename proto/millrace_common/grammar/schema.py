@@ -236,12 +236,12 @@ class _Normal:
             lengths = f"{names.get('minLength', 0)},{names.get('maxLength', '')}"
             by_pattern[keywords.LlguidancePattern(f"^(?:(?s:.{{{lengths}}}))$")] = other
             return False
-        raise Refused(where, "only enum, const, or beside no properties a pattern, a format or lengths are supported")
+        raise Refused(where, "may have enum or const; without properties also pattern, format or lengths")
 
     def _target(self, made: Mapping[str, Json], at: str) -> tuple[Json, str]:
         """What a reference in our form stands for, as the client wrote it."""
-        said = next(said for said, key in self._keys.items() if made["$ref"] == f"#/$defs/{key}")
-        return self._resolve(said, at), said
+        pointer = next(pointer for pointer, key in self._keys.items() if made["$ref"] == f"#/$defs/{key}")
+        return self._resolve(pointer, at), pointer
 
     def _combine(self, given: Mapping[str, Json], made: JsonObject, at: str) -> None:
         if "$ref" in given:
@@ -287,25 +287,25 @@ class _Normal:
             raise Refused(below(at, key), "must be an object of schemas")
         return {name: self._schema(item, below(at, key, name)) for name, item in items.items()}
 
-    def _reference(self, said: Json, at: str) -> str:
-        target = self._resolve(said, at)
-        if said not in self._keys:
-            self._keys[said] = str(len(self._keys))
-            self._pending.append((self._keys[said], target, said))
-        return f"#/$defs/{self._keys[said]}"
+    def _reference(self, pointer: Json, at: str) -> str:
+        target = self._resolve(pointer, at)
+        if pointer not in self._keys:
+            self._keys[pointer] = str(len(self._keys))
+            self._pending.append((self._keys[pointer], target, pointer))
+        return f"#/$defs/{self._keys[pointer]}"
 
-    def _resolve(self, said: Json, at: str) -> Json:
-        if not isinstance(said, str) or (said != "#" and not said.startswith("#/")):
+    def _resolve(self, pointer: Json, at: str) -> Json:
+        if not isinstance(pointer, str) or (pointer != "#" and not pointer.startswith("#/")):
             raise Refused(at, "only references into the same schema, which begin with #/, are supported")
         target = self._document
-        for step in urllib.parse.unquote(said).split("/")[1:]:
+        for step in urllib.parse.unquote(pointer).split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
             if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
                 target = target[int(name)]
             elif isinstance(target, dict) and name in target:
                 target = target[name]
             else:
-                raise Refused(at, f"there is no {said}")
+                raise Refused(at, f"there is no {pointer}")
         return target
 
 

@@ -16,7 +16,7 @@ def problem(kind: str, text: str) -> str:
     """The fault of the text as the end of a sentence; empty: none found."""
     size, most = len(text.encode(errors="replace")), MAX_BYTES[kind]
     if not 1 <= size <= most:
-        return f"it has {size} bytes; 1 to {most} are allowed"
+        return f"it has {size} bytes; it must have 1 to {most}"
     if kind != JSON_SCHEMA:
         return ""
     try:

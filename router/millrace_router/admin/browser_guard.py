@@ -25,10 +25,10 @@ def check(method: str, headers: Headers, names: Collection[str]) -> None:
     """Raise INVALID_ARGUMENT for what a page of another site may have sent. `names`: further ones of this host."""
     host = headers.get("host", "")
     if host and not _is_ours(host, names):
-        raise _refused("host", f"is no address, nor localhost, nor a name of this host or in {', '.join(ZONES)}")
+        raise _refused("host", f"must be an address, localhost, a name of this host, or a name in {', '.join(ZONES)}")
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2] != host:
-        raise _refused("origin", "is another site's")
+        raise _refused("origin", "must name this server, not another site")
     if method not in ("GET", "HEAD") and headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
         raise _refused("content-type", f"must be {JSON}, also without a body")
 

@@ -106,7 +106,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
     ) -> pb.ExplainRequestResponse:
         decisions = self._registry.placer.decisions_of(request.request_id)
         if not decisions:
-            text = f"no placement of request {cut(request.request_id)!r} is remembered"
+            text = f"there is no placement of request {cut(request.request_id)!r}: ask the other routers"
             raise MillraceError(Reason.NOT_FOUND, text, param="request_id")
         return pb.ExplainRequestResponse(placements=map(_explained, decisions))
 
@@ -115,7 +115,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
         for worker in self._registry.workers.values():
             if name and name in (worker.address, worker.target.name, worker.target.key, worker.info.worker_id):
                 return worker
-        raise MillraceError(Reason.NOT_FOUND, f"no worker at {cut(name)!r}", param="address")
+        raise MillraceError(Reason.NOT_FOUND, f"there is no worker at {cut(name)!r}", param="address")
 
     def _reachable(self, names: Iterable[str]) -> list[Worker]:
         """The named workers, in any state; without names, all reachable ones."""

@@ -1,4 +1,4 @@
-"""An answer as a list of blocks (thoughts, texts, calls), each of which begins, grows and ends, one after the other.
+"""An answer as a list of blocks (reasoning, texts, calls), each of which begins, grows and ends, one after the other.
 
 Chat sends new parts of one message; the newer APIs tell where each part begins and ends, and begin and end with the
 whole message.
@@ -21,7 +21,7 @@ from millrace_router.text.message import ParsedOutput
 
 
 class Kind(enum.Enum):
-    THOUGHTS = enum.auto()
+    REASONING = enum.auto()
     TEXT = enum.auto()
     CALL = enum.auto()
 
@@ -61,7 +61,7 @@ class ContentBlocks:
 
     def push(self, parsed: ParsedOutput, last: bool) -> Iterator[Change]:
         """What `parsed` changes; after the last one no block is open. Run it to its end."""
-        yield from self._write(Kind.THOUGHTS, parsed.thoughts)
+        yield from self._write(Kind.REASONING, parsed.reasoning)
         for part in parsed.parts:
             if isinstance(part, str):
                 yield from self._write(Kind.TEXT, part)
@@ -103,11 +103,11 @@ class BlockForm(ABC):
 
     keep_alive: bytes
 
-    def __init__(self, answer: Answer, reading: Reading, shows_thoughts: bool = True) -> None:
+    def __init__(self, answer: Answer, reading: Reading, shows_reasoning: bool = True) -> None:
         self.answer = answer
         self.reading = reading
         self.blocks = ContentBlocks()
-        self._shows_thoughts = shows_thoughts
+        self._shows_reasoning = shows_reasoning
 
     def whole(self, deltas: Sequence[Delta]) -> JsonObject:
         for delta in deltas:
@@ -138,6 +138,6 @@ class BlockForm(ABC):
 
     def _read(self, delta: Delta) -> list[Change]:
         parsed = self.reading.read(delta)
-        if not self._shows_thoughts:
-            parsed.thoughts = ""
+        if not self._shows_reasoning:
+            parsed.reasoning = ""
         return list(self.blocks.push(parsed, last=bool(delta.finish_reason)))

@@ -17,7 +17,7 @@ class Reading:
     def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._thinking = answer.thinking and tokenizer.format.reasons
-        self._before = 0  # tokens before the first thoughts, such as <think>
+        self._before = 0  # tokens before the first reasoning, such as <think>
         self.latest: Delta
         self.cached_tokens = self.reasoning_tokens = 0
         self.called = False
@@ -32,8 +32,8 @@ class Reading:
         self.latest, self.cached_tokens = delta, max(self.cached_tokens, delta.cached_tokens)
         parsed = delta.parsed
         self.called = self.called or bool(parsed.calls)
-        if self._thinking or parsed.thoughts:
-            ended = self._tokenizer.thoughts_end(delta.token_ids)
+        if self._thinking or parsed.reasoning:
+            ended = self._tokenizer.reasoning_end(delta.token_ids)
             self.reasoning_tokens += self._before + (len(delta.token_ids) if ended is None else ended)
             self._before, self._thinking = 0, ended is None
         elif not self.reasoning_tokens:

@@ -32,7 +32,7 @@ def of_pod(pod: Object, config: KubernetesConfig) -> list[Target]:
     entries = [entry for container in spec.get("containers", ()) for entry in container.get("ports") or ()]
     port = _port(entries, config.port, "containerPort")
     if port is None:
-        log.warning("pod %s has no port named %r", meta["name"], config.port)
+        log.warning("pod %s has no port named %r (kubernetes.port)", meta["name"], config.port)
         return []
     topology = {ours: labels[theirs] for ours, theirs in config.topology.items() if theirs in labels}
     topology = {"host": spec.get("nodeName", ""), **topology}
@@ -49,7 +49,7 @@ def is_leader(labels: dict[str, str], leader: str) -> bool:
 def of_slice(slice: Object, config: KubernetesConfig) -> list[Target]:
     port = _port(slice.get("ports") or (), config.port, "port")
     if port is None:
-        log.warning("EndpointSlice %s has no port named %r", slice["metadata"]["name"], config.port)
+        log.warning("EndpointSlice %s has no port named %r (kubernetes.port)", slice["metadata"]["name"], config.port)
         return []
     role, revision = _pool(slice["metadata"].get("labels") or {})  # labels of the Service
     targets = []

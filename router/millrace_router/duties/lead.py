@@ -57,7 +57,7 @@ class Lead:
             try:
                 await self.tick()
             except Exception:  # garbage of a worker's, or a fault of ours: the duties would never change again
-                log.exception("the duties of flexible workers could not be decided")
+                log.exception("cannot decide the duties of flexible workers")
 
     async def tick(self) -> None:
         workers = self._fleet()
@@ -134,7 +134,7 @@ class Lead:
         try:
             await reply(worker.control.SetDuty(request, timeout=ANSWER_S))
         except MillraceError as error:  # the next look tries again
-            log.warning("%s did not take its duty: %s", worker.address, error)
+            log.warning("cannot set the duty of %s: %s", worker.address, error)
         else:
             self._metrics.duty_changes.labels(before, duty_name(duty)).inc()
 

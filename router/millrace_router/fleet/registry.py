@@ -116,10 +116,10 @@ class Registry:
             return why
         if any(worker.epoch in (pair.source, pair.worker) for pair in self.warmups.ready):
             if self._serves(worker):
-                return "no partner of it is routable"
+                return "no worker to pair with is routable"
             name = self.model.model
             other = worker.info.model != name
-            return f"{name!r} is served, not its model" if other else f"{name!r} is served, of other weights than its"
+            return f"{name!r} is served, not its model" if other else f"{name!r} is served with other weights"
         return self.warmups.why_not(worker.epoch)
 
     @property

@@ -51,7 +51,7 @@ class Ask:
     grammar: common_pb2.Grammar | None = None
     calls: Calls | None = None  # tool calls that must be right; they become the grammar
     stop: Sequence[str] = ()
-    message: bool = False  # the answer to a chat is told as thoughts, content and calls; else as a plain text
+    message: bool = False  # the answer to a chat is told as reasoning, content and calls; else as a plain text
     n: int = 1
     priority: int = 0
     request_id: str = ""

@@ -53,7 +53,7 @@ class Bodies:
             (self._of[tenant], self._most_by_tenant, tenant),
         ):
             if have + more > most:
-                text = f"the requests of {whose} that are being received have {most} bytes, which is the limit"
+                text = f"bodies of {whose} that are being received have {most} bytes, the limit"
                 raise MillraceError(Reason.OVERLOADED, text)
         self._held += more
         self._of[tenant] += more

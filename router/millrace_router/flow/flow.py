@@ -354,5 +354,5 @@ _TWO_SIDED = frozenset(
 
 def _no_room(routable: bool) -> MillraceError:
     if routable:
-        return MillraceError(Reason.OVERLOADED, "no worker had room in time")
+        return MillraceError(Reason.OVERLOADED, "no worker had capacity in time")
     return MillraceError(Reason.NO_WORKERS, "no pair of prefill and decode workers is ready")

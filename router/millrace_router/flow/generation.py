@@ -54,11 +54,11 @@ class Backend:
 
 
 @dataclass(slots=True)
-class Begun:
-    """The weights that have begun the answer to a request: all its continuations are of the same. Empty: none yet."""
+class AnswerWeights:
+    """The weights that an answer began with: every further token is of the same. Empty: none yet."""
 
     weights: str = ""
-    version: str = ""  # of these
+    version: str = ""  # of `weights`
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Job:
     received: float  # on the event loop's clock
     deadline: float | None
     tenant: Tenant
-    begun: Begun  # of the request
+    answer: AnswerWeights  # of the request
     session_id: str = ""
     least_outputs: int = 0  # tokens that the answer gets in any case
 
@@ -88,7 +88,7 @@ class Generation:
         self.room = secrets.randbits(64) or 1
         self.cached_tokens = 0
         self.drafted_tokens = 0  # of all attempts that have ended
-        self.accepted_tokens = 0  # of these
+        self.accepted_tokens = 0  # of drafted_tokens
         self.tokens_at: float | None = None  # when the first token arrived
         self.flow = Flow(
             timeouts=config.timeouts,
@@ -170,8 +170,8 @@ class Generation:
             slo=self.slo,
             least=max(job.least_outputs - len(flow.outputs), 0),
             avoid=self._avoid,
-            weights=job.begun.weights,
-            version=job.begun.version,
+            weights=job.answer.weights,
+            version=job.answer.version,
             session=job.session_id,
             pages=registry.placer.indexes.blocks(token_ids, page_size, self._cache_salt),
             page_size=page_size,
@@ -261,10 +261,10 @@ class Generation:
 
     def begins(self) -> bool:
         """The first token has come. False: another continuation of the request has begun with other weights."""
-        begun = self.job.begun
-        if not begun.weights:
-            begun.weights, begun.version = self._weights, self.version
-        return begun.weights == self._weights
+        answer = self.job.answer
+        if not answer.weights:
+            answer.weights, answer.version = self._weights, self.version
+        return answer.weights == self._weights
 
     def heard(self, sub: SubRequest) -> None:
         """A sub-request's first output."""
@@ -366,7 +366,7 @@ class _LinkedSubRequest:
         if generation.tokens_at is None and out.token_ids:
             if not generation.begins():
                 self._link.abort(generation.room, self.attempt, "other weights")
-                self.on_failure(MillraceError(Reason.EPOCH_CHANGED, "the answer has begun with other weights"))
+                self.on_failure(MillraceError(Reason.EPOCH_CHANGED, "the answer began with other weights"))
                 return
             generation.tokens_at = now
             generation.cached_tokens = out.cached_tokens

@@ -47,7 +47,7 @@ class Turns:
             return
         line = self._waiting.setdefault(tenant, deque())
         if len(line) >= self._most_waiting:
-            message = f"{len(line)} grammars of this tenant wait to be compiled"
+            message = f"{len(line)} grammars of this tenant wait to be compiled, the limit"
             raise MillraceError(Reason.QUEUE_FULL, message)
         turn = asyncio.get_running_loop().create_future()
         line.append(turn)

@@ -22,7 +22,7 @@ from millrace_rpc.errors import MillraceError
 from millrace_router.flow import validate
 from millrace_router.flow.ask import Ask, Chat, Prompt
 from millrace_router.flow.bodies import Bodies
-from millrace_router.flow.generation import Backend, Begun, Generation, Job
+from millrace_router.flow.generation import AnswerWeights, Backend, Generation, Job
 from millrace_router.flow.grammars import RequestGrammars
 from millrace_router.flow.metrics import observe_generation
 from millrace_router.flow.rounds import Rounds
@@ -41,7 +41,7 @@ class Answer:
     request_id: str
     model: str
     prompt_tokens: int
-    thinking: bool  # the prompt ends inside the model's thoughts
+    thinking: bool  # the prompt ends inside the model's reasoning
     stream: Stream
     ignored: Mapping[str, str] = field(default_factory=dict)  # of the request, as in `Chat`
 
@@ -81,7 +81,7 @@ class Inference:
         route = tracer.begin("route", span.traceparent, received)
         route.end(asyncio.get_running_loop().time(), {"millrace.prompt_tokens": len(token_ids)})
         stream = Stream(lambda error: self._ended(stream, api, who.tenant, span, error), unread, self._rounds)
-        begun, thinking = Begun(), self.tokenizer.thinking(token_ids)
+        answer, thinking = AnswerWeights(), self.tokenizer.thinking(token_ids)
         for i, place in enumerate(places):
             job = Job(
                 token_ids=token_ids,
@@ -91,7 +91,7 @@ class Inference:
                 received=received,
                 deadline=None if ask.timeout_s is None else received + ask.timeout_s,
                 tenant=who.tenant,
-                begun=begun,
+                answer=answer,
                 session_id=ask.session_id,
                 least_outputs=_least_outputs(ask, sampling),
             )
@@ -129,7 +129,7 @@ class Inference:
         ask = await self._grammars.settle(ask, self.tokenizer.added_token, tenant.name)
         token_ids = await self.tokenize(ask.prompt, model, ask.large)
         sampling = validate.fit(ask, len(token_ids), model)
-        self.tokenizer.behind_thoughts(sampling, token_ids)
+        self.tokenizer.after_reasoning(sampling, token_ids)
         passed = asyncio.get_running_loop().time() - received
         tokens = ask.n * (len(token_ids) + sampling.max_tokens)
         tenant.check(time.monotonic(), ask.n, tokens)  # others came meanwhile

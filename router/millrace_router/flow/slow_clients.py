@@ -24,7 +24,7 @@ _ending: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task
 
 def lose(stream: Stream, limit_s: float) -> MillraceError:
     """End a stream of which nothing was taken for so long: its workers are free, and it counts as SLOW_CLIENT."""
-    error = MillraceError(Reason.SLOW_CLIENT, f"the client has taken nothing of its stream for {limit_s:g} s")
+    error = MillraceError(Reason.SLOW_CLIENT, f"the client has read nothing of its stream for {limit_s:g} s")
     log.info("the router ends a stream: %s", error.message)
     stream.close(error)
     return error

@@ -55,7 +55,7 @@ def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], config
     if ask.timeout_s is not None and math.isnan(ask.timeout_s):
         raise invalid("timeout_s", f"must be a number of seconds, not {ask.timeout_s}")
     if ask.timeout_s is not None and ask.timeout_s <= 0:
-        text = "the deadline had passed when the request arrived"
+        text = "the deadline had passed when the request arrived: raise timeout_s"
         raise MillraceError(Reason.DEADLINE_EXCEEDED, text, param="timeout_s")
 
 
@@ -64,7 +64,7 @@ def check_model(name: str, names: Collection[str]) -> None:
     if name and name not in names:
         raise FieldError(
             "model",
-            f"{cut(name)!r} is not served here; {', '.join(map(repr, names))} is",
+            f"{cut(name)!r} is not served here; use {' or '.join(map(repr, names))}",
             reason=Reason.MODEL_NOT_FOUND,
         )
 
@@ -106,7 +106,7 @@ def check_text_length(text: str, longest_token: int, model: worker_pb2.WorkerInf
 
 def check_size(size: int, most: int) -> None:
     if size > most:
-        message = f"the request has {size} bytes, the limit is {most}"
+        message = f"the request has {size} bytes; the limit is {most}"
         raise MillraceError(Reason.MESSAGE_TOO_LARGE, message)
 
 
@@ -136,13 +136,13 @@ def _check_tools(tools: Sequence[Tool]) -> None:
     names = set()
     for tool in tools:
         if tool.name in names:
-            raise invalid((*tool.path, "name"), f"{cut(tool.name)!r} is there already")
+            raise invalid((*tool.path, "name"), f"{cut(tool.name)!r} is used by another tool")
         names.add(tool.name)
 
 
 def _check_ignored(ignored: Mapping[str, str]) -> None:
     for where, kind in ignored.items():  # in the names of the client's API
-        message = f"{where}.type {cut(kind)!r} is not supported, and strict_tools is set"
+        message = f"{where}.type {cut(kind)!r} is not supported; remove it, or set strict_tools=false to ignore it"
         raise MillraceError(Reason.INVALID_ARGUMENT, message, param=f"{where}.type")
 
 
@@ -153,9 +153,9 @@ def _check_constrained(ask: Ask, model: worker_pb2.WorkerInfo) -> None:
             continue
         kind = grammar.WhichOneof("kind")
         if kind is None:
-            raise invalid("grammar", "has no kind")
+            raise invalid("grammar", "needs a kind: json_schema or regex")
         if kind == grammar_text.LARK or grammar.marks or grammar.forbidden_before:
-            raise invalid("grammar", "must be a json_schema or a regex; what else it can be is for routers")
+            raise invalid("grammar", "must be a json_schema or a regex; only routers make other kinds")
         if problem := grammar_text.problem(kind, getattr(grammar, kind)):
             raise invalid("grammar", f"has a {kind} that cannot be used: {problem}")
         if grammar.HasField("after_token_id"):

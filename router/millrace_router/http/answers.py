@@ -162,7 +162,7 @@ async def read_body(
             async with asyncio.timeout_at(body_deadline(begun, 0, pace)) as limit:
                 await receive(lambda: limit.reschedule(body_deadline(begun, len(body), pace)))
         except TimeoutError:
-            slow = f"came with fewer than {BYTES_PER_S} bytes/s"
+            slow = f"came slower than {BYTES_PER_S} bytes/s"
             text = f"the body was not complete after {pace.timeout:g} s, or {slow}"
             raise MillraceError(Reason.DEADLINE_EXCEEDED, text) from None
     data = bytes(body)

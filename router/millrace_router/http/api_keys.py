@@ -99,9 +99,9 @@ class Keys:
             )
         tenant = self._file.get().get(_sha256(key.strip()))
         if self._file.error and not self._keep:
-            raise MillraceError(Reason.NOT_READY, "the router's file of API keys cannot be used")
+            raise MillraceError(Reason.NOT_READY, "the router cannot use its file of API keys: its log says why")
         if tenant is None:
-            raise MillraceError(Reason.UNAUTHENTICATED, "this API key is not known")
+            raise MillraceError(Reason.UNAUTHENTICATED, "the API key is unknown: send a valid one")
         return tenant
 
     @property

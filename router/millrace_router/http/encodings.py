@@ -22,7 +22,7 @@ def decoded(body: bytes, content_encoding: str, most: int) -> bytes:
     if not codings:
         return body
     if len(codings) > 1 or codings[0] not in CODINGS:
-        message = f"the body's content-encoding {cut(', '.join(codings))} is not supported; {' and '.join(CODINGS)} are"
+        message = f"the body's content-encoding {cut(', '.join(codings))} is not supported; use {' or '.join(CODINGS)}"
         raise MillraceError(Reason.UNSUPPORTED_ENCODING, message)
     stream = zlib.decompressobj(_window(body, codings[0]))
     try:
@@ -30,9 +30,7 @@ def decoded(body: bytes, content_encoding: str, most: int) -> bytes:
     except zlib.error as error:
         raise MillraceError(Reason.INVALID_ARGUMENT, f"the body is not valid {codings[0]}: {error}") from error
     if len(text) > most:
-        raise MillraceError(
-            Reason.MESSAGE_TOO_LARGE, f"the request has more than {most} bytes, the limit, when decoded"
-        )
+        raise MillraceError(Reason.MESSAGE_TOO_LARGE, f"the decoded body has more than {most} bytes, the limit")
     if not stream.eof or stream.unused_data:
         where = "goes on after" if stream.eof else "ends before"
         raise MillraceError(

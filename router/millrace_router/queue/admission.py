@@ -129,7 +129,7 @@ class Admission:
             raise MillraceError(Reason.DRAINING, "the router is shutting down")
         over = len(self) + tickets - self._size
         if over > 0 and self._queue.victims(place, tickets, over) is None:
-            message = f"the queue holds {len(self)} of at most {self._size} requests"
+            message = f"the queue is full: {len(self)} requests wait, the limit is {self._size}"
             raise MillraceError(Reason.QUEUE_FULL, message, retry_after_s=self.drained_in())
 
     def make_room(self, tickets: int, place: Place, tokens: int, left_s: float | None) -> None:
@@ -139,7 +139,7 @@ class Admission:
         self.check_room(tickets, place)
         wait = self.wait_of(place, tokens)
         if left_s is not None and wait is not None and wait > left_s:
-            message = f"about {wait:.1f} s would pass in the queue, and the deadline is in {left_s:.1f} s"
+            message = f"the wait would be about {wait:.1f} s, but the deadline is in {left_s:.1f} s"
             raise MillraceError(Reason.DEADLINE_TOO_SHORT, message, retry_after_s=_bounded(wait - left_s))
         if wait is not None and wait > self._longest_s:
             raise _too_late(wait, self._longest_s)
@@ -254,7 +254,7 @@ class Admission:
 
 
 def _too_late(wait: float, allowed: float) -> MillraceError:
-    message = f"about {wait:.1f} s would pass in the queue, and {allowed:.3g} s are allowed"
+    message = f"the wait would be about {wait:.1f} s; the limit is {allowed:.3g} s"
     return MillraceError(Reason.QUEUE_FULL, message, retry_after_s=_bounded(wait - allowed))
 
 

@@ -59,11 +59,11 @@ def _whole(text: str) -> bool:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _unique(pairs: list[tuple[str, Json]]) -> JsonObject:
     value = dict(pairs)
     if len(value) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name is used twice")
     return value

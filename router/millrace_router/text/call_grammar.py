@@ -48,7 +48,7 @@ def call_grammar(calls: Calls, token_of: Callable[[str], int | None]) -> common_
     made = common_pb2.Grammar(lark=rules.grammar(calls))
     made.marks.extend(mark for mark in _MARKS[calls.style] if token_of(mark) is not None)
     if calls.style is Style.KIMI and (mark := token_of(KIMI.calls)) is not None:
-        made.forbidden_before.append(mark)  # there calls end the thoughts
+        made.forbidden_before.append(mark)  # there calls end the reasoning
     return made
 
 

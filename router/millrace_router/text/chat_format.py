@@ -58,8 +58,8 @@ class ChatFormat:
     reasons: bool = False
 
     @property
-    def ends_thoughts(self) -> tuple[str, ...]:
-        """What ends a model's thoughts besides </think>."""
+    def ends_reasoning(self) -> tuple[str, ...]:
+        """What ends a model's reasoning besides </think>."""
         return (KIMI.calls,) if self.style is Style.KIMI else ()
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What a model says, apart into thoughts, content and tool calls."""
+"""What a model says, apart into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from millrace_router.text.chat_format import ChatFormat
 from millrace_router.text.markers import StopMatcher
 from millrace_router.text.reasoning import ReasoningParser
 
-Part = str | CallDelta  # of what follows the thoughts
+Part = str | CallDelta  # of what follows the reasoning
 
 
 @dataclass(slots=True)
 class ParsedOutput:
-    """New thoughts, content and parts of calls. Without calls it costs little: that is nearly every token."""
+    """New reasoning, content and parts of calls. Without calls it costs little: that is nearly every token."""
 
-    thoughts: str = ""
+    reasoning: str = ""
     text: str = ""  # the content; a plain text is nothing else
     calls: Sequence[CallDelta] = ()
     order: Sequence[Part] = ()  # of text and calls, if there are calls
 
     @classmethod
-    def of(cls, thoughts: str, parts: Sequence[Part]) -> ParsedOutput:
+    def of(cls, reasoning: str, parts: Sequence[Part]) -> ParsedOutput:
         text = "".join([part for part in parts if isinstance(part, str)])
         calls = [part for part in parts if isinstance(part, CallDelta)]
-        return cls(thoughts, text, calls, parts) if calls else cls(thoughts, text)
+        return cls(reasoning, text, calls, parts) if calls else cls(reasoning, text)
 
     @property
     def parts(self) -> Sequence[Part]:
@@ -38,9 +38,9 @@ def joined(parsed: Sequence[ParsedOutput]) -> ParsedOutput:
     """One after the other, with one part for each text and each call."""
     if len(parsed) == 1:
         return parsed[0]
-    thoughts = "".join([one.thoughts for one in parsed])
+    reasoning = "".join([one.reasoning for one in parsed])
     parts = [part for one in parsed for part in one.parts if part]
-    return ParsedOutput.of(thoughts, [_one(list(run)) for _, run in itertools.groupby(parts, _call_index)])
+    return ParsedOutput.of(reasoning, [_one(list(run)) for _, run in itertools.groupby(parts, _call_index)])
 
 
 def _call_index(part: Part) -> int | None:
@@ -57,8 +57,8 @@ class MessageParser:
     """Text deltas to parts of a message, whatever the cuts: reasoning first, then tool calls in the rest."""
 
     def __init__(self, form: ChatFormat, *, thinking: bool, offer: Offer | None) -> None:
-        """The prompt has begun the thoughts; the model may call what is offered."""
-        self._reasoning = ReasoningParser(thinking, form.ends_thoughts) if form.reasons else None
+        """The prompt has begun the reasoning; the model may call what is offered."""
+        self._reasoning = ReasoningParser(thinking, form.ends_reasoning) if form.reasons else None
         self._tools: CallParser | None = form.style.parser(offer) if offer and form.style else None
 
     @classmethod
@@ -73,19 +73,19 @@ class MessageParser:
 
     def push(self, text: str, last: bool, cut: bool = False) -> ParsedOutput:
         """`last`: the output ends here, `cut`: by its length."""
-        thoughts = ""
+        reasoning = ""
         if self._reasoning is not None:
-            thoughts, text = self._reasoning.push(text)
+            reasoning, text = self._reasoning.push(text)
             if last:
                 more, rest = self._reasoning.flush()
-                thoughts, text = thoughts + more, text + rest
+                reasoning, text = reasoning + more, text + rest
         if self._tools is None:
-            return ParsedOutput(thoughts, text)
-        return ParsedOutput.of(thoughts, self._tools.push(text, last, cut))
+            return ParsedOutput(reasoning, text)
+        return ParsedOutput.of(reasoning, self._tools.push(text, last, cut))
 
 
 class ContentStop:
-    """Stop strings of the content. Thoughts and calls have none, and part the texts around them."""
+    """Stop strings of the content. Reasoning and calls have none, and split the texts around them."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._matcher = StopMatcher(stops)
@@ -97,8 +97,8 @@ class ContentStop:
     def push(self, parsed: ParsedOutput) -> ParsedOutput:
         """Return what may be shown now. After a match: what comes before it, and nothing more."""
         if not parsed.calls:
-            return ParsedOutput(parsed.thoughts, self._matcher.push(parsed.text))
-        return ParsedOutput.of(parsed.thoughts, [part for part in self._shown(parsed.parts) if part])
+            return ParsedOutput(parsed.reasoning, self._matcher.push(parsed.text))
+        return ParsedOutput.of(parsed.reasoning, [part for part in self._shown(parsed.parts) if part])
 
     def flush(self) -> ParsedOutput:
         """The output has ended: return the withheld rest."""

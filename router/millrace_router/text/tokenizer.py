@@ -67,7 +67,7 @@ class Tokenizer:
         vocabulary = tokenizer.get_vocab()
         self.format = ChatFormat.of(chat_template or "", vocabulary)
         self._think, self._think_end = self.added_token(THINK), vocabulary.get(THINK_END)
-        self._thought_ends = {vocabulary.get(text) for text in (THINK_END, *self.format.ends_thoughts)}
+        self._reasoning_ends = {vocabulary.get(text) for text in (THINK_END, *self.format.ends_reasoning)}
         for marker in markers.ALL:
             if marker in vocabulary:  # whether or not it is a special token, parsers want to see it
                 self._shown[vocabulary[marker]] = marker.encode()
@@ -129,7 +129,7 @@ class Tokenizer:
         INVALID_ARGUMENT when the template refuses. `arguments` are its own, for example `thinking` of DeepSeek V3.1.
         """
         if self._template is None:
-            raise FieldError("messages", "cannot be used: the model has no chat template")
+            raise FieldError("messages", "cannot be used: the model has no chat template; send a prompt instead")
         if self.format.style is Style.KIMI:
             messages = with_ids(messages)
         try:
@@ -146,7 +146,7 @@ class Tokenizer:
             )
         except REFUSALS as error:
             why = cut(str(error).replace(GUARD, ""), 300)
-            raise FieldError("messages", f"cannot be used: the chat template refused the messages: {why}") from error
+            raise FieldError("messages", f"are refused by the chat template: {why}") from error
 
     def _shown_as(self, turn: Mapping[str, Json]) -> JsonObject:
         role = "system" if turn["role"] == "developer" else turn["role"]
@@ -156,22 +156,22 @@ class Tokenizer:
         return shown
 
     def thinking(self, prompt: Sequence[int]) -> bool:
-        """Whether the output that follows the prompt begins inside the model's thoughts."""
+        """Whether the output that follows the prompt begins inside the model's reasoning."""
         if self._think is None:  # <think> is several tokens
             return self.decode(prompt[-8:]).rstrip().endswith(THINK)
         return next((i for i in reversed(prompt[-8:]) if self.token_bytes([i]).strip()), None) == self._think
 
-    def thoughts_end(self, ids: Sequence[int]) -> int | None:
-        """Number of output ids of the thoughts, their end mark included; None: the thoughts do not end here."""
-        return next((count for count, i in enumerate(ids, 1) if i in self._thought_ends), None)
+    def reasoning_end(self, ids: Sequence[int]) -> int | None:
+        """Number of output ids of the reasoning, its end mark included; None: it does not end here."""
+        return next((count for count, i in enumerate(ids, 1) if i in self._reasoning_ends), None)
 
     def added_token(self, text: str) -> int | None:
         """The id of the added token with this text; None: there is none."""
         token = self._hf.token_to_id(text)
         return token if token in self._added else None
 
-    def behind_thoughts(self, sampling: common_pb2.SamplingParams, prompt: Sequence[int]) -> None:
-        """Let a grammar, which is for the answer, begin after the thoughts that the prompt has begun."""
+    def after_reasoning(self, sampling: common_pb2.SamplingParams, prompt: Sequence[int]) -> None:
+        """Let a grammar, which is for the answer, begin after the reasoning that the prompt has begun."""
         given = not sampling.HasField("grammar") or sampling.grammar.HasField("after_token_id")
         if not given and self._think_end is not None and self.thinking(prompt):
             sampling.grammar.after_token_id = self._think_end
@@ -214,14 +214,14 @@ def _content(token: Json) -> str | None:
     """tokenizer_config.json writes a token as its text or as an object with it."""
     text = token.get("content") if isinstance(token, dict) else token
     if text is not None and not isinstance(text, str):
-        raise ConfigError(f"model: {CONFIG} has a token that is no text: {text!r}")
+        raise ConfigError(f"model: {CONFIG} has a token that is not text: {text!r}")
     return text
 
 
 def _compile(source: Json, names: Mapping[str, str]) -> LimitedTemplate:
     """Raises jinja2.TemplateError for a template that fails with the shortest chat, or is TooMuch with a longer one."""
     if not isinstance(source, str):
-        raise ConfigError(f"model: the chat template is no text but {type(source).__name__}")
+        raise ConfigError(f"model: the chat template must be text, not {type(source).__name__}")
     environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=EXTENSIONS)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -50,7 +50,7 @@ class OrAuto:
 
 
 class Limits(Config):
-    num_pages: Annotated[int, Field(ge=2)] | Literal["auto"]  # of the KV pool, the null page included; auto: what fits
+    num_pages: Annotated[int, Field(ge=2)] | Literal["auto"]  # KV pages, the null page included; auto: what fits
     max_model_len: int = Field(ge=2)  # tokens of one sequence, prompt and outputs
     page_size: int = Field(64, ge=1)  # tokens
     max_running: Annotated[int, OrAuto()] = Field(64, ge=1)  # sequences in one step
@@ -67,8 +67,8 @@ class Limits(Config):
     prefix_cache: bool = True
     # Of each rank for copies of cached pages in the host's memory; 0: none.
     host_cache_gib: Annotated[float, OrAuto()] = Field(0.0, ge=0)
-    disk_cache: Path | None = None  # a folder for copies of these; one user's workers may share it; survives restarts
-    disk_cache_gib: float = Field(100.0, gt=0)  # of that folder, all layouts together
+    disk_cache: Path | None = None  # folder for cached pages, which outlives restarts; one user's workers may share it
+    disk_cache_gib: float = Field(100.0, gt=0)  # size of that folder, all layouts together
     overlap: bool = True  # schedule step N+1 while step N runs
     # For debugging. canary: every page carries the hash of its tokens, checked before each step; poison: freed pages
     # are filled with NaN.
@@ -145,31 +145,31 @@ def _graphs(value: Json) -> Json:
         return {True: "on", False: "off"}[value]
     sizes = [one for one in value if type(one) is int and one > 0] if isinstance(value, list | tuple) else []
     if value not in ("auto", "on", "off") and (not sizes or len(sizes) < len(value)):
-        raise ValueError("auto, on, off, or a list of numbers of sequences of 1 or more")
+        raise ValueError("must be auto, on, off, or a list of batch sizes of at least 1")
     return value
 
 
 class Execution(Config):
     """A rank's use of its device."""
 
-    # auto: on CUDA devices; a list: on, for decode steps of so many sequences instead of those of engine/step/graphs.py
+    # auto: on CUDA devices; a list: numbers of sequences of a decode step, instead of those of engine/step/graphs.py
     graphs: Annotated[Literal["auto", "on", "off"] | tuple[int, ...], BeforeValidator(_graphs)] = "auto"
     # A step with at most this number of prompt tokens is a graph, except for attention. Decode rows come on top.
     # auto: 1,024 for each rank of a replica; up to there launches take longer than the work.
     chunk_graph_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    compile_max_batch: int = Field(0, ge=0)  # rows up to which torch.compile is applied to decode steps
-    kv_dtype: Literal["auto", "float8_e4m3fn", "bfloat16", "float16", "float32"] = "auto"  # auto: that of activations
-    # What attention consists of, where it is not to be the fastest: a form, and libraries in order of preference;
-    # decode and prompts take the first one each that has a kernel for them.
+    compile_max_batch: int = Field(0, ge=0)  # most rows of a decode step that torch.compile compiles; 0: off
+    kv_dtype: Literal["auto", "float8_e4m3fn", "bfloat16", "float16", "float32"] = "auto"  # auto: as `dtype`
+    # A form of attention, and libraries in order of preference; empty: the fastest. Decode and prompts each take the
+    # first library that has a kernel for them.
     attention: tuple[Form | Library, ...] = ()
-    memory_fraction: Annotated[float, OrAuto()] = Field(0.92, gt=0, le=1)  # of a CUDA device's memory, for this rank
+    memory_fraction: Annotated[float, OrAuto()] = Field(0.92, gt=0, le=1)  # share of the GPU's memory for this rank
     cache_dir: Path | None = None  # of compiled code; None: where libraries put it, and nothing is compiled ahead
     exchange: Literal["auto", "gather", "peer", "deepep"] = "auto"  # how rows reach the experts of other replicas
-    dense_tp: int = Field(0, ge=0)  # ranks that share a dense MLP; a divisor of tp, 1: every rank has all; 0: tp
+    dense_tp: int = Field(0, ge=0)  # ranks that share a dense MLP, a divisor of tp; 1: every rank has it whole; 0: tp
     # Slots of a rank and layer for more replicas of experts with many tokens; 0: experts stay where they are loaded.
     redundant_experts: Annotated[int, OrAuto()] = Field(0, ge=0)
-    random_weights: bool = False  # in the shapes of the checkpoint's config.json, which may stand alone
-    # Of random weights, for benchmarks: the probability that the first draft, the first two, … are accepted.
+    random_weights: bool = False  # random weights in the shapes of config.json, the only file that is needed
+    # Of random weights, for benchmarks: the probability that 1, 2 and 3 draft tokens are accepted.
     simulated_acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
 
     @property

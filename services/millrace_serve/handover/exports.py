@@ -39,7 +39,7 @@ PREFIX_ROOM = 0  # which no request has
 _END: dict[LeaseEnd, Failure | None] = {
     LeaseEnd.RELEASED: None,
     LeaseEnd.EXPIRED: Failure(Reason.KV_EXPIRED, "the lease of this attempt's pages expired"),
-    LeaseEnd.ABORTED: Failure(Reason.CANCELLED, "the reader gave the lease up before the last chunk"),
+    LeaseEnd.ABORTED: Failure(Reason.CANCELLED, "the decode worker released the lease before the last chunk"),
 }
 
 

@@ -47,7 +47,7 @@ def overwrite(old: Held, new: Held, name: str) -> None:
     before, after = dict(named_weights(old, name)), dict(named_weights(new, name))
     for key in before | after:
         if key not in before or key not in after or _form(before[key]) != _form(after[key]):
-            raise CheckpointError(f"{key} is stored in another form than that of the weights which are served")
+            raise CheckpointError(f"{key} is stored in another form than the loaded weights")
     for key, matrix in before.items():
         for target, source in zip(tensors(matrix), tensors(after[key]), strict=True):
             target.copy_(source)

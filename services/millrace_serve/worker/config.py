@@ -32,12 +32,12 @@ class EngineKind(enum.StrEnum):
 class WorkerTimeouts(Config):
     """Seconds."""
 
-    start: Seconds = Field(600.0, gt=0)  # until every rank is ready to warm up; later what a rank announces
-    warmup: Seconds = Field(120.0, gt=0)  # all warm-up requests of one call together
-    drain: Seconds = 30.0  # running work after SIGTERM
-    stall: Seconds = Field(5.0, gt=0)  # decode: silence of a Fetch stream, or a read that does not end
-    lease: Seconds = Field(30.0, gt=0)  # prefill: held pages since the importer's last message
-    idle: Seconds = Field(75.0, gt=0)  # of a connection to the metrics port
+    start: Seconds = Field(600.0, gt=0)  # until every rank is ready to warm up; later the time that a rank announces
+    warmup: Seconds = Field(120.0, gt=0)  # for all warm-up requests of one call
+    drain: Seconds = 30.0  # time for running work after SIGTERM
+    stall: Seconds = Field(5.0, gt=0)  # decode: silence of a Fetch stream, or time of one read
+    lease: Seconds = Field(30.0, gt=0)  # prefill: how long pages are held after the reader's last message
+    idle: Seconds = Field(75.0, gt=0)  # how long a connection to the metrics port may be idle
 
     @property
     def fetch_wait(self) -> float:
@@ -57,28 +57,28 @@ class WorkerTimeouts(Config):
 
 class WorkerConfig(Execution):
     role: Role = Role.DECODE
-    goal: Goal = Goal.BALANCED  # of the keys that are auto, on a GPU (plan/settings.py)
+    goal: Goal = Goal.BALANCED  # what auto keys favour on a GPU (plan/settings.py)
     host: str = "127.0.0.1"
     grpc_port: int = Field(0, ge=0, le=65535)  # 0: any free port
     metrics_port: int = Field(0, ge=0, le=65535)  # 0: any free port
-    health_port: int | None = Field(None, ge=0, le=65535)  # plain grpc.health.v1, beside that of the gRPC port
-    worker_id: str = ""  # stable over restarts; empty: the epoch
+    health_port: int | None = Field(None, ge=0, le=65535)  # port of plain grpc.health.v1; the gRPC port has it too
+    worker_id: str = ""  # name that outlives restarts; empty: the epoch
     engine: EngineKind = EngineKind.MODEL
     model: Path | None = None  # checkpoint folder
-    weights_root: Path | None = None  # SetWeights reads checkpoints below it only; none: the folder that has `model`
-    served_name: str = ""  # empty: the folder's name
+    weights_root: Path | None = None  # folder below which SetWeights may read; none: the folder that has `model`
+    served_name: str = ""  # model name in the APIs; empty: the folder's name
     limits: Limits  # max_model_len follows from the model unless it is set
     sim: SimSettings = SimSettings()
     dp: int = Field(1, ge=1)  # replicas
     tp: int = Field(1, ge=1)  # ranks of a replica
-    expert_tp: Annotated[bool, OrAuto()] = False  # a rank holds a part of every routed expert; dp = 1 only
+    expert_tp: Annotated[bool, OrAuto()] = False  # each rank holds a part of every routed expert; needs dp = 1
     device: Literal["cpu", "cuda"] = "cpu"
-    first_gpu: int = Field(0, ge=0)  # of those that this process sees: rank 0's; ranks take them in turn from it on
-    dtype: Literal["float32", "bfloat16"]  # of activations; float32 on a CPU unless it is set
-    cache_dir: Path = Path("~/.cache/millrace")  # of everything that is compiled (worker/caches.py)
+    first_gpu: int = Field(0, ge=0)  # index of rank 0's GPU among those that the process sees; the next ranks follow
+    dtype: Literal["float32", "bfloat16"]  # of activations; default: bfloat16 on a GPU, float32 on a CPU
+    cache_dir: Path = Path("~/.cache/millrace")  # folder of compiled kernels (worker/caches.py)
     launcher: Literal["local", "ray"] = "local"
     timeouts: WorkerTimeouts = WorkerTimeouts()
-    profile_dir: Path | None = None  # where torch.profiler's traces go; none: profiles are refused
+    profile_dir: Path | None = None  # folder for torch.profiler's traces; none: profiles are refused
     secret: Path | None = None  # file of the deployment's secret, the same on every router and worker
     tls: Tls | None = None  # of the gRPC port, and towards prefill workers; none: plain, like the metrics port
     tracing: Tracing = Tracing()
@@ -113,16 +113,16 @@ class WorkerConfig(Execution):
         if self.dtype == "float32" and (never := {"flash_mla", "flashinfer"} & {*self.attention}):
             raise ValueError(f"attention: {', '.join(sorted(never))} takes dtype=bfloat16, not float32")
         if self.limits.context_parallel_tokens and (self.dp == 1 or self.limits.context_parallel_tokens < 2 * self.dp):
-            raise ValueError("limits.context_parallel_tokens: needs dp > 1, and 2 tokens for each replica at least")
+            raise ValueError("limits.context_parallel_tokens: needs dp > 1 and at least 2 tokens per replica")
         if self.limits.host_cache_gib and self.tp > 1:
             raise ValueError(
                 f"limits.host_cache_gib: needs tp=1, not {self.tp}: all ranks of a replica have the same KV; use dp"
             )
         if self.secret is None and exposed(self.host, self.tls):
-            known = "or mutual TLS (tls.require_client_cert): others reach the gRPC port"
-            raise ValueError(f"secret: is needed with host={self.host}, {known}")
+            known = "or mutual TLS (tls.require_client_cert): other hosts reach the gRPC port"
+            raise ValueError(f"secret: required with host={self.host}, {known}")
         if self.limits.num_pages == "auto" and (self.device == "cpu" or self.engine is EngineKind.SIM):
-            raise ValueError("limits.num_pages: auto is for a model on a CUDA device")
+            raise ValueError("limits.num_pages: auto needs device=cuda and engine=model; set a number")
         return self
 
     @property
@@ -163,7 +163,7 @@ def setup_of(values: Mapping[str, Json], gpu: str) -> Setup | None:
 def _ranks(value: Json) -> int:
     """Raises ValueError."""
     if int(value) < 1:
-        raise ValueError(f"{value} ranks")
+        raise ValueError(f"{value} ranks: must be at least 1")
     return int(value)
 
 

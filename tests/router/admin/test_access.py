@@ -158,7 +158,7 @@ def test_a_method_has_its_own_callers_or_those_of_its_service(method: str, allow
 @pytest.mark.parametrize("key", ["admin", "admin_http"])
 def test_admin_ports_that_others_reach_need_a_secret(key: str) -> None:
     for address in ("0.0.0.0:50052", "[::]:0", "10.0.0.1:1"):
-        with pytest.raises(ValueError, match="secret: is needed with"):
+        with pytest.raises(ValueError, match="secret: required with"):
             RouterConfig.model_validate({"model": "m", key: address})
         assert RouterConfig.model_validate({"model": "m", key: address, "secret": "s"}).secret is not None
 

@@ -138,7 +138,7 @@ async def test_a_worker_that_is_lost_meanwhile_is_an_error(operate: Callable, pa
 
 
 BAD = [  # path, body, status, words
-    ("/drain/nowhere:1", b"", 404, "no worker at 'nowhere:1'"),
+    ("/drain/nowhere:1", b"", 404, "there is no worker at 'nowhere:1'"),
     ("/start_profile", b'{"worker": "a:1"}', 400, "StartProfilesRequest"),
     ("/drain/{worker}", b'{"timeout_s": -1}', 400, "timeout_s must be at least 0"),
     ("/start_profile", b"[]", 400, "StartProfilesRequest"),

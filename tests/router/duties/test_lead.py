@@ -146,7 +146,7 @@ async def test_a_worker_that_does_not_answer_is_told_again(cluster: Callable, ca
     deaf = made.workers[0]
     deaf.duty_failures.append("INTERNAL")
     await made.router._lead.tick()
-    assert "did not take its duty" in caplog.text and deaf.duty == UNSPECIFIED
+    assert "cannot set the duty of" in caplog.text and deaf.duty == UNSPECIFIED
     await tick(made)
     assert deaf.duty == BOTH
 

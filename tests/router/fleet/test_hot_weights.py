@@ -213,8 +213,8 @@ async def test_a_late_continuation_begins_with_the_weights_of_its_request(cluste
         worker.script.append(waits(go, after=0))
     both = asyncio.create_task(made.generate([1], timeout=60, n=2))
     await made.until(lambda: len(first.active) == len(second.active) == 1)
-    begun = generations(made)[0].job.begun
-    begun.weights, begun.version = "weights-a", "a"
+    answer = generations(made)[0].job.answer
+    answer.weights, answer.version = "weights-a", "a"
     late = next(one for one in generations(made) if one._links)
     late._weights = "weights-b"  # as if its worker had had them
     go.set()

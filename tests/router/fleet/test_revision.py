@@ -142,7 +142,7 @@ async def test_without_a_setting_the_workers_without_a_revision_come_first(sets:
     await both.routable(*new)
     await both.add(OLD, *old)
     await both.routable(*old)
-    assert "of other weights" in detail(both.made, new[0])
+    assert "with other weights" in detail(both.made, new[0])
 
 
 async def test_a_retry_goes_on_in_a_set_with_another_layout(sets: Callable) -> None:
@@ -219,7 +219,7 @@ async def test_names_of_the_model(sets: Callable) -> None:
     for name in ("tiny", "renamed", "chat", ""):
         assert (await both.made.generate([1], model=name)).error is None
     refused = (await both.made.generate([1], model="none")).error
-    assert refused.code() is grpc.StatusCode.NOT_FOUND and "'tiny', 'renamed', 'chat' is" in refused.details()
+    assert refused.code() is grpc.StatusCode.NOT_FOUND and "use 'tiny' or 'renamed' or 'chat'" in refused.details()
     models = (await both.made.http.get("/v1/models")).json()["data"]
     assert [model["id"] for model in models] == ["tiny", "renamed", "chat"]
     answer = await both.made.http.post("/v1/completions", json={"model": "chat", "prompt": [1], "max_tokens": 1})

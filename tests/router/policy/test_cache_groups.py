@@ -78,7 +78,7 @@ def test_the_file_of_the_secret(tmp_path: Path) -> None:
     assert read(path) == b"0123456789abcdef"
     assert read(None) == b""
     path.write_bytes(b" short \n")
-    with pytest.raises(OSError, match=f"secret: .* has 5 bytes; it needs {LEAST_BYTES} at least"):
+    with pytest.raises(OSError, match=f"secret: .* has 5 bytes; it must have at least {LEAST_BYTES}"):
         read(path)
 
 

@@ -302,7 +302,7 @@ def test_a_wait_beyond_the_limit_is_refused_until_it_is_short_enough() -> None:
     gate.enter(9, tokens=180)
     with pytest.raises(MillraceError) as caught:
         gate.queue.make_room(1, gate.queue.place(0), 30, None)
-    assert caught.value.reason is Reason.QUEUE_FULL and "60 s are allowed" in caught.value.message
+    assert caught.value.reason is Reason.QUEUE_FULL and "the limit is 60 s" in caught.value.message
     assert caught.value.retry_after_s == pytest.approx(10.0, abs=1.0)
 
 
@@ -407,7 +407,7 @@ def test_who_comes_to_wait_for_too_long_hears_what_is_left() -> None:
     gate.queue.pump()
     assert list(gate.refused) == ["late"] and gate.sizes[-1] == 1
     error = gate.refused["late"]
-    assert error.reason is Reason.QUEUE_FULL and "30 s are allowed" in error.message
+    assert error.reason is Reason.QUEUE_FULL and "the limit is 30 s" in error.message
     assert error.retry_after_s == pytest.approx(40), "70 s are left, and it would wait for 30 s more"
 
 

@@ -72,14 +72,14 @@ def test_the_pieces_do_not_matter(parts: list[str], cuts: list[int], data: st.Da
     expected = parse([text], style, **fields)
     assert parse(pieces_of(text, cuts), style, **fields) == expected
     assert parse(list(text), style, **fields) == expected
-    thoughts, shown, calls = expected
+    reasoning, shown, calls = expected
     assert {name for name, _ in calls} <= {*OFFER.names}
     if fields["offer"] is OFFER:
         for i, (_, arguments) in enumerate(calls):
             finished = not fields["cut"] or i + 1 < len(calls)
             assert isinstance(json.loads(arguments), dict) if finished else may_become_object(arguments)
     if "```" not in text:  # a code block's language is dropped
-        kept = [thoughts, shown, *itertools.chain.from_iterable(calls)]
+        kept = [reasoning, shown, *itertools.chain.from_iterable(calls)]
         assert sum(part.count("x") for part in kept) == text.count("x"), "nothing that the model wrote is lost"
 
 
@@ -93,9 +93,9 @@ def test_an_output_may_be_cut_anywhere(style: Style, offer: Any) -> None:
     assert [name for name, _ in called] == ["weather", "time", "time"]
     for at in range(len(whole)):
         said = parse([whole[:at]], style, offer=offer, cut=True)
-        thoughts, text, calls = said
+        reasoning, text, calls = said
         assert at % 5 or parse(list(whole[:at]), style, offer=offer, cut=True) == said
-        assert f"I ask.{THINK_END}".startswith(thoughts.removeprefix(THINK)) and len(calls) <= len(called)
+        assert f"I ask.{THINK_END}".startswith(reasoning.removeprefix(THINK)) and len(calls) <= len(called)
         assert calls[:-1] == called[: len(calls[:-1])], "finished ones"
         if calls:
             name, arguments = calls[-1]
@@ -160,8 +160,8 @@ def test_calls_that_a_template_shows_are_read_as_they_were(
 ) -> None:
     style = RENDERED[name][0]
     text = rendered(tokenizers[name], calls)
-    thoughts, said, read = parse(pieces_of(text, cuts), style)
-    assert (thoughts, said) == ("", "I look.")
+    reasoning, said, read = parse(pieces_of(text, cuts), style)
+    assert (reasoning, said) == ("", "I look.")
     assert [(name, json.loads(arguments)) for name, arguments in read] == calls
 
 

@@ -106,7 +106,7 @@ def prompt(tokenizer: Tokenizer, *messages: dict[str, Any], thinking: bool = Fal
 
 
 @pytest.mark.parametrize("thinking", [False, True])
-def test_v32_shows_turns_and_where_thoughts_begin(thinking: bool, v32: Tokenizer) -> None:
+def test_v32_shows_turns_and_where_reasoning_begins(thinking: bool, v32: Tokenizer) -> None:
     mark = THINK if thinking else THINK_END
     assert prompt(v32, USER, thinking=thinking) == f"{BOS}{ASKED}{mark}"
     assert prompt(v32, SYSTEM, USER, thinking=thinking) == f"{BOS}Be brief.{ASKED}{mark}"
@@ -140,7 +140,7 @@ def test_v32_shows_the_form_of_the_answer(v32: Tokenizer) -> None:
     assert shown == f'{BOS}{words}{{"type": "json_object"}}{ASKED}{THINK_END}'
 
 
-def test_thoughts_and_calls_of_every_api(v32: Tokenizer) -> None:
+def test_reasoning_and_calls_of_every_api(v32: Tokenizer) -> None:
     call = {"name": "weather", "arguments": '{"days": 2}'}
     chat = ChatRequest.model_validate({"messages": [
         USER, {"role": "assistant", "reasoning_content": "I ask.", "tool_calls": [{"id": "a", "function": call}]},
@@ -163,7 +163,7 @@ def test_thoughts_and_calls_of_every_api(v32: Tokenizer) -> None:
     assert one == two == three and f"{THINK}I ask.{THINK_END}\n\n<{DSML}function_calls>" in one
 
 
-def test_v32_thoughts_stay_behind_the_last_question(v32: Tokenizer) -> None:
+def test_v32_reasoning_stays_behind_the_last_question(v32: Tokenizer) -> None:
     agent = USER, CALLS, *RESULTS
     thought = f"{BOS}{ASKED}{THINK}I ask.{THINK_END}{CALLED}{TOLD}{THINK}"
     assert prompt(v32, *agent, thinking=True) == thought
@@ -306,8 +306,8 @@ def kimi(kind: str, name: str, text: str) -> str:
         ("KIMI_THINKING", "<think>I ask.</think>", "<think></think>"),
     ],
 )
-def test_kimi_shows_turns_calls_and_thoughts(form: str, agent: str, later: str, tmp_path: Path) -> None:
-    """`agent`: thoughts before a call that still has no answer. `later`: those of all before an answer."""
+def test_kimi_shows_turns_calls_and_reasoning(form: str, agent: str, later: str, tmp_path: Path) -> None:
+    """`agent`: reasoning before a call that still has no answer. `later`: those of all before an answer."""
     made = of_form(getattr(templates, form), tmp_path, *KIMI)
     turn = "<|im_assistant|>assistant<|im_middle|>"
     user = kimi("user", "user", "Weather?")

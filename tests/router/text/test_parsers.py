@@ -1,4 +1,4 @@
-"""Tool calls and thoughts in the formats of models: what comes out is the same however the text is cut."""
+"""Tool calls and reasoning in the formats of models: what comes out is the same however the text is cut."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def parse(
     offer: Offer | None = OFFER,
     cut: bool = False,
 ) -> tuple:
-    """(thoughts, text, calls). An empty last piece, as after a stop token, changes nothing."""
+    """(reasoning, text, calls). An empty last piece, as after a stop token, changes nothing."""
     parser = MessageParser(ChatFormat(style, reasons=True), thinking=thinking, offer=offer)
-    thoughts, text, calls = "", "", []
+    reasoning, text, calls = "", "", []
     for i, piece in enumerate([*pieces, ""]):
         said = parser.push(piece, last=i == len(pieces), cut=cut)
-        thoughts, text = thoughts + said.thoughts, text + said.text
+        reasoning, text = reasoning + said.reasoning, text + said.text
         for call in said.calls:
             if call.index == len(calls):
                 assert call.name
@@ -81,7 +81,7 @@ def parse(
             else:
                 assert call.index == len(calls) - 1 and not call.name and call.arguments
                 calls[-1] = calls[-1][0], calls[-1][1] + call.arguments
-    return thoughts, text, calls
+    return reasoning, text, calls
 
 
 @pytest.mark.parametrize("style", Style)
@@ -90,8 +90,8 @@ def parse(
 )
 def test_calls_are_read_beside_text_and_only_when_offered(style: Style, calls: list) -> None:
     written = FORMS[style](*calls)
-    thoughts, text, read = parse([written], style)
-    assert (thoughts, text) == ("", "")
+    reasoning, text, read = parse([written], style)
+    assert (reasoning, text) == ("", "")
     assert [(name, json.loads(arguments)) for name, arguments in read] == [(n, json.loads(a)) for n, a in calls]
     assert style is Style.V32 or read == calls, "arguments are what the model wrote"
     assert parse(["I look.\n\n" + written], style) == ("", "I look.\n\n", read)
@@ -234,9 +234,9 @@ END = dsml.PARAMETER_END
 def test_what_models_do_to_dsml(body: str, arguments: dict | None) -> None:
     call, good = f"{INVOKE}{body}{dsml.CALL_END}", f'{dsml.CALL} name="time">{dsml.CALL_END}'
     for pieces in ([f"{dsml.CALLS}{call}{good}{dsml.CALLS_END}"], list(f"{dsml.CALLS}{call}{good}{dsml.CALLS_END}")):
-        thoughts, text, calls = parse(pieces, Style.V32)
+        reasoning, text, calls = parse(pieces, Style.V32)
         assert calls.pop() == ("time", "{}")
-        assert (thoughts, text, [(name, json.loads(said)) for name, said in calls]) == (
+        assert (reasoning, text, [(name, json.loads(said)) for name, said in calls]) == (
             ("", call, []) if arguments is None else ("", "", [("weather", arguments)])
         )
 
@@ -263,7 +263,7 @@ def test_what_models_do_to_lists_of_dsml(output: str, text: str, calls: list) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "thinking", "thoughts", "answer"),
+    ("text", "thinking", "reasoning", "answer"),
     [
         ("Hello", False, "", "Hello"),
         (f"{THINK}\nSo.\n{THINK_END}\n\nHello \n", False, "So.", "Hello \n"),
@@ -278,26 +278,26 @@ def test_what_models_do_to_lists_of_dsml(output: str, text: str, calls: list) ->
         ("  hi", False, "", "  hi"),
     ],
 )
-def test_thoughts_end_at_their_mark(text: str, thinking: bool, thoughts: str, answer: str) -> None:
-    assert parse([text], thinking=thinking) == (thoughts, answer, [])
+def test_reasoning_ends_at_its_mark(text: str, thinking: bool, reasoning: str, answer: str) -> None:
+    assert parse([text], thinking=thinking) == (reasoning, answer, [])
 
 
-def test_a_call_inside_the_thoughts_is_a_thought() -> None:
+def test_a_call_inside_the_reasoning_is_a_thought() -> None:
     inside = v31(("weather", "{}"))
     assert parse([f"{inside}{THINK_END}{v3(('time', '{}'))}"], thinking=True) == (inside, "", [("time", "{}")])
 
 
-def test_a_call_ends_the_thoughts_of_kimi() -> None:
+def test_a_call_ends_the_reasoning_of_kimi() -> None:
     calls = kimi(("time", "{}"))
     assert parse([f"So.\n{calls}"], Style.KIMI, thinking=True) == ("So.", "", [("time", "{}")])
     assert parse([f"{THINK}So. {THINK_END}Hm.{calls}"], Style.KIMI) == ("So.", "Hm.", [("time", "{}")])
 
 
 @pytest.mark.parametrize("style", Style)
-def test_thoughts_and_text_are_told_as_soon_as_they_are_certain(style: Style) -> None:
+def test_reasoning_and_text_are_told_as_soon_as_they_are_certain(style: Style) -> None:
     parser = MessageParser(ChatFormat(Style.V31, reasons=True), thinking=True, offer=OFFER)
     said = [parser.push(piece, last=False) for piece in ("one", " two ", THINK_END, "three", CALLS[:3], "x")]
-    assert [s.thoughts for s in said] == ["one", " two", "", "", "", ""]
+    assert [s.reasoning for s in said] == ["one", " two", "", "", "", ""]
     assert [s.text for s in said] == ["", "", "", "three", "", CALLS[:3] + "x"]
     parser = parser_of(style, CERTAIN)
     whole = FORMS[style](("weather", WEATHER))
@@ -314,7 +314,7 @@ def parser_of(style: Style, offer: Offer = OFFER) -> MessageParser:
 
 
 @pytest.mark.parametrize("size", [1, 2, 99])
-def test_tokens_of_thoughts_are_counted_alike_however_the_output_is_cut(size: int, tmp_path: Path) -> None:
+def test_tokens_of_reasoning_are_counted_alike_however_the_output_is_cut(size: int, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, markers=(THINK, THINK_END)))
     ids = tokenizer._encode(f"{THINK}\nHm.{THINK_END}Yes", add_bos=False)
     parser = MessageParser(tokenizer.format, thinking=False, offer=None)
@@ -394,7 +394,7 @@ KIMI_THINKING = (
 )
 TWO = [("get_current_weather", BEIJING), ("get_current_weather", SHANGHAI)]
 
-OUTPUTS = {  # by name: (style, the prompt has begun the thoughts, the output, thoughts, text, calls)
+OUTPUTS = {  # by name: (style, the prompt has begun the reasoning, the output, reasoning, text, calls)
     "V3": (Style.V3, False, V3, "", "", TWO),
     "V3, with a text": (Style.V3, False, f"I look it up.\n{V3}", "", "I look it up.\n", TWO),
     "R1": (Style.V3, True, f"Two cities.\n</think>\n\n{V3}", "Two cities.", "", TWO),
@@ -408,7 +408,7 @@ OUTPUTS = {  # by name: (style, the prompt has begun the thoughts, the output, t
     "Kimi K2": (Style.KIMI, False, KIMI_K2, "", "", KIMI_CALLS),
     "Kimi K2, with a text": (Style.KIMI, False, f"I look it up.{KIMI_K2}", "", "I look it up.", KIMI_CALLS),
     "K2 Thinking": (Style.KIMI, True, f"Now?</think>Wait. {KIMI_K2}", "Now?", "Wait. ", KIMI_CALLS),
-    "K2 Thinking, within its thoughts": (
+    "K2 Thinking, within its reasoning": (
         Style.KIMI, True, KIMI_THINKING, "The user wants the weather.\nI should call it.", "", KIMI_CALLS[:1],
     ),
 }  # fmt: skip
@@ -420,8 +420,8 @@ def test_what_models_write(name: str, certain: bool) -> None:
     style, thinking, output, *expected = OUTPUTS[name]
     offer = Offer(NAMES, certain=certain)
     whole = parse([output], style, thinking=thinking, offer=offer)
-    thoughts, text, calls = whole
-    assert [thoughts, text, [(called, json.loads(arguments)) for called, arguments in calls]] == expected
+    reasoning, text, calls = whole
+    assert [reasoning, text, [(called, json.loads(arguments)) for called, arguments in calls]] == expected
     assert parse(list(output), style, thinking=thinking, offer=offer) == whole
     for at in range(1, len(output)):
         assert parse([output[:at], output[at:]], style, thinking=thinking, offer=offer) == whole

@@ -26,7 +26,7 @@ from router.harness import EOS, Cluster, events
 from router.scripted import HELLO, SCHEMA, TOOLS
 from router.text.test_parsers import FORMS, OFFER, WEATHER
 
-THOUGHTS, CONTENT, AFTER = "\nFirst the sky.\n", "\n\nI look.\nNow", "Done. Bye"
+REASONING, CONTENT, AFTER = "\nFirst the sky.\n", "\n\nI look.\nNow", "Done. Bye"
 CALLS = (("weather", WEATHER), ("time", "{}"))
 
 
@@ -34,7 +34,7 @@ class Form(NamedTuple):
     style: Style
     thinks: bool = False  # the model writes <think> itself
     kwargs: Mapping[str, bool] = types.MappingProxyType({})
-    begun: bool = True  # the prompt has begun the thoughts
+    begun: bool = True  # the prompt has begun the reasoning
 
     def output(self, text: str) -> str:
         return (THINK if self.thinks else "") + text
@@ -66,7 +66,7 @@ class Case(NamedTuple):
 ALL = Case(["☂"], "I look.\nNowDone. Bye", 2)
 CASES = {
     "none": ALL,
-    "thoughts": ALL._replace(stops=["sky", "First the sky."]),
+    "reasoning": ALL._replace(stops=["sky", "First the sky."]),
     "border": ALL._replace(stops=["sky.\n" + THINK_END, THINK_END, "\n\nI", "sky.\n\n\nI look", "sky.I"]),
     "content": Case(["look"], "I ", 0, "look"),
     "all of the content": Case(["I look.\nNow"], "", 0, "I look.\nNow"),
@@ -85,8 +85,8 @@ CASES = {
 
 
 def output_of(form: Form) -> str:
-    thoughts = form.output(THOUGHTS + THINK_END) if form.reasons else ""
-    return thoughts + CONTENT.lstrip() + FORMS[form.style](*CALLS) + AFTER
+    reasoning = form.output(REASONING + THINK_END) if form.reasons else ""
+    return reasoning + CONTENT.lstrip() + FORMS[form.style](*CALLS) + AFTER
 
 
 def text_of(tokenizer: Tokenizer, form: Form, stops: Sequence[str], one_call: bool = False) -> AnswerText:
@@ -135,7 +135,7 @@ def test_at_every_cut(model: str, case: str, folders: dict[str, Path]) -> None:
     form, wanted, tokenizer = MODELS[model], CASES[case], Tokenizer.load(folders[model])
     ids = tokenizer._encode(output_of(form), add_bos=False)
     whole, used = read(text_of(tokenizer, form, wanted.stops), [ids])
-    assert whole.thoughts == (THOUGHTS.strip() if form.reasons else "")
+    assert whole.reasoning == (REASONING.strip() if form.reasons else "")
     assert whole.text == wanted.content and named(whole.calls) == EXPECTED_CALLS[: wanted.calls]
     assert used == tokens_until(wanted, tokenizer, form, ids)
     for at in range(len(case) % 7, len(ids), 7):  # inside, push takes one token after the other
@@ -155,7 +155,7 @@ def test_the_first_call_ends_it_and_nothing_else_that_looks_like_its_end(model: 
         said, used = read(text, pieces)
         assert named(said.calls) == EXPECTED_CALLS[:1] and said.text == CONTENT.lstrip().replace("Now", junk)
         assert used < len(ids) and text.stopped and not text.stopped_by
-        assert said.thoughts.count(junk) == form.reasons
+        assert said.reasoning.count(junk) == form.reasons
 
 
 PIECES = [THINK, THINK_END, "a", "b", "ab", "\n\n", "\n", " ", "<", *(form(*CALLS) for form in FORMS.values())]
@@ -182,7 +182,7 @@ def test_equals_the_naive_cut_of_each_text_between_calls(
         expected.append(shown)
         if stop:
             break
-    expected = ParsedOutput.of(whole.thoughts, [part for part in expected if part])
+    expected = ParsedOutput.of(whole.reasoning, [part for part in expected if part])
     text = text_of(tokenizer, form, stops)
     said, used = read(text, [ids[a:b] for a, b in itertools.pairwise(at)])
     assert joined([said, ParsedOutput()]) == joined([expected, ParsedOutput()]) and text.stopped_by == stop
@@ -217,7 +217,7 @@ def say(made: Cluster, pieces: list[list[int]], ends: bool = True) -> None:
 
 
 class Told(NamedTuple):
-    thoughts: str
+    reasoning: str
     content: str
     calls: list[tuple[str, Any]]
     finish: str
@@ -239,11 +239,11 @@ async def chat(made: Cluster, form: Form, stops: list[str], stream: bool) -> Tol
         (choice,) = answer["choices"]
         message, calls = choice["message"], choice["message"].get("tool_calls", [])
         functions = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
-        thoughts, content, finish = message.get("reasoning_content", ""), message["content"] or "", choice
+        reasoning, content, finish = message.get("reasoning_content", ""), message["content"] or "", choice
     else:
         chunks = await streamed(made, "/v1/chat/completions", body)
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
-        thoughts = "".join(delta.get("reasoning_content", "") for delta in deltas)
+        reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
         content = "".join(delta.get("content", "") for delta in deltas)
         texts: dict[int, list[str]] = {}
         for call in itertools.chain.from_iterable(delta.get("tool_calls", ()) for delta in deltas):
@@ -254,7 +254,7 @@ async def chat(made: Cluster, form: Form, stops: list[str], stream: bool) -> Tol
         entries = [entry for choice in choices for entry in choice["logprobs"]["content"]]
         finish = finish | {"logprobs": {"content": entries}}
     count = len(finish["logprobs"]["content"])
-    return Told(thoughts, content, functions, finish["finish_reason"], answer["usage"]["completion_tokens"], count)
+    return Told(reasoning, content, functions, finish["finish_reason"], answer["usage"]["completion_tokens"], count)
 
 
 async def messages(made: Cluster, form: Form, stops: list[str], stream: bool) -> Told:
@@ -279,8 +279,8 @@ async def messages(made: Cluster, form: Form, stops: list[str], stream: bool) ->
     of_kind = {kind: [b for b in blocks if b["type"] == kind] for kind in ("thinking", "text", "tool_use")}
     finish = end["stop_reason"] if end["stop_sequence"] is None else f"{end['stop_reason']} {end['stop_sequence']}"
     calls = [(block["name"], block["input"]) for block in of_kind["tool_use"]]
-    thoughts, content = ("".join(block[kind] for block in of_kind[kind]) for kind in ("thinking", "text"))
-    return Told(thoughts, content, calls, finish, usage["output_tokens"])
+    reasoning, content = ("".join(block[kind] for block in of_kind[kind]) for kind in ("thinking", "text"))
+    return Told(reasoning, content, calls, finish, usage["output_tokens"])
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -294,7 +294,7 @@ async def test_what_clients_read(model: str, api: Callable, stream: bool, serve:
     for (name, wanted), pieces in zip(CASES.items(), cuts, strict=False):
         say(made, pieces)
         told = await api(made, form, wanted.stops, stream)
-        assert told.thoughts == (THOUGHTS.strip() if form.reasons else ""), name
+        assert told.reasoning == (REASONING.strip() if form.reasons else ""), name
         assert told.content == wanted.content, name
         assert told.calls == EXPECTED_CALLS[: wanted.calls], name
         finish = "tool_calls" if wanted.calls else "stop"
@@ -319,7 +319,7 @@ async def test_a_stop_string_aborts_the_workers_with_its_last_token(serve: Calla
     assert len(made.decodes[0].aborted) == 2
 
 
-async def test_plain_text_has_no_thoughts(serve: Callable) -> None:
+async def test_plain_text_has_no_reasoning(serve: Callable) -> None:
     """Over gRPC, for chats too, and in completions the stop strings are for all of the text."""
     made = await serve("v31")
     encode = made.router.inference.tokenizer._encode

@@ -121,9 +121,9 @@ def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     ("config", "words"),
     [
         ([], "no usable tokenizer"),
-        ({"chat_template": [{"name": "default", "template": "x"}]}, "the chat template is no text but list"),
-        ({"bos_token": 1}, "a token that is no text: 1"),
-        ({"eos_token": {"content": []}}, "a token that is no text"),
+        ({"chat_template": [{"name": "default", "template": "x"}]}, "the chat template must be text, not list"),
+        ({"bos_token": 1}, "a token that is not text: 1"),
+        ({"eos_token": {"content": []}}, "a token that is not text"),
     ],
 )
 def test_malformed_configurations_of_tokenizers(config: object, words: str, tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_request_that_meets_it_is_refused_and_the_next_one_is_served(name: str
     when = f"{macro}{'{% endmacro %}' if macro else ''}{{% if messages[0].content == 'now' %}}{call}{{% endif %}}hi"
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, when))
     for _ in range(2):
-        with pytest.raises(MillraceError, match="the chat template refused") as caught:
+        with pytest.raises(MillraceError, match="refused by the chat template") as caught:
             tokenizer.render([{"role": "user", "content": "now"}])
         assert caught.value.reason is Reason.INVALID_ARGUMENT and caught.value.param == "messages"
         assert tokenizer.render([{"role": "user", "content": "later"}]) == "hi"

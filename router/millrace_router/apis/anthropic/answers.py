@@ -12,7 +12,7 @@ from millrace_router.apis.blocks import Block, BlockForm, Kind, Step
 from millrace_router.http.answers import anthropic_error, event
 
 DELTAS = {  # type of a block's deltas, and the field with the new piece
-    Kind.THOUGHTS: ("thinking_delta", "thinking"),
+    Kind.REASONING: ("thinking_delta", "thinking"),
     Kind.TEXT: ("text_delta", "text"),
     Kind.CALL: ("input_json_delta", "partial_json"),
 }
@@ -77,7 +77,7 @@ class MessageForm(BlockForm):
 
 def _block(block: Block, text: str) -> JsonObject:
     match block.kind:
-        case Kind.THOUGHTS:
+        case Kind.REASONING:
             return {"type": "thinking", "thinking": text, "signature": ""}
         case Kind.TEXT:
             return {"type": "text", "text": text, "citations": None}

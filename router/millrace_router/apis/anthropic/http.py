@@ -28,7 +28,7 @@ POSTS = {
 def routes(inference: Inference) -> list[Route]:
     async def messages(request: Request) -> Response:
         def form(wanted: MessagesRequest, answer: Answer, reading: Reading) -> MessageForm:
-            return MessageForm(answer, reading, wanted.shows_thoughts)
+            return MessageForm(answer, reading, wanted.shows_reasoning)
 
         return await serve_blocks(inference, request, MessagesRequest, form)
 

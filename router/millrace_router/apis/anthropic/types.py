@@ -46,7 +46,7 @@ class ThinkingBlock(Lenient):
 
     type: Literal["thinking"]
     thinking: str
-    """For templates that show earlier thoughts. No signature is looked at."""
+    """For templates that show earlier reasoning. No signature is looked at."""
 
 
 class ToolUseBlock(Lenient):
@@ -111,10 +111,10 @@ class InputMessage(Strict):
             if isinstance(block, ToolResultBlock):
                 yield message("tool", _joined(block.content), tool_call_id=block.tool_use_id)
         if self.role == "assistant":
-            thoughts = "".join(block.thinking for block in self.content if isinstance(block, ThinkingBlock))
+            reasoning = "".join(block.thinking for block in self.content if isinstance(block, ThinkingBlock))
             uses = (block for block in self.content if isinstance(block, ToolUseBlock))
             calls = [called(use.id, use.name, json.dumps(use.input, ensure_ascii=False)) for use in uses]
-            yield message("assistant", "".join(texts), calls, reasoning_content=thoughts)
+            yield message("assistant", "".join(texts), calls, reasoning_content=reasoning)
         elif texts:
             yield message(self.role, "\n".join(texts))
 
@@ -153,14 +153,14 @@ class ToolChoice(Strict):
 
 
 class ThinkingConfig(Strict):
-    """`budget_tokens` is not enforced: `max_tokens` bounds thoughts and answer. `omitted`: no thoughts are sent."""
+    """`budget_tokens` is not enforced: `max_tokens` bounds reasoning and answer. `omitted`: no reasoning is sent."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     """The argument `thinking` of the template is false with `disabled`, else true."""
     budget_tokens: int | None = None
-    """Not enforced: `max_tokens` bounds thoughts and answer."""
+    """Not enforced: `max_tokens` bounds reasoning and answer."""
     display: Literal["summarized", "omitted"] | None = None
-    """`omitted`: no thoughts are sent."""
+    """`omitted`: no reasoning is sent."""
 
 
 class OutputFormat(JsonSchema):
@@ -256,7 +256,7 @@ class MessagesRequest(CountRequest):
     metadata: Metadata | None = None
 
     @property
-    def shows_thoughts(self) -> bool:
+    def shows_reasoning(self) -> bool:
         return self.thinking is None or self.thinking.display != "omitted"
 
     def ask(self, request_id: str) -> Ask:

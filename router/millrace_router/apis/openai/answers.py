@@ -153,8 +153,8 @@ def _message(parsed: ParsedOutput) -> objects.ChatMessage:
     """The text is null if there are calls only."""
     content = parsed.text or (None if parsed.calls else "")
     message: objects.ChatMessage = {"role": "assistant", "content": content, "refusal": None}
-    if parsed.thoughts:
-        message["reasoning_content"] = parsed.thoughts
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
     if parsed.calls:
         message["tool_calls"] = [_call(call) for call in parsed.calls]
     return message
@@ -165,8 +165,8 @@ def _delta(parsed: ParsedOutput, first: bool) -> objects.ChatDelta:
     delta: objects.ChatDelta = {"role": "assistant", "content": ""} if first else {}
     if parsed.text:
         delta["content"] = parsed.text
-    if parsed.thoughts:
-        delta["reasoning_content"] = parsed.thoughts
+    if parsed.reasoning:
+        delta["reasoning_content"] = parsed.reasoning
     if parsed.calls:
         delta["tool_calls"] = [_call_chunk(call) for call in parsed.calls]
     return delta

@@ -85,7 +85,7 @@ class Turn(Strict):
         "function_call": "use tool_calls",
         "partial": CONTINUED,
         "prefix": CONTINUED,
-        "reasoning": "earlier thoughts are reasoning_content",
+        "reasoning": "send it as reasoning_content",
     }
 
     role: str
@@ -99,7 +99,7 @@ class Turn(Strict):
     tool_call_id: str | None = None
     """Of a tool: the call that this is the result of."""
     reasoning_content: str | None = None
-    """Earlier thoughts, for templates that show them (Kimi K2 Thinking, V3.2)."""
+    """Earlier reasoning, for templates that show it (Kimi K2 Thinking, V3.2)."""
 
     def as_message(self, i: int) -> JsonObject:
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
@@ -258,7 +258,7 @@ class Conversation(Strict):
 
 
 class ChatRequest(Conversation, Common):
-    """`reasoning_effort`: thoughts or none, for templates that have the choice."""
+    """`reasoning_effort`: reasoning or none, for templates that have the choice."""
 
     max_completion_tokens: int | None = None
     """Goes before `max_tokens`."""

@@ -15,9 +15,9 @@ from millrace_router.apis.reading import Reading
 from millrace_router.flow.inference import Answer
 from millrace_router.http.answers import COMMENT, event
 
-PREFIX = {Kind.THOUGHTS: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}  # of the ids of items
+PREFIX = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}  # of the ids of items
 EVENTS = {  # of a growing block: its name, and the field that has the whole in the end
-    Kind.THOUGHTS: ("response.reasoning_text", "text"),
+    Kind.REASONING: ("response.reasoning_text", "text"),
     Kind.TEXT: ("response.output_text", "text"),
     Kind.CALL: ("response.function_call_arguments", "arguments"),
 }
@@ -95,9 +95,9 @@ class ResponseForm(BlockForm):
     def _item(self, block: Block, status: str) -> JsonObject:
         item: JsonObject = {"id": self._id(block), "status": status}
         match block.kind:
-            case Kind.THOUGHTS:
-                thoughts = {"type": "reasoning_text", "text": block.text}
-                return item | {"type": "reasoning", "summary": [], "content": [thoughts]}
+            case Kind.REASONING:
+                reasoning = {"type": "reasoning_text", "text": block.text}
+                return item | {"type": "reasoning", "summary": [], "content": [reasoning]}
             case Kind.TEXT:
                 text = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
                 return item | {"type": "message", "role": "assistant", "content": [text]}

@@ -114,14 +114,14 @@ class HostedItem(Lenient):
     ]
 
 
-class Thoughts(Lenient):
+class ReasoningText(Lenient):
     type: Literal["reasoning_text", "text"]
     text: str
 
 
 class ReasoningItem(Lenient):
     type: Literal["reasoning"]
-    content: Items[Thoughts] | None = None
+    content: Items[ReasoningText] | None = None
 
 
 def _as_item(text: str) -> dict[str, str]:
@@ -173,21 +173,21 @@ class TextConfig(Strict):
 
 
 class ReasoningConfig(Strict):
-    """`effort`: thoughts or none, for templates that have the choice. They come whole: the rest is ignored."""
+    """`effort`: reasoning or none, for templates that have the choice. It comes whole: the rest is ignored."""
 
     effort: Effort | None = None
     """As `reasoning_effort` in chat."""
     summary: str | None = None
-    """Changes nothing: thoughts come whole."""
+    """Changes nothing: reasoning comes whole."""
     generate_summary: str | None = None
     """Changes nothing."""
     context: str | None = None
-    """Changes nothing: the template decides which thoughts it shows."""
+    """Changes nothing: the template decides which reasoning it shows."""
     mode: str | None = None
     """Changes nothing."""
 
 
-# Thoughts come in plain text, and nothing comes of the vendor's own tools.
+# Reasoning comes in plain text, and nothing comes of the vendor's own tools.
 Include = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -236,7 +236,7 @@ class ResponsesRequest(ApiRequest):
     text: TextConfig = TextConfig()
     truncation: Literal["disabled"] = "disabled"
     include: Items[Include] = Field([])
-    """Thoughts come in plain text, and nothing comes of the vendor's own tools."""
+    """Reasoning comes in plain text, and nothing comes of the vendor's own tools."""
     stream_options: ObfuscationOption = ObfuscationOption()
     user: str = ""
     """The session, unless the header x-session-id names one. At most 512 characters."""
@@ -281,9 +281,9 @@ def _by_assistant(item: Item) -> bool:
 
 def _assistant(items: list[Item]) -> JsonObject:
     texts = [_joined(item.content) for item in items if isinstance(item, MessageItem)]
-    thoughts = [part.text for item in items if isinstance(item, ReasoningItem) for part in item.content or ()]
+    reasoning = [part.text for item in items if isinstance(item, ReasoningItem) for part in item.content or ()]
     calls = [item.as_call() for item in items if isinstance(item, Call)]
-    return message("assistant", "".join(texts), calls, reasoning_content="".join(thoughts))
+    return message("assistant", "".join(texts), calls, reasoning_content="".join(reasoning))
 
 
 def _turn(item: Item) -> JsonObject:

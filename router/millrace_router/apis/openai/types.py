@@ -179,7 +179,7 @@ class Common(ApiRequest):
     n: int = 1
     """1 to 16. Continuation i uses seed + i."""
     stop: OneOf[String | Items[str]] | None = None
-    """At most 16 of 1 to 256 characters. The content is cut before the first complete one. Thoughts,
+    """At most 16 of 1 to 256 characters. The content is cut before the first complete one. Reasoning,
     tool calls and the marks around them have none, and none goes across them; in completions all of the text is
     content. Tokens count, and have logprobs, up to the one with which the cut is certain.
     """

@@ -188,7 +188,7 @@ class Grammars:
         grammar = request.sampling.grammar
         assert grammar is not None
         if self._compiler is None:
-            return Failure(Reason.INVALID_ARGUMENT, "this worker serves no grammars: it has no tokenizer")
+            return Failure(Reason.INVALID_ARGUMENT, "this worker has no tokenizer, which grammars need")
         try:
             start = self._job(grammar).compiled.result()
         except GrammarError as error:

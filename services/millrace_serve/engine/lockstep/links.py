@@ -110,7 +110,7 @@ class RankListener:
             if rank in missing:
                 links[rank] = RankConnection(rank, connection)
             else:
-                message = "refused a connection from %s: it is none of this worker's ranks"
+                message = "refused a connection from %s: it is not one of this worker's ranks"
                 log.warning(message, peer or "this host", extra=PER_REQUEST)
                 connection.close()
         return list(links.values())

@@ -112,7 +112,7 @@ class PageFolder:
             good = False
         if not good:
             self.refused += 1
-            log.warning("deleted %s/%s, which is no page of this deployment and layout", self._name, name)
+            log.warning("deleted %s/%s: not a page of this deployment and layout", self._name, name)
             self.remove(block)
         return good
 

@@ -42,13 +42,13 @@ class EngineRequests:
     def enrol(self, request: Request) -> Sequence | Failure | None:
         """Return a new sequence, in no queue yet; or why it is refused; or None for a repeated submission."""
         if request.id in self.live:
-            message = "request %s is here already; its second submission is ignored"
+            message = "ignored the second submission of request %s"
             log.warning(message, request.id, extra=PER_REQUEST)
             return None
         failure = refusal(request, self._config, self._facts, self._role)
         if failure is None and self.room() <= 0:
             most = self._config.max_running + self._config.max_waiting
-            failure = Failure(Reason.OVERLOADED, f"max_running + max_waiting = {most} requests are here")
+            failure = Failure(Reason.OVERLOADED, f"the worker has {most} requests, max_running + max_waiting")
         if failure is not None:
             return failure
         walk = None if request.sampling.grammar is None else self._grammars.walk(request)

@@ -43,8 +43,8 @@ class SimSettings(Config):
     token_s: Seconds = 0.0
     sequence_s: Seconds = 0.0
     key_s: Seconds = 0.0
-    acceptance: float = Field(0.7, ge=0, le=1)  # probability that a draft is accepted
-    page_kv_bytes: int = Field(4096, ge=2, multiple_of=2)  # size of a page that travels, without its canary
+    acceptance: float = Field(0.7, ge=0, le=1)  # probability that a draft token is accepted
+    page_kv_bytes: int = Field(4096, ge=2, multiple_of=2)  # bytes of a transferred page, without its canary
 
 
 class SimHandle:

@@ -58,7 +58,7 @@ def _choose(setup: RankSetup) -> ExpertExchange:
         if not why:
             return _deepep(setup, rows)
         _refuse(wanted, "deepep", why)
-        log.warning("exchange=deepep would be faster and cannot run: %s", why)
+        log.warning("exchange=deepep would be faster but cannot run: %s", why)
     return ExpertExchange("gather", GatherExperts)
 
 

@@ -50,5 +50,5 @@ def _check(setup: RankSetup, path: Path) -> None:
     if set(theirs["eos_token_ids"]) <= set(ours["eos_token_ids"]):  # trainers often write no generation_config.json
         theirs["eos_token_ids"] = ours["eos_token_ids"]
     if other := [f"{key}={theirs[key]!r}, not {ours[key]!r}" for key in ours if theirs[key] != ours[key]]:
-        raise ValueError(f"its configuration is not that of the present weights: {'; '.join(other)}")
+        raise ValueError(f"its configuration differs from that of the loaded weights: {'; '.join(other)}")
     check_headers(path, mtp=setup.model.num_nextn_predict_layers > 0)

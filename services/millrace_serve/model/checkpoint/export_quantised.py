@@ -80,7 +80,7 @@ def export(source: Path, target: Path, form: str = "fp8", max_shard_bytes: int =
 
 def _convert(source: Path, folder: Path, form: str, max_shard_bytes: int) -> None:
     if form_of(model := ModelConfig.load(source)) is not None or model.int4_experts:
-        raise ModelConfigError(f"{source / CONFIG_FILE}: quantization_config: the checkpoint is quantised already")
+        raise ModelConfigError(f"{source / CONFIG_FILE}: quantization_config: the checkpoint is already quantised")
     write_shards(folder, _quantised(source, form), max_shard_bytes)
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name not in (CONFIG_FILE, INDEX_FILE) and file.suffix != ".safetensors":

@@ -146,7 +146,7 @@ class Links:
     def _compare_keys(self, link: RouterLink) -> None:
         others = (other for other in self._open if other.cache_key_id not in (b"", link.cache_key_id))
         if link.cache_key_id and (other := next(others, None)):
-            message = "routers %s and %s have different secrets (secret): their prompts share no cached pages"
+            message = "routers %s and %s have different secrets, so prompts share no cached pages: give both one secret"
             log.warning(message, link.router_id, other.router_id, extra=PER_REQUEST)
 
     def _changed(self, link: RouterLink, how: str) -> None:

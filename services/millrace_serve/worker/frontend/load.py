@@ -125,7 +125,7 @@ class LoadBoard:
             for name, count in load.counters.items():
                 metric, _, label = name.rpartition("/")
                 self._advance(families[metric].labels(replica, label), count)
-            for counter, counts in ((metrics.drafts, load.drafted), (metrics.drafts_accepted, load.accepted)):
+            for counter, counts in ((metrics.drafted, load.drafted), (metrics.accepted, load.accepted)):
                 for position, count in enumerate(counts, 1):
                     self._advance(counter.labels(replica=replica, position=position), count)
             if load.host_pages_total:

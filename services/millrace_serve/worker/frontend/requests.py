@@ -102,7 +102,7 @@ class Requests:
             self.count_stale("submit")
             return None
         if known is not None:
-            raise convert.invalid("id", f"{request.id} is being worked on for another router")
+            raise convert.invalid("id", f"{request.id} belongs to another router")
         self._spans.begin(request.id, route, tracing.checked(wire.traceparent), len(request.token_ids))
         self._start(request, wire.replica, owner)
         return request

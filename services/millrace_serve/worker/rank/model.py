@@ -20,9 +20,7 @@ def build(spec: RankSpec, phases: Phases) -> Parts:
     device = torch.device(config.device)
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ModelConfigError(
-                "device=cuda: torch sees no GPU here; is there a driver, and did the pod ask for GPUs?"
-            )
+            raise ModelConfigError("device=cuda: torch sees no GPU; check the driver and the pod's GPU request")
         device = torch.device("cuda", (config.first_gpu + spec.rank) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     wait = config.timeouts.start  # a rank may load or compile for as long as all of them may take

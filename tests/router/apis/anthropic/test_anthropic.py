@@ -108,7 +108,7 @@ async def test_arguments_that_were_cut_off_are_not_lost(serve: Callable) -> None
     assert WEATHER.startswith(call.input["INVALID_JSON"]) and said.stop_reason == "max_tokens"
 
 
-async def test_thoughts_are_blocks_when_asked_for(serve: Callable) -> None:
+async def test_reasoning_is_in_blocks_when_asked_for(serve: Callable) -> None:
     made = await serve("v31")
     text = "So.\n\nYes." + markers.THINK_END + "Hello" + v31(("time", "{}"))
     said = await both(made, text, thinking=THINKING, tools=TOOLS)
@@ -122,9 +122,9 @@ async def test_thoughts_are_blocks_when_asked_for(serve: Callable) -> None:
     assert prompt_of(made).endswith(markers.THINK_END)
 
 
-@pytest.mark.parametrize(("more", "thoughts"), [([], 2), ([{"type": "text", "text": "Go on."}], 0)])
-async def test_an_agent_sees_its_thoughts_again(more: list[dict[str, str]], thoughts: int, serve: Callable) -> None:
-    """Two tools, one after the other; every answer goes back as it came. V3.2 sees its thoughts again until the user
+@pytest.mark.parametrize(("more", "reasoning"), [([], 2), ([{"type": "text", "text": "Go on."}], 0)])
+async def test_an_agent_sees_its_reasoning_again(more: list[dict[str, str]], reasoning: int, serve: Callable) -> None:
+    """Two tools, one after the other; every answer goes back as it came. V3.2 sees its reasoning again until the user
     says more than results.
     """
     made, results = await serve("v32"), {"weather": "sunny", "time": "noon"}
@@ -148,7 +148,7 @@ async def test_an_agent_sees_its_thoughts_again(more: list[dict[str, str]], thou
     assert answer.stop_reason == "end_turn" and answer.content[-1].text == "Sunny at noon."
     assert answer.model_extra == {"system_fingerprint": "a"}
     prompt = prompt_of(made)
-    assert prompt.count(f"{markers.THINK}Hm.{markers.THINK_END}") == thoughts and prompt.count("Go on.") == 2 * len(
+    assert prompt.count(f"{markers.THINK}Hm.{markers.THINK_END}") == reasoning and prompt.count("Go on.") == 2 * len(
         more
     )
     assert prompt.endswith(markers.THINK) and "None" not in prompt

@@ -179,7 +179,7 @@ def test_nothing_is_lost_however_the_text_is_cut(parts: list[str], data: st.Data
                 open_ = None
     assert open_ is None and [block.text for block in blocks.all] == list(told.values())
     whole = parser_of().push(text, last=True)
-    for kind, said in ((Kind.THOUGHTS, whole.thoughts), (Kind.TEXT, whole.text)):
+    for kind, said in ((Kind.REASONING, whole.reasoning), (Kind.TEXT, whole.text)):
         assert "".join(block.text for block in blocks.all if block.kind is kind) == said
     calls = [(block.name, block.text) for block in blocks.all if block.kind is Kind.CALL]
     assert calls == [(call.name, call.arguments) for call in whole.calls]

@@ -200,8 +200,8 @@ async def test_codex_works_over_two_calls(serve: Callable) -> None:
             "tools[2]": "custom", "tools[3]": "web_search", "tools[4]": "namespace", "tools[5]": "image_generation",
             "tools[6]": "tool_search",
         }  # fmt: skip
-        thoughts, said, call = done
-        kept = {"summary": thoughts["summary"], "content": thoughts["content"] if turn else None}
+        reasoning, said, call = done
+        kept = {"summary": reasoning["summary"], "content": reasoning["content"] if turn else None}
         items += [
             {"type": "reasoning", **kept, "encrypted_content": None},
             text("assistant", said["content"][0]["text"], "output_text") | {"phase": "commentary"},

@@ -1,4 +1,4 @@
-"""Tools, thoughts and response formats as the openai client sees them, in the formats of all models."""
+"""Tools, reasoning and response formats as the openai client sees them, in the formats of all models."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def client_of(made: Cluster) -> openai.AsyncOpenAI:
 
 
 async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> tuple[str, str, list[tuple[str, str]], str | None]:
-    """(thoughts, text, calls, finish reason), put together as clients do."""
-    thoughts, text, calls, finish = "", "", [], None
+    """(reasoning, text, calls, finish reason), put together as clients do."""
+    reasoning, text, calls, finish = "", "", [], None
     stream = await client.chat.completions.create(model="tiny", messages=HELLO, stream=True, **fields)
     async for chunk in stream:
         ChatCompletionChunk.model_validate(chunk.model_dump(), strict=True)
         (choice,) = chunk.choices
-        thoughts += choice.delta.model_extra.get("reasoning_content", "")
+        reasoning += choice.delta.model_extra.get("reasoning_content", "")
         text += choice.delta.content or ""
         for call in choice.delta.tool_calls or ():
             if call.index == len(calls):
@@ -51,7 +51,7 @@ async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> tuple[str, str,
                 calls.append((call.function.name, ""))
             calls[call.index] = calls[call.index][0], calls[call.index][1] + call.function.arguments
         finish = choice.finish_reason
-    return thoughts, text, calls, finish
+    return reasoning, text, calls, finish
 
 
 @pytest.mark.parametrize("style", Style)
@@ -208,7 +208,7 @@ async def test_marks_are_not_spelled_out(serve: Callable, folders: dict[str, Pat
         assert matcher.accept(ids("x")[0]), "anything else goes on"
 
 
-async def test_thoughts_that_a_call_would_end_have_none(serve: Callable) -> None:
+async def test_reasoning_that_a_call_would_end_has_none(serve: Callable) -> None:
     made = await serve("kimi")
     async with client_of(made) as client:
         say(made, FORMS[Style.KIMI](("time", "{}")))
@@ -251,33 +251,33 @@ async def test_schemas_that_cannot_be_kept_are_refused_before_any_work(serve: Ca
     assert answer.status_code == 200, "a tool that is not strict promises nothing"
 
 
-async def test_thoughts_stand_beside_the_content(serve: Callable) -> None:
+async def test_reasoning_stands_beside_the_content(serve: Callable) -> None:
     made = await serve("r1")
     async with client_of(made) as client:
-        thoughts = "So.\n\nYes."
-        say(made, f"{thoughts}\n{markers.THINK_END}\n\nHello")
+        reasoning = "So.\n\nYes."
+        say(made, f"{reasoning}\n{markers.THINK_END}\n\nHello")
         answer = await client.chat.completions.create(model="tiny", messages=HELLO)
         ChatCompletion.model_validate(answer.model_dump(), strict=True)
         message = answer.choices[0].message
-        assert (message.content, message.model_extra["reasoning_content"]) == ("Hello", thoughts)
-        assert answer.usage.completion_tokens_details.reasoning_tokens == len(thoughts) + 2
-        say(made, f"{thoughts}\n{markers.THINK_END}\n\n{v3(*CALLS)}")
-        assert await streamed(client, tools=TOOLS) == (thoughts, "", CALLS, "tool_calls")
+        assert (message.content, message.model_extra["reasoning_content"]) == ("Hello", reasoning)
+        assert answer.usage.completion_tokens_details.reasoning_tokens == len(reasoning) + 2
+        say(made, f"{reasoning}\n{markers.THINK_END}\n\n{v3(*CALLS)}")
+        assert await streamed(client, tools=TOOLS) == (reasoning, "", CALLS, "tool_calls")
         say(made, "never ends", finish=common_pb2.FINISH_REASON_LENGTH)
         assert await streamed(client) == ("never ends", "", [], "length")
 
 
-async def test_calls_that_end_the_thoughts_of_kimi_are_not_counted_as_thoughts(serve: Callable) -> None:
-    made, thoughts = await serve("kimi"), f"{markers.THINK}Hm."
+async def test_calls_that_end_the_reasoning_of_kimi_are_not_counted_as_reasoning(serve: Callable) -> None:
+    made, reasoning = await serve("kimi"), f"{markers.THINK}Hm."
     async with client_of(made) as client:
-        say(made, thoughts + FORMS[Style.KIMI](*CALLS))
+        say(made, reasoning + FORMS[Style.KIMI](*CALLS))
         answer = await client.chat.completions.create(model="tiny", messages=HELLO, tools=TOOLS)
         assert answer.choices[0].message.tool_calls
         assert answer.usage.completion_tokens_details.reasoning_tokens == len("Hm.") + 2
 
 
 async def test_thinking_is_an_argument_of_the_template(serve: Callable) -> None:
-    """The grammar of a response format begins behind the thoughts."""
+    """The grammar of a response format begins behind the reasoning."""
     made = await serve("v31")
     end = made.router.inference.tokenizer._hf.token_to_id(markers.THINK_END)
     async with client_of(made) as client:

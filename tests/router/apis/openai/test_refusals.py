@@ -41,7 +41,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [  # path, fields, the nam
     (CHAT, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
      "tool_choice.function.name", "'x'"),
     (CHAT, {"tools": TOOLS, "tool_choice": {"type": "auto"}}, "tool_choice.type", ""),
-    (CHAT, {"tools": [TOOLS[1], TOOLS[1]]}, "tools[1].function.name", "'time' is there already"),
+    (CHAT, {"tools": [TOOLS[1], TOOLS[1]]}, "tools[1].function.name", "'time' is used by another tool"),
     (CHAT, {"tools": [TOOLS[1]] * 129}, "tools", "at most 128"),
     (CHAT, {"tools": json.loads("[" * 300 + "]" * 300)}, "tools", "deep"),
     (CHAT, {"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "combined"),

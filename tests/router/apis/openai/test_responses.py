@@ -124,7 +124,7 @@ async def test_calls_are_items_by_choice_of_the_client(serve: Callable) -> None:
     assert call.status == said.status == "incomplete" and WEATHER.startswith(call.arguments)
 
 
-async def test_thoughts_are_items_with_their_effort(serve: Callable) -> None:
+async def test_reasoning_is_in_items_with_their_effort(serve: Callable) -> None:
     made = await serve("v31")
     text = "So.\n\nYes." + markers.THINK_END + "Hello"
     said = await both(made, text, reasoning=HIGH | {"summary": "auto"}, include=["reasoning.encrypted_content"])
@@ -140,7 +140,7 @@ async def test_thoughts_are_items_with_their_effort(serve: Callable) -> None:
 
 async def test_an_agent_sends_everything_back(serve: Callable) -> None:
     """Two tools, one after the other; every answer goes back as it came, and nothing is kept in between. V3.2 sees its
-    thoughts again.
+    reasoning again.
     """
     made, results = await serve("v32"), {"weather": "sunny", "time": "noon"}
     items: list[Any] = [{"role": "user", "content": "Weather?"}]
