@@ -25,7 +25,7 @@ def counted(replicas: int, hosts: int, steps: int, monkeypatch: pytest.MonkeyPat
         calls.update(send=1, bytes=len(data))
         send(link, data)
 
-    def count_receive(link: RankConnection, nbytes: int) -> bytearray:
+    def count_receive(link: RankConnection, nbytes: int) -> bytes:
         calls["receive"] += 1
         return receive(link, nbytes)
 

@@ -27,7 +27,7 @@ class Inlet:
     def __init__(self, link: RankConnection) -> None:
         self._link = link
 
-    def receive(self) -> bytearray:
+    def receive(self) -> bytes:
         """Waits as long as the leader lives. Raises RankLost."""
         (size,) = SIZE.unpack(self._link.receive(SIZE.size))
         return self._link.receive(size)

@@ -58,18 +58,17 @@ class RankConnection:
         except OSError as error:
             raise self._lost(error) from error
 
-    def receive(self, nbytes: int) -> bytearray:
+    def receive(self, nbytes: int) -> bytes:
         """Waits as long as the other rank lives. Raises RankLost, also when the message is cut short."""
-        data = bytearray(nbytes)
-        got = 0
-        while got < nbytes:
+        data = b""
+        while len(data) < nbytes:  # once, unless a signal comes
             try:
-                count = self._socket.recv_into(memoryview(data)[got:], 0, socket.MSG_WAITALL)
+                more = self._socket.recv(nbytes - len(data), socket.MSG_WAITALL)
             except OSError as error:
                 raise self._lost(error) from error
-            if not count:
+            if not more:
                 raise RankLost(f"rank {self.rank} has ended, or lost its connection")
-            got += count
+            data += more
         return data
 
     def fileno(self) -> int:

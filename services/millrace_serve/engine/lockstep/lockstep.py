@@ -118,7 +118,7 @@ class Lockstep:
         self._finish(previous)
         self._close()
 
-    def _receive(self) -> bytes | bytearray:
+    def _receive(self) -> bytes:
         assert self._inlet is not None, "a leader follows nobody"
         with self.progress.waits():
             return self._inlet.receive()

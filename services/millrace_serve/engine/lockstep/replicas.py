@@ -115,7 +115,7 @@ class Replicas:
             raise RankLost(link.receive(lost).decode())
         if step != self._step:
             raise RankLost(f"rank {link.rank} is at step {step}, not {self._step}")
-        part[:] = memoryview(received)[HEADER.size :]
+        part[:] = received[HEADER.size :]
 
     def _lose(self, why: str) -> None:
         text = why.encode()
