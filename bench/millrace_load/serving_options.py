@@ -101,7 +101,7 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
             parser.add_argument(flag, default=(), nargs="*", type=item_type, metavar=metavar, help=text)
         else:
             parser.add_argument(flag, *former, default=item.default, type=kind, help=text)
-    if "--mooncake" in (sys.argv if argv is None else argv):
+    if any(text.startswith("--mooncake") for text in (sys.argv if argv is None else argv)):
         print("--mooncake is now --trace", file=sys.stderr)
     try:
         return Settings(**vars(parser.parse_args(argv)))

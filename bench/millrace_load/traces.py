@@ -139,7 +139,7 @@ def read_trace(path: Path, most: int) -> list[Session]:
 
 
 def _mooncake(lines: Mapping[str, str], most: int) -> list[Session]:
-    """In the order of their times, counted from the first one."""
+    """In the order of their times, counted from the first one, if any has a time."""
     rows: dict[str, list[MooncakeRow]] = {}
     for where, line in lines.items():
         row = _parsed(MooncakeRow, where, line)
@@ -150,8 +150,11 @@ def _mooncake(lines: Mapping[str, str], most: int) -> list[Session]:
             rows.setdefault(name, []).append(row)
     starts = {name: turns[0].timestamp or 0.0 for name, turns in rows.items()}
     begin = min(starts.values())
-    names = sorted(rows, key=lambda name: starts[name])
-    return [Session([row.recorded() for row in rows[name]], (starts[name] - begin) / 1000) for name in names]
+    timed = any(turns[0].timestamp is not None for turns in rows.values())
+    return [
+        Session([row.recorded() for row in rows[name]], (start - begin) / 1000 if timed else None)
+        for name, start in sorted(starts.items(), key=lambda item: item[1])
+    ]
 
 
 def _dag(lines: Mapping[str, DagRow]) -> list[Session]:

@@ -48,6 +48,8 @@ def test_mooncake_rows_are_conversations_in_the_order_of_their_times(tmp_path: P
     agent = Session([blocks([70, 71], 700, 9), blocks([70, 71], 700, 9, 1.7365)], 3.0005)
     assert read_trace(path, 100) == [Session(alone, 0.0), Session(alone, 3.0), agent]
     assert read_trace(path, 2) == [Session(alone, 0.0), agent._replace(start_s=0.0005)]
+    timeless = {key: value for key, value in ROW.items() if key != "timestamp"}
+    assert read_trace(lines(path, timeless), 2) == [Session(alone)], "when a client is free"
 
 
 BAD_ROWS = [
