@@ -53,6 +53,11 @@ class Summary:
         ordered = sorted(values)
         return cls(sum(ordered) / len(ordered), *(percentile(ordered, q) for q in (0.5, 0.9, 0.95, 0.99)))
 
+    @property
+    def inverse(self) -> Summary:
+        """Of times above 0: as rates. The mean is the harmonic one, and a percentile is what so many reach."""
+        return Summary(*(1 / value if value else math.inf for value in asdict(self).values()))
+
 
 def percentile(ordered: Sequence[float], q: float) -> float:
     """Linear between the two nearest ranks. `ordered` ascends and is not empty; q in [0, 1]."""

@@ -17,7 +17,7 @@ from millrace_load.record import Summary
 
 OF_TURN = (
     *("completed", "errors", "prompt_tokens", "cached_tokens", "cached_share", "output_tokens"),
-    *("ttft", "tpot", "itl", "icl", "request_latency"),
+    *("ttft", "tpot", "itl", "icl", "request_latency", "interactivity"),
 )
 LIMITS = ("ttft", "tpot", "request_latency")
 
@@ -73,9 +73,12 @@ class Report:
     tpot: Summary  # of requests: each has one value; also called ITL
     icl: Summary  # of the gaps between messages: inter-chunk latency
     request_latency: Summary
+    interactivity: Summary  # output tokens / request_latency: the p90 is what nine of ten requests reach
+    gpu_output_token_throughput: float | None  # for each GPU
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], slo: Slo) -> Report:
+    def of(cls, samples: Sequence[Sample], slo: Slo, gpus: int = 0) -> Report:
+        """`gpus` that served; 0: not known."""
         good = [sample for sample in samples if sample.answered]
         errors = Counter(sample.error or "EMPTY" for sample in samples if not sample.answered)
         seconds = max(sample.end for sample in samples) - min(sample.due for sample in samples)
@@ -104,6 +107,8 @@ class Report:
             tpot=Summary.of([sample.tpot for sample in good if sample.tpot is not None]),
             icl=Summary.of([gap for sample in good for gap in sample.gaps]),
             request_latency=Summary.of([sample.latency for sample in good]),
+            interactivity=Summary.of([it.latency / it.output_tokens for it in good if it.output_tokens]).inverse,
+            gpu_output_token_throughput=output_tokens / seconds / gpus if gpus else None,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -122,13 +127,14 @@ def by_turn(samples: Sequence[Sample], slo: Slo) -> list[Report]:
 
 
 def turn_table(reports: Sequence[Report]) -> Table:
-    columns = ("turn", "prompt", "cached", "TTFT p50", "p90", "p99", "TPOT p50", "gap p99")
+    columns = ("turn", "prompt", "cached", "TTFT p50", "p90", "p99", "TPOT p50", "gap p99", "tokens/s p50", "p90")
     table = Table(*columns, title="Turns: mean prompt in tokens, milliseconds", title_justify="left")
     for turn, report in enumerate(reports, 1):
         prompt = report.prompt_tokens / max(report.completed, 1)
         times = (report.ttft.p50, report.ttft.p90, report.ttft.p99, report.tpot.p50, report.icl.p99)
         table.add_row(
-            str(turn), f"{prompt:.0f}", f"{report.cached_share:.1%}", *(f"{1000 * value:.2f}" for value in times)
+            *(str(turn), f"{prompt:.0f}", f"{report.cached_share:.1%}", *(f"{1000 * value:.2f}" for value in times)),
+            *(f"{value:.1f}" for value in (report.interactivity.p50, report.interactivity.p90)),
         )
     return table
 
@@ -155,6 +161,9 @@ def throughput_table(report: Report, slo: Slo) -> Table:
     table.add_row("input tokens per second", f"{report.input_token_throughput:.1f}")
     table.add_row("output tokens per second", f"{report.output_token_throughput:.1f}")
     table.add_row("input + output tokens per second", f"{report.total_token_throughput:.1f}")
+    if report.gpu_output_token_throughput is not None:
+        table.add_row("output tokens per second and GPU", f"{report.gpu_output_token_throughput:.1f}")
+    table.add_row("E2E interactivity (p50, p90)", f"{report.interactivity.p50:.1f}, {report.interactivity.p90:.1f}")
     table.add_row("mean concurrency", f"{report.concurrency:.1f}")
     table.add_row("input tokens from the prefix cache", f"{report.cached_share:.1%}")
     if report.drafted_tokens:

@@ -3,7 +3,7 @@
     millrace bench serving --self-serve --num-requests 200 --concurrency 16          closed loop
     millrace bench serving --address 127.0.0.1:50051 --request-rate 20               open loop, Poisson arrivals
     millrace bench serving --self-serve --multi-turn 10 --input-len 500 --output-len 100 --ignore-eos --concurrency 2
-    millrace bench serving --mooncake conversation_trace.jsonl --speed 4             at the recorded times
+    millrace bench serving --trace conversation_trace.jsonl --speed 4                at the recorded times
     millrace bench serving --sharegpt sharegpt.json --multi-turn 5 --think-time lognormal:3:1
     millrace bench serving --batches 1 2 4 8 --input-len 1024 --output-len 64        one batch at a time
 
@@ -35,6 +35,7 @@ from millrace_load import serving_batches, traces
 from millrace_load.clients import Client, GrpcClient, HttpClient, Options, Sample, Target
 from millrace_load.plots import draw, points
 from millrace_load.record import Record, print_record
+from millrace_load.replay import Replay, Session
 from millrace_load.report import Report, Slo, by_turn, latency_table, throughput_table, turn_table
 from millrace_load.sending import send
 from millrace_load.serving_options import Settings, parse
@@ -57,7 +58,7 @@ def run(settings: Settings, console: Console | None = None) -> Record:
         return _run_batches(settings, console)
     done = asyncio.run(collect(settings, console))
     slo = Slo.parse(settings.slo)
-    report, turns = Report.of(done.samples, slo), by_turn(done.samples, slo)
+    report, turns = Report.of(done.samples, slo, settings.gpus), by_turn(done.samples, slo)
     console.print(latency_table(report), throughput_table(report, slo))
     if len(turns) > 1:
         console.print(turn_table(turns))
@@ -101,12 +102,13 @@ async def _connected(settings: Settings, console: Console) -> AsyncIterator[tupl
 
 async def collect(settings: Settings, console: Console) -> Run:
     """WorkloadError for a trace that cannot be read or sent."""
-    rows = traces.read_mooncake(Path(settings.mooncake), settings.num_requests) if settings.mooncake else []
-    talks: list[list[traces.Exchange]] = []
+    sessions: list[Session] = []
+    if settings.trace:
+        sessions = traces.read_trace(Path(settings.trace), settings.num_requests)
     if settings.sharegpt:
-        talks = traces.read_sharegpt(Path(settings.sharegpt), settings.num_requests, settings.multi_turn)
+        sessions = traces.read_sharegpt(Path(settings.sharegpt), settings.num_requests, settings.multi_turn)
     async with _connected(settings, console) as (client, target):
-        plan = await _plan(settings, rows, talks, client, target)
+        plan = await _plan(settings, sessions, client, target)
         warmup = replace(_workload(settings, target, stream=1), turns=1).plan(settings.warmup)
         most = settings.max_concurrency or None
         with _progress(console) as begin:
@@ -116,15 +118,12 @@ async def collect(settings: Settings, console: Console) -> Run:
         return Run(target, plan, samples)
 
 
-async def _plan(
-    settings: Settings, rows: list[traces.Recorded], talks: list[list[traces.Exchange]], client: Client, target: Target
-) -> Plan:
-    workload = _workload(settings, target, stream=0)
-    if rows:
-        return traces.plan_mooncake(rows, settings.speed, workload.vocab_size, target.max_context, settings.seed)
-    if talks:
-        num_tokens = await _num_tokens(client, talks, too_many=target.max_context + 1)
-        plan = traces.plan_sharegpt(talks, num_tokens, workload.think, target.max_context, settings.seed)
+async def _plan(settings: Settings, sessions: list[Session], client: Client, target: Target) -> Plan:
+    workload, most = _workload(settings, target, stream=0), target.max_context
+    if sessions:
+        num_tokens = await _num_tokens(client, sessions, too_many=most + 1)
+        replay = Replay(num_tokens, workload.vocab_size, workload.think, most, settings.seed, settings.speed)
+        plan = replay.plan(sessions)
     else:
         plan = workload.plan(settings.num_requests)
     return plan.arriving(settings.request_rate, settings.seed) if settings.request_rate > 0 else plan
@@ -144,11 +143,11 @@ def _workload(settings: Settings, target: Target, stream: int) -> Workload:
     )
 
 
-async def _num_tokens(client: Client, talks: list[list[traces.Exchange]], too_many: int) -> dict[str, int]:
+async def _num_tokens(client: Client, sessions: list[Session], too_many: int) -> dict[str, int]:
     """Of every text, as the router's tokenizer counts them, the token that begins a sequence included."""
     found: dict[str, int] = {}
-    for talk in talks:
-        texts = [text for exchange in talk for text in exchange]
+    for session in sessions:
+        texts = [it for turn in session.everything() for it in (turn.said, turn.answer) if isinstance(it, str)]
         for text, count in zip(texts, await asyncio.gather(*map(client.num_tokens, texts)), strict=True):
             found[text] = too_many if count is None else count
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -42,29 +43,30 @@ class Settings:
     ] = "0:0"
     multi_turn: Annotated[int, "turns of a conversation; of a recorded one: at most"] = 1
     think_time: Annotated[str, "seconds between an answer and the next turn, as --input-len"] = "0"
-    mooncake: Annotated[str, "replay this trace (JSON lines: timestamp, input_length, output_length, hash_ids)"] = ""
-    speed: Annotated[float, "with --mooncake: this many times faster than recorded"] = 1.0
+    trace: Annotated[str, "replay this file: JSON lines of Mooncake's format, with sessions or not, or dag_jsonl"] = ""
+    speed: Annotated[float, "with --trace: this many times faster than recorded"] = 1.0
     sharegpt: Annotated[str, "send the texts of this file; output lengths are those of its answers"] = ""
     text: Annotated[bool, "send text instead of token ids (http: always)"] = False
     temperature: Annotated[float, "sampling temperature; 0: greedy"] = 0.0
     ignore_eos: Annotated[bool, "always generate the whole output length"] = False
     seed: Annotated[int, "seed of prompts, lengths and arrivals"] = 0
+    gpus: Annotated[int, "GPUs that serve; gives the tokens of each; 0: unknown"] = 0
     slo: Annotated[str, "limits of goodput in seconds, for example ttft=0.5,tpot=0.05"] = ""
     plot: Annotated[str, "write a picture of the figures to this file (.svg or .png)"] = ""
 
     def __post_init__(self) -> None:
         """ValueError for what cannot be run."""
         least = {"num_requests": 1, "concurrency": 1, "warmup": 0, "request_rate": 0, "multi_turn": 1}
-        least |= {"max_concurrency": 0, "rounds": 1}
+        least |= {"max_concurrency": 0, "rounds": 1, "gpus": 0}
         for name, lowest in least.items():
             if not getattr(self, name) >= lowest:
                 raise ValueError(f"{name} must be at least {lowest}, not {getattr(self, name)}")
         if min(self.batches, default=1) < 1:
             raise ValueError(f"batches must be at least 1, not {min(self.batches)}")
-        if self.max_concurrency and not (self.request_rate or self.mooncake):
-            raise ValueError("max_concurrency needs an open loop: request_rate or mooncake")
-        if self.batches and (self.request_rate or self.mooncake or self.sharegpt or self.multi_turn > 1 or self.plot):
-            raise ValueError("batches: no request_rate, mooncake, sharegpt, multi_turn or plot")
+        if self.max_concurrency and not (self.request_rate or self.trace):
+            raise ValueError("max_concurrency needs an open loop: request_rate or trace")
+        if self.batches and (self.request_rate or self.trace or self.sharegpt or self.multi_turn > 1 or self.plot):
+            raise ValueError("batches: no request_rate, trace, sharegpt, multi_turn or plot")
         if self.plot:
             check_picture(self.plot)
         for parse, text in (
@@ -77,8 +79,8 @@ class Settings:
             parse(text)
         if not self.speed > 0:
             raise ValueError(f"speed must be above 0, not {self.speed}")
-        if self.mooncake and (self.sharegpt or self.request_rate or self.multi_turn > 1):
-            raise ValueError("mooncake: the trace has its own times and turns: no sharegpt, request_rate, multi_turn")
+        if self.trace and (self.sharegpt or self.multi_turn > 1):
+            raise ValueError("trace: it has its own turns: no sharegpt, multi_turn")
 
 
 def parse(argv: Sequence[str] | None = None) -> Settings:
@@ -88,6 +90,7 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
     for item in fields(Settings):
         kind, text = get_args(hints[item.name])
         flag = f"--{item.name.replace('_', '-')}"
+        former = ["--mooncake"] if item.name == "trace" else []  # until the next release
         if kind is bool:
             parser.add_argument(flag, action="store_true", help=text)
         elif get_origin(kind) is Literal:
@@ -97,7 +100,9 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
             metavar = "KEY=VALUE" if item_type is str else "N"
             parser.add_argument(flag, default=(), nargs="*", type=item_type, metavar=metavar, help=text)
         else:
-            parser.add_argument(flag, default=item.default, type=kind, help=text)
+            parser.add_argument(flag, *former, default=item.default, type=kind, help=text)
+    if any(text.startswith("--mooncake") for text in (sys.argv if argv is None else argv)):
+        print("--mooncake is now --trace", file=sys.stderr)
     try:
         return Settings(**vars(parser.parse_args(argv)))
     except ValueError as error:

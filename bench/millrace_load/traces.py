@@ -1,9 +1,17 @@
-"""Recorded loads, from two public formats.
+"""Readers of recorded loads, in three public formats.
 
-Mooncake (JSON lines, one request each, in the order of their times):
+Mooncake (JSON lines, one request each):
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, …, 2354]}
-`timestamp` is in milliseconds. `hash_ids` has one id for each block of 512 prompt tokens, the last block may be
-shorter; equal ids stand for equal blocks after equal blocks. The tokens are not in the trace: each id gets random ones.
+    {"session_id": "a", "delay": 1736.0, "input_length": 704, "output_length": 939, "hash_ids": [70, 71]}
+`timestamp` and `delay` are in milliseconds. `hash_ids` has one id for each block of 512 prompt tokens, the last block
+may be shorter; equal ids stand for equal blocks after equal blocks. The trace has no tokens: each id gets random ones.
+Requests of one `session_id` are the turns of a conversation: the later ones have the new tokens only, and come `delay`
+after the answer before them.
+
+AIPerf's dag_jsonl (JSON lines, one conversation each):
+    {"session_id": "a", "turns": [{"messages": [{"role": "user", "content": "…"}], "max_tokens": 9, "spawns": ["b"]}]}
+The texts of the messages are sent, without roles. `forks` begin with all that was said so far, and end the conversation
+unless they are in the background. `spawns` begin anew; the turn `join_at`, else the next one, waits for them.
 
 ShareGPT (one JSON list of conversations):
     {"id": "…", "conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}, …]}
@@ -13,163 +21,211 @@ Texts of humans are sent; of the recorded answers only the length counts.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from random import Random
-from typing import Any, NamedTuple, TextIO
+from typing import Annotated, Any, Literal, TypeVar
 
-from millrace_load.workload import Conversation, Distribution, Plan, Turn, WorkloadError, prompt, vocabulary
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, RootModel, ValidationError, model_validator
 
-BLOCK = 512  # tokens
+from millrace_load.replay import BLOCK, Blocks, Recorded, RecordedBranch, Session
+from millrace_load.workload import WorkloadError
 
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """One request of a Mooncake trace."""
-
-    timestamp: int  # ms
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
+M = TypeVar("M", bound=BaseModel)
 
 
-class Exchange(NamedTuple):
-    said: str
-    answer: str
+class Row(BaseModel):
+    """What is read of a JSON object; other fields do not matter."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-def read_mooncake(path: Path, most: int) -> list[Recorded]:
-    """The first `most` requests. WorkloadError names the file, the line and the field."""
-    rows: list[Recorded] = []
-    with _opened(path) as file:
-        numbered = ((number, line) for number, line in enumerate(file, 1) if line.strip())
-        for number, line in islice(numbered, most):
-            rows.append(_row(f"{path}:{number}", line, rows[-1].timestamp if rows else 0))
-    if not rows:
+class AnyRow(Row):
+    turns: list[Any] | None = None
+
+
+class MooncakeRow(Row):
+    timestamp: float | None = Field(None, ge=0)
+    delay: float = Field(0.0, ge=0)
+    session_id: str | None = None
+    input_length: int = Field(ge=1)
+    output_length: int = Field(ge=1)
+    hash_ids: list[int]
+
+    @model_validator(mode="after")
+    def _covered(self) -> MooncakeRow:
+        needed, given = -(-self.input_length // BLOCK), len(self.hash_ids)
+        if given != needed:
+            raise ValueError(f"hash_ids must have {needed} ids for input_length {self.input_length}, not {given}")
+        return self
+
+    def recorded(self) -> Recorded:
+        return Recorded(Blocks(self.hash_ids, self.input_length), self.output_length, self.delay / 1000)
+
+
+def _text(content: Any) -> Any:
+    """Of a message's content, which may have parts."""
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    return "" if content is None else content
+
+
+def _or_name(wrap: Callable[[str], dict[str, Any]]) -> BeforeValidator:
+    return BeforeValidator(lambda value: wrap(value) if isinstance(value, str) else value)
+
+
+class DagMessage(Row):
+    content: Annotated[str, BeforeValidator(_text)] = ""
+
+
+class Fork(Row):
+    child: str
+    background: bool = False
+
+
+class Spawn(Row):
+    children: list[str] = Field(min_length=1)
+    join_at: int | None = None
+
+
+class DagTurn(Row):
+    messages: list[DagMessage] = Field(min_length=1)
+    max_tokens: int = Field(ge=1)
+    delay: float = Field(0.0, ge=0)
+    forks: list[Annotated[Fork, _or_name(lambda name: {"child": name})]] = Field([])
+    spawns: list[Annotated[Spawn, _or_name(lambda name: {"children": [name]})]] = Field([])
+
+
+class DagRow(Row):
+    session_id: str
+    turns: list[DagTurn] = Field(min_length=1)
+    pre_session_spawns: list[str] = Field([])
+    context_mode: Literal["deltas_without_responses"] | None = None
+    orchestrator: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _in_order(self) -> DagRow:
+        for i, turn in enumerate(self.turns):
+            if i + 1 < len(self.turns) and not all(fork.background for fork in turn.forks):
+                raise ValueError(f"turns.{i}.forks ends the conversation, which has more turns")
+            for spawn in turn.spawns:
+                if spawn.join_at is not None and not i < spawn.join_at < len(self.turns):
+                    raise ValueError(f"turns.{i}.spawns: join_at must be a later turn, not {spawn.join_at}")
+        return self
+
+
+class Message(Row):
+    sender: str = Field(alias="from")
+    value: str
+
+
+class Talk(Row):
+    conversations: list[Message]
+
+
+class Talks(RootModel[list[Talk]]):
+    model_config = ConfigDict(strict=True)
+
+
+def read_trace(path: Path, most: int) -> list[Session]:
+    """The first `most` conversations of a file of JSON lines. WorkloadError names the file, the line and the field."""
+    lines = {f"{path}:{number}": line for number, line in enumerate(_read(path).split("\n"), 1) if line.strip()}
+    if not lines:
         raise WorkloadError(f"{path}: no requests")
-    return rows
+    first = next(iter(lines))
+    if _parsed(AnyRow, first, lines[first]).turns is None:
+        return _mooncake(lines, most)
+    return _dag({where: _parsed(DagRow, where, line) for where, line in lines.items()})[:most]
 
 
-def plan_mooncake(rows: Sequence[Recorded], speed: float, vocab_size: int, max_context: int, seed: int) -> Plan:
-    """At the recorded times, counted from the first request, divided by `speed`. Without a vocabulary: text."""
-    words, blocks = vocabulary(vocab_size), dict[int, list]()
-    items: list[Conversation] = []
-    for row in rows:
-        if row.input_length + row.output_length > max_context:
-            continue
-        parts: list = []
-        for hash_id in row.hash_ids:
-            if hash_id not in blocks:
-                blocks[hash_id] = Random(f"{seed}:{hash_id}").choices(words, k=BLOCK)
-            parts += blocks[hash_id]
-        turn = Turn(prompt(parts[: row.input_length]), row.output_length, seed)
-        start_s = (row.timestamp - rows[0].timestamp) / 1000 / speed
-        items.append(Conversation(len(items), (turn,), start_s))
-    return Plan(_some(items, max_context), len(rows) - len(items))
+def _mooncake(lines: Mapping[str, str], most: int) -> list[Session]:
+    """In the order of their times, counted from the first one, if any has a time."""
+    rows: dict[str, list[MooncakeRow]] = {}
+    for where, line in lines.items():
+        row = _parsed(MooncakeRow, where, line)
+        name = where if row.session_id is None else row.session_id
+        if name in rows and row.timestamp is not None:
+            raise WorkloadError(f"{where}: timestamp: later turns of a session have a delay")
+        if name in rows or len(rows) < most:
+            rows.setdefault(name, []).append(row)
+    starts = {name: turns[0].timestamp or 0.0 for name, turns in rows.items()}
+    begin = min(starts.values())
+    timed = any(turns[0].timestamp is not None for turns in rows.values())
+    return [
+        Session([row.recorded() for row in rows[name]], (start - begin) / 1000 if timed else None)
+        for name, start in sorted(starts.items(), key=lambda item: item[1])
+    ]
 
 
-def read_sharegpt(path: Path, most: int, turns: int) -> list[list[Exchange]]:
+def _dag(lines: Mapping[str, DagRow]) -> list[Session]:
+    """Those that are no branch of another one."""
+    rows, branches = {row.session_id: row for row in lines.values()}, set[str]()
+
+    def session(name: str, around: tuple[str, ...]) -> Session:
+        row, turns = rows[name], list[Recorded]()
+        where = next(where for where, each in lines.items() if each is row)
+
+        def branch(child: str, inherits: bool = False, join_at: int | None = None) -> RecordedBranch:
+            if child not in rows or child in around:
+                why = "is in no line" if child not in rows else "is a branch of itself"
+                raise WorkloadError(f"{where}: session_id {child!r} {why}")
+            branches.add(child)
+            return RecordedBranch(session(child, (*around, child)), inherits, join_at)
+
+        for i, turn in enumerate(row.turns):
+            following = i + 1 if i + 1 < len(row.turns) else None
+            begun = [branch(fork.child, inherits=True) for fork in turn.forks]
+            begun += [branch(name, join_at=it.join_at or following) for it in turn.spawns for name in it.children]
+            said = "\n" * bool(i) + "\n".join(message.content for message in turn.messages)
+            turns.append(Recorded(said, turn.max_tokens, turn.delay / 1000, begun))
+        return Session(turns, None, [branch(child) for child in row.pre_session_spawns])
+
+    if len(rows) < len(lines):
+        where = next(where for where, row in lines.items() if row is not rows[row.session_id])
+        raise WorkloadError(f"{where}: session_id {lines[where].session_id!r} is in another line, too")
+    sessions = {name: session(name, (name,)) for name in rows}
+    return [found for name, found in sessions.items() if name not in branches]
+
+
+def read_sharegpt(path: Path, most: int, turns: int) -> list[Session]:
     """The first `turns` exchanges of the first `most` conversations that have one: a human's text and its answer.
     WorkloadError names the file, the conversation and the field.
     """
-    with _opened(path) as file:
-        try:
-            records = json.load(file)
-        except json.JSONDecodeError as error:
-            raise WorkloadError(f"{path}:{error.lineno}: no JSON: {error.msg}") from None
-    if not isinstance(records, list):
-        raise WorkloadError(f"{path}: not a list of conversations")
-    messages = (_messages(f"{path}: [{i}]", record) for i, record in enumerate(records))
-    found = (list(islice(_exchanges(item), turns)) for item in messages)
-    talks = list(islice(filter(None, found), most))
-    if not talks:
+    talks = _parsed(Talks, str(path), _read(path)).root
+    found = (list(islice(_exchanges(talk.conversations), turns)) for talk in talks)
+    sessions = [Session(exchanges) for exchanges in islice(filter(None, found), most)]
+    if not sessions:
         raise WorkloadError(f"{path}: no conversation has a text of a human and its answer")
-    return talks
+    return sessions
 
 
-def plan_sharegpt(
-    talks: Sequence[Sequence[Exchange]], num_tokens: Mapping[str, int], think: Distribution, max_context: int, seed: int
-) -> Plan:
-    """`num_tokens` has every text of `talks`. A conversation ends before the turn that does not fit the context."""
-    rng = Random(seed)
-    items: list[Conversation] = []
-    for talk in talks:
-        room, turns = max_context, list[Turn]()
-        for said, answer in talk:
-            room -= num_tokens[said] + num_tokens[answer]
-            if room < 0:
-                break
-            think_s = think.seconds(rng) if turns else 0.0
-            turns.append(Turn(said, num_tokens[answer], rng.getrandbits(63), think_s))
-        if turns:
-            items.append(Conversation(len(items), tuple(turns)))
-    plan = Plan(_some(items, max_context))
-    return Plan(plan.conversations, sum(map(len, talks)) - plan.num_requests)
+def _exchanges(messages: Sequence[Message]) -> Iterator[Recorded]:
+    """From the first human's text on, as long as a human and gpt take turns and say something."""
+    first = next((i for i, message in enumerate(messages) if message.sender == "human"), len(messages))
+    for asked, answer in zip(messages[first::2], messages[first + 1 :: 2], strict=False):
+        if (asked.sender, answer.sender) != ("human", "gpt") or not asked.value.strip() or not answer.value.strip():
+            return
+        yield Recorded(asked.value, answer.value, 0.0 if asked is messages[first] else None)
 
 
-def _opened(path: Path) -> TextIO:
+def _read(path: Path) -> str:
     """Bytes that are not UTF-8 become U+FFFD, which JSON has in strings only."""
     try:
-        return path.open(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise WorkloadError(f"{path}: {error.strerror}") from None
 
 
-def _row(where: str, line: str, earliest: int) -> Recorded:
+def _parsed(kind: type[M], where: str, text: str) -> M:
+    """What a JSON text says. WorkloadError names the first field that is wrong."""
     try:
-        record = json.loads(line)
+        whole = json.dumps(json.loads(text), ensure_ascii=False).encode(errors="replace")  # half of a pair is no UTF-8
+        return kind.model_validate_json(whole)
     except json.JSONDecodeError as error:
-        raise WorkloadError(f"{where}: no JSON: {error.msg}") from None
-    if not isinstance(record, dict):
-        raise WorkloadError(f"{where}: no JSON object")
-    timestamp = _whole(where, record, "timestamp", earliest)
-    input_length = _whole(where, record, "input_length", 1)
-    output_length = _whole(where, record, "output_length", 1)
-    ids, needed = record.get("hash_ids"), -(-input_length // BLOCK)
-    if not isinstance(ids, list) or not all(type(item) is int for item in ids):
-        raise WorkloadError(f"{where}: hash_ids must be a list of integers")
-    if len(ids) != needed:
-        raise WorkloadError(f"{where}: hash_ids must have {needed} ids for input_length {input_length}, not {len(ids)}")
-    return Recorded(timestamp, input_length, output_length, tuple(ids))
-
-
-def _whole(where: str, record: dict[str, Any], name: str, least: int) -> int:
-    value = record.get(name)
-    if type(value) is not int or value < least:
-        raise WorkloadError(f"{where}: {name} must be an integer of at least {least}, not {json.dumps(value)}")
-    return value
-
-
-def _messages(where: str, record: Any) -> list[tuple[str, str]]:
-    """(from, value) of each message."""
-    messages = record.get("conversations") if isinstance(record, dict) else None
-    if not isinstance(messages, list):
-        raise WorkloadError(f"{where}.conversations must be a list")
-    return [
-        (_text(f"{where}.conversations[{i}]", message, "from"), _text(f"{where}.conversations[{i}]", message, "value"))
-        for i, message in enumerate(messages)
-    ]
-
-
-def _text(where: str, message: Any, key: str) -> str:
-    value = message.get(key) if isinstance(message, dict) else None
-    if not isinstance(value, str):
-        raise WorkloadError(f"{where}.{key} must be a string, not {json.dumps(value)[:40]}")
-    return value.encode(errors="replace").decode()  # half of a surrogate pair is no UTF-8
-
-
-def _exchanges(messages: Sequence[tuple[str, str]]) -> Iterator[Exchange]:
-    """From the first human's text on, as long as a human and gpt take turns and say something."""
-    first = next((i for i, (sender, _) in enumerate(messages) if sender == "human"), len(messages))
-    for (asker, said), (answerer, answer) in zip(messages[first::2], messages[first + 1 :: 2], strict=False):
-        if (asker, answerer) != ("human", "gpt") or not said.strip() or not answer.strip():
-            return
-        yield Exchange(said, answer)
-
-
-def _some(items: list[Conversation], max_context: int) -> tuple[Conversation, ...]:
-    if not items:
-        raise WorkloadError(f"no recorded request fits into the model's context of {max_context} tokens")
-    return tuple(items)
+        raise WorkloadError(f"{where}: no JSON: {error}") from None
+    except ValidationError as error:
+        mistake = error.errors(include_url=False)[0]
+        field, given = ".".join(map(str, mistake["loc"])), mistake["input"]
+        rest = f", not {json.dumps(given)[:40]}" if field and not isinstance(given, dict) else ""
+        said = mistake["msg"].removeprefix("Value error, ")
+        raise WorkloadError(f"{where}: {field}{': ' * bool(field)}{said}{rest}") from None

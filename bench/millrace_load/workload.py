@@ -95,13 +95,30 @@ class Turn:
     max_tokens: int
     seed: int
     think_s: float = 0.0  # between the end of the answer before it and this request
+    branches: tuple[Branch, ...] = ()  # that begin with the end of its answer
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A sub-agent's conversation, at the same time as the rest of the conversation that begins it."""
+
+    conversation: Conversation
+    inherits: bool = False  # its prompts begin with all that was said before
+    join_at: int | None = None  # the turn of the other conversation that waits for it; None: none does
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    index: int
+    index: int  # that of the conversation which began it, if it is a branch
     turns: tuple[Turn, ...]
     start_s: float | None = None  # from the start of the run; None: when a client is free
+    branches: tuple[Branch, ...] = ()  # that begin with it
+
+    @property
+    def num_requests(self) -> int:
+        """With those of its branches."""
+        branches = (*self.branches, *(branch for turn in self.turns for branch in turn.branches))
+        return len(self.turns) + sum(branch.conversation.num_requests for branch in branches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +130,7 @@ class Plan:
 
     @property
     def num_requests(self) -> int:
-        return sum(len(conversation.turns) for conversation in self.conversations)
+        return sum(conversation.num_requests for conversation in self.conversations)
 
     def arriving(self, rate: float, seed: int) -> Plan:
         """The same conversations, with Poisson arrivals."""

@@ -119,19 +119,51 @@ def same(found: dict[str, Any], summary: Summary, names: dict[str, str]) -> None
         assert found[theirs] == pytest.approx(1e3 * getattr(summary, mine), rel=1e-3), theirs
 
 
-@needs("aiperf")
-async def test_aiperf(url: str, tmp_path: Path) -> None:
-    options = f"--synthetic-input-tokens-mean {INPUT} --output-tokens-mean {OUTPUT} --request-count {REQUESTS}"
+async def aiperf(url: str, folder: Path, options: str) -> list[dict[str, Any]]:
+    """What AIPerf writes of each request."""
     quiet = "--no-gpu-telemetry --no-server-metrics --ui none"
     command = (
         f"profile --model tiny --url {url} --endpoint-type chat --streaming --tokenizer {TINY} --use-server-token-count"
-        f" {options} --concurrency {CLIENTS} --extra-inputs ignore_eos:true --random-seed 1 --artifact-dir out {quiet}"
+        f" {options} --extra-inputs ignore_eos:true --random-seed 1 --artifact-dir out {quiet}"
     )
-    await run("aiperf", command.split(), tmp_path)
+    await run("aiperf", command.split(), folder)
+    records = [json.loads(line) for line in (folder / "out" / "profile_export.jsonl").read_text().splitlines()]
+    assert not any(record.get("error") for record in records)
+    return records
+
+
+AGENTS = ROOT / "tests" / "load" / "agents.jsonl"
+SAID = {"messages": [{"role": "user", "content": "time and people"}], "max_tokens": 9}
+DAG = [
+    {"session_id": "root", "turns": [SAID | {"spawns": ["sub", "other"]}, SAID | {"forks": ["fork"]}]},
+    {"session_id": "sub", "turns": [SAID | {"max_tokens": 5}, SAID | {"max_tokens": 4, "delay": 10}]},
+    {"session_id": "other", "turns": [SAID | {"max_tokens": 6}]},
+    {"session_id": "fork", "turns": [SAID | {"max_tokens": 7}]},
+]
+
+
+@needs("aiperf")
+@pytest.mark.parametrize("form", ["mooncake_trace", "dag_jsonl"])
+async def test_aiperf_replays_the_traces_that_we_read(form: str, url: str, tmp_path: Path) -> None:
+    """The same requests: as many, with answers of the same lengths."""
+    path, sessions = AGENTS, 3
+    if form == "dag_jsonl":
+        path, sessions = tmp_path / "dag.jsonl", 1
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in DAG))
+    settings = Settings(api="http", address=url, trace=str(path), speed=1e6, warmup=0, ignore_eos=True)
+    samples = (await collect(settings, Console(quiet=True))).samples
+    options = f"--input-file {path} --custom-dataset-type {form} --num-sessions {sessions} --concurrency 4"
+    records = await aiperf(url, tmp_path, f"{options} --inter-turn-delay-cap-seconds 0.01")
+    theirs = sorted(record["metrics"]["output_sequence_length"]["value"] for record in records)
+    assert theirs == sorted(sample.output_tokens for sample in samples)
+    assert len(samples) == 6
+
+
+@needs("aiperf")
+async def test_aiperf(url: str, tmp_path: Path) -> None:
+    options = f"--synthetic-input-tokens-mean {INPUT} --output-tokens-mean {OUTPUT} --request-count {REQUESTS}"
     samples = []
-    for line in (tmp_path / "out" / "profile_export.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        assert not record.get("error")
+    for record in await aiperf(url, tmp_path, f"{options} --concurrency {CLIENTS}"):
         start, metrics = record["metadata"]["request_start_ns"] / 1e9, record["metrics"]
         first, last = (start + metrics[name]["value"] / 1e3 for name in ("time_to_first_token", "request_latency"))
         samples.append(

@@ -21,7 +21,7 @@ ALL = [FAST, SLOW, SHORT, FAILED, NOTHING]
 
 
 def test_figures() -> None:
-    report = Report.of(ALL, Slo())
+    report = Report.of(ALL, Slo(), gpus=2)
     assert report.completed == 3
     assert report.errors == {"QUEUE_FULL": 1, "EMPTY": 1}
     assert report.seconds == pytest.approx(4.0)
@@ -38,6 +38,8 @@ def test_figures() -> None:
     assert report.icl.mean == pytest.approx((0.1 + 0.1 + 2.0) / 3)
     assert report.request_latency.p50 == pytest.approx(0.5)
     assert report.request_latency.p99 == pytest.approx(0.5 + 0.98 * 2.5), "until the last token, not the end"
+    assert report.interactivity.p50 == pytest.approx(1 / 0.5) and report.interactivity.p90 == pytest.approx(1 / 0.58)
+    assert report.gpu_output_token_throughput == pytest.approx(9 / 4 / 2)
 
 
 @given(st.lists(st.floats(0, 10), min_size=2, max_size=20), st.integers(2, 50))

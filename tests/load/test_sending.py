@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 from millrace_load.clients import Job, Sample, Target
 from millrace_load.sending import send
-from millrace_load.workload import Conversation, Plan, Prompt, Turn
+from millrace_load.workload import Branch, Conversation, Plan, Prompt, Turn
 
 
 class Answering:
@@ -89,6 +90,21 @@ async def test_a_conversation_ends_with_its_first_failure_and_others_go_on() -> 
     samples = await sent(client, talk(0, [1], [2], [3]), talk(1, [4], [5]))
     assert [job.seed for job in client.jobs] == [0, 1, 10, 11]
     assert [sample.error for sample in samples] == ["", "QUEUE_FULL", "", ""]
+
+
+async def test_branches_go_on_side_by_side_and_the_turn_that_joins_them_waits() -> None:
+    client = Answering(together=2)
+    early, joined, free, fork = talk(3, "early"), talk(3, "join", "ed"), talk(3, "free"), talk(3, " fork")
+    branches = Branch(joined, join_at=2), Branch(free), Branch(fork, inherits=True)
+    first, second, third = talk(3, "a", "b", "c").turns
+    root = Conversation(3, (first, replace(second, branches=branches), third), branches=(Branch(early),))
+    samples = await sent(client, root)
+    by_prompt = dict(zip([job.prompt for job in client.jobs], samples, strict=True))
+    turns = {"early": 0, "a": 0, "a!b": 1, "join": 0, "free": 0, "a!b! fork": 2, "join!ed": 1, "a!b!c": 2}
+    assert {prompt: sample.turn for prompt, sample in by_prompt.items()} == turns
+    assert len(samples) == root.num_requests and {job.session for job in client.jobs} == {"conversation-3"}
+    assert by_prompt["a!b!c"].due >= by_prompt["join!ed"].end
+    assert by_prompt["free"].due == by_prompt["a!b! fork"].due == by_prompt["a!b"].end
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from millrace_cli.cluster import ClusterSpec, LocalCluster
 from millrace_load import serving
+from millrace_load.record import ROOT
 from millrace_load.serving import collect, collect_batches
 from millrace_load.serving_options import Settings, parse
 from rich.console import Console
@@ -38,8 +39,9 @@ def test_options_are_the_fields() -> None:
         (["--multi-turn", "0"], "multi_turn must be at least 1"),
         (["--think-time", "-1"], "time '-1'"),
         (["--speed", "0"], "speed must be above 0"),
-        (["--mooncake", "a", "--sharegpt", "b"], "mooncake: the trace has its own times and turns"),
-        (["--mooncake", "a", "--request-rate", "2"], "mooncake: the trace has its own times and turns"),
+        (["--trace", "a", "--sharegpt", "b"], "trace: it has its own turns: no sharegpt, multi_turn"),
+        (["--mooncake", "a", "--multi-turn", "2"], "--mooncake is now --trace"),
+        (["--gpus", "-1"], "gpus must be at least 0"),
         (["--slo", "speed=1"], "ttft, tpot, request_latency"),
         (["--max-concurrency", "-1", "--request-rate", "1"], "max_concurrency must be at least 0"),
         (["--max-concurrency", "4"], "max_concurrency needs an open loop"),
@@ -60,11 +62,11 @@ def test_bad_options_are_named(arguments: list[str], message: str, capsys: pytes
 def test_a_bad_trace_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 9}\n')
-    monkeypatch.setattr(sys, "argv", ["serving", "--self-serve", "--mooncake", str(trace)])
+    monkeypatch.setattr(sys, "argv", ["serving", "--self-serve", "--trace", str(trace)])
     monkeypatch.setattr(serving, "LocalCluster", None)
     with pytest.raises(SystemExit) as caught:
         serving.main()
-    assert caught.value.code == f"{trace}:1: output_length must be an integer of at least 1, not null"
+    assert caught.value.code == f"{trace}:1: output_length: Field required"
 
 
 @pytest.mark.e2e
@@ -108,9 +110,13 @@ async def test_open_loops_traces_and_batches(tmp_path: Path) -> None:
             assert not any(sample.error for sample in run.samples)
             return [(sample.prompt_tokens, sample.cached_tokens, sample.output_tokens) for sample in run.samples]
 
-        replay = {"address": cluster.grpc_address, "mooncake": str(mooncake)}
+        replay = {"address": cluster.grpc_address, "trace": str(mooncake)}
         assert await figures(num_requests=1, **replay) == [(1030, 0, 3)]
         assert await figures(**replay) == [(1030, 1024, 3)] * 2, "the second begins with the two blocks of the first"
+        agents = {"trace": str(ROOT / "tests/load/agents.jsonl"), "num_requests": 2, "speed": 1e6}
+        turns = await figures(**(replay | agents))
+        assert len(turns) == 5 and sorted(output for _, _, output in turns) == [3, 4, 5, 6, 7]
+        assert turns[-1][1] > 0, "a later turn finds the one before it"
 
         for api, address in (("grpc", cluster.grpc_address), ("http", cluster.http_url)):
             first, second = await figures(api=api, address=address, sharegpt=str(sharegpt), multi_turn=5)

@@ -205,6 +205,7 @@ class FakeWorker(
             replicas=1,
             tp=1,
             protocol=self.protocol,
+            prefix_cache=True,
         )
 
     async def WatchLoad(self, request, context):

@@ -31,10 +31,10 @@ def wire(**sampling: object) -> worker_pb2.EngineRequest:
 
 def test_request_keeps_every_value_and_absent_ones_take_their_defaults() -> None:
     given = wire(temperature=0.0, top_k=0, seed=2**64 - 1, logit_bias={7: -1.5}, logprobs=0, stop_token_ids=[9])
-    given.num_prior_outputs, given.priority, given.timeout_ms = 1, -5, 1500
+    given.num_prior_outputs, given.priority, given.timeout_ms, given.keep_s = 1, -5, 1500, 300
     request = convert.request(given, Route.IMPORT)
     assert (request.id, list(request.token_ids), request.route) == (ID, [5, 6, 7], Route.IMPORT)
-    assert (request.num_prior_outputs, request.priority, request.timeout_s) == (1, -5, 1.5)
+    assert (request.num_prior_outputs, request.priority, request.timeout_s, request.keep_s) == (1, -5, 1.5, 300)
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.logprobs) == (0.0, 1.0, 2**64 - 1, 0)
     assert (sampling.logit_bias, sampling.stop_token_ids) == ({7: -1.5}, (9,))

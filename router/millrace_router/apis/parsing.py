@@ -2,6 +2,7 @@
 
 Null means absent. Fields that clients send by habit and that cannot change the text are ignored (`IGNORED`); any
 other unknown field is refused, because ignoring it would silently give another answer than the client asked for.
+`cache_control`, which any object may have, is a hint for all of the prompt: it goes to the validation's context.
 
 A field that may be of several types is a tagged union (`OneOf`, `OfType`): the value's own kind or type says which
 one the client meant, so a mistake is reported about that one.
@@ -27,6 +28,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     Tag,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     model_validator,
@@ -58,8 +60,10 @@ RESTS = {  # of sentences about a mistake, by pydantic's name for it
     "union_tag_invalid": "must be one of: {expected_tags}",
     "union_tag_not_found": "is required",
 }
+CACHE_CONTROL, TTL_S = "cache_control", {"5m": 300, "1h": 3600}
+CACHE_HINT = "Keeps the prompt's cached pages for its `ttl`: `5m`, which is the default, or `1h`."
 HABITS = frozenset(  # of objects of any kind: about caches, which are always on, or for the client itself
-    {"cache_control", "prompt_cache_breakpoint", "provider_metadata", "provider_options", "provider_specific_fields"}
+    {CACHE_CONTROL, "prompt_cache_breakpoint", "provider_metadata", "provider_options", "provider_specific_fields"}
 )
 IGNORED, REFUSED = "Ignored.", "Not supported:"  # how descriptions of such fields begin
 
@@ -141,9 +145,11 @@ class Known(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _given(cls, values: Json) -> Json:
+    def _given(cls, values: Json, info: ValidationInfo) -> Json:
         if not isinstance(values, dict):
             return values
+        if values.get(CACHE_CONTROL) is not None:
+            _note(values[CACHE_CONTROL], info.context)
         given = {name: value for name, value in values.items() if value is not None and name not in cls.IGNORED}
         for name, why in cls.UNSUPPORTED.items():
             if given.pop(name, None):
@@ -165,10 +171,19 @@ class Known(BaseModel):
                 outer = {key: value.pop(key) for key in ("default", "description", "title") if key in value}
                 properties[name] = {"anyOf": [value, {"type": "null"}], **outer}
         for name in sorted(cls.IGNORED):
-            properties.setdefault(name, {"description": IGNORED})
+            properties.setdefault(name, {"description": CACHE_HINT if name == CACHE_CONTROL else IGNORED})
         for name, why in cls.UNSUPPORTED.items():
             properties.setdefault(name, {"description": f"{REFUSED} {why}.", "enum": [None, False]})
         return schema
+
+
+def _note(hint: Json, hints: list[int] | None) -> None:
+    """Add the seconds that a `cache_control` asks for to the hints of the request."""
+    ttl = hint.get("ttl") or "5m" if isinstance(hint, dict) else hint
+    if not isinstance(ttl, str) or ttl not in TTL_S:
+        raise mistake(f"must be an object with the ttl {' or '.join(TTL_S)}, not {_shown(ttl)}", CACHE_CONTROL)
+    if hints is not None:
+        hints.append(TTL_S[ttl])
 
 
 @functools.cache

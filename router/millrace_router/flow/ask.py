@@ -56,6 +56,7 @@ class Ask:
     priority: int = 0
     request_id: str = ""
     session_id: str = ""  # requests with the same one begin alike
+    keep_s: int = 0  # its cached pages should outlive others for so long
     keep_special_tokens: bool = False
     large: bool = False  # it takes long to render
     timeout_s: float | None = None  # until the client's deadline

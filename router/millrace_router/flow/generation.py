@@ -74,6 +74,7 @@ class Job:
     tenant: Tenant
     answer: AnswerWeights  # of the request
     session_id: str = ""
+    keep_s: int = 0
     least_outputs: int = 0  # tokens that the answer gets in any case
 
 
@@ -257,6 +258,7 @@ class Generation:
             request_id=job.request_id,
             traceparent=self._spans.traceparent,
             cache_salt=self._cache_salt,
+            keep_s=job.keep_s,
         )
 
     def begins(self) -> bool:

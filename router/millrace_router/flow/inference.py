@@ -44,6 +44,11 @@ class Answer:
     thinking: bool  # the prompt ends inside the model's reasoning
     stream: Stream
     ignored: Mapping[str, str] = field(default_factory=dict)  # of the request, as in `Chat`
+    cacheable_tokens: int = 0  # of the prompt, in full pages, which stay in the prefix cache
+
+    def written_tokens(self, cached: int) -> int:
+        """Prompt tokens that came into the prefix cache, when `cached` of them were there."""
+        return max(self.cacheable_tokens - cached, 0)
 
 
 class Inference:
@@ -93,6 +98,7 @@ class Inference:
                 tenant=who.tenant,
                 answer=answer,
                 session_id=ask.session_id,
+                keep_s=ask.keep_s,
                 least_outputs=_least_outputs(ask, sampling),
             )
             below = ContinuationSpans(tracer, span.traceparent, i)
@@ -103,7 +109,9 @@ class Inference:
         for continuation in stream.continuations:
             continuation.generation.start()
         ignored = ask.prompt.ignored if isinstance(ask.prompt, Chat) else {}
-        return Answer(request_id, self.model.model, len(token_ids), thinking, stream, ignored)
+        model, page = self.model, max(self.model.layout.page_size, 1)
+        cacheable = len(token_ids) // page * page if model.prefix_cache else 0
+        return Answer(request_id, model.model, len(token_ids), thinking, stream, ignored, cacheable)
 
     def _text(self, ask: Ask, thinking: bool) -> AnswerText:
         chat, keep_special = ask.prompt, ask.keep_special_tokens

@@ -27,6 +27,7 @@ MAX_STOP, MAX_STOP_CHARS = 16, 256
 MAX_TOOLS = 128
 MAX_REQUEST_ID_CHARS = 128
 MAX_SESSION_ID_CHARS = 512
+MAX_KEEP_S = 24 * 3600
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -44,6 +45,7 @@ def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], config
         _within(name, value, NUMBERS[name])
     _within("n", ask.n, Range(1, MAX_N))
     _within("priority", ask.priority, PRIORITY)
+    _within("keep_s", ask.keep_s, Range(0, MAX_KEEP_S))
     _check_tokens(ask, model)
     _check_stop(ask.stop)
     for name, text, most in (

@@ -112,6 +112,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # higher first
     timeout_s: float | None = None  # from arrival at this worker; None = no deadline
     cache_salt: bytes = b""  # cached pages are shared with requests of equal salts only
+    keep_s: int = 0  # its pages are evicted after others for so long, from its end on
     warms: bool = False  # of the worker itself: it tells nothing of the outputs that clients want
     tpot_limit_s: float = 0.0  # chunks of prompts beside its output tokens are so short that steps keep it; 0: none
     # EXPORT: its leading pages may come from another worker; it waits for KvOffered or KvFailed

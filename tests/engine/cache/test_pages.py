@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.page_hash import BLOCK_BYTES, page_hashes
 from millrace_common.versions import KV_PROTOCOL
-from millrace_serve.engine.cache.block_pool import BlockPool, Holder, InvariantError
+from millrace_serve.engine.cache.block_pool import FREE, BlockPool, Holder, InvariantError
 from millrace_serve.engine.cache.kv_cache import CachedPrefix, KvCache
 from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
 from millrace_testing.blocks import block
@@ -106,23 +106,57 @@ def test_equal_pages_of_two_sequences_keep_the_first_and_pin_it():
     assert cache.match([1, 1, 2, 2, 3, 3], 3, b"")[0] == [*a[0], b[0][2]]
 
 
+def test_kept_pages_are_evicted_last_until_their_time_ends():
+    now = 0.0
+    cache = KvCache(17, 2, True, clock=lambda: now)
+    long, short, plain = (finish(cache, [n, n, n, n], keep_s) for n, keep_s in ((1, 3600), (2, 300), (3, 0)))
+    order = [*reversed(plain), *reversed(short), *reversed(long)]
+    assert evicted(cache) == order, "the sooner its time ends the sooner; none is refused"
+    again = finish(cache, [2, 2, 2, 2], 300) + finish(cache, [3, 3, 3, 3])
+    now = 360.0
+    assert evicted(cache) == [again[3], again[2], again[1], again[0]], "its time is over: it is the youngest"
+
+
+def test_tenants_share_half_of_the_pages_to_keep():
+    cache = KvCache(17, 2, True)
+    first = finish(cache, [1] * 20, 3600, b"a")
+    second = finish(cache, [1] * 10, 3600, b"b")
+    order = evicted(cache)
+    assert set(order[-12:]) == {*first[:8], *second[:4]}, "the leading pages, and the other tenant's half of the half"
+    assert finish(cache, [1] * 20, 3600, b"c")[:8] == evicted(cache)[:-9:-1], "evicted pages do not count"
+
+
 def test_disabled_cache_finds_nothing():
     cache = KvCache(4, 2, False)
     finish(cache, [1, 1])
     assert cache.match([1, 1], 1, b"")[0] == [] and cache.pool.num_free == 3
 
 
-def start(cache: KvCache, tokens: list[int]) -> tuple[list[int], CachedPrefix]:
+def start(cache: KvCache, tokens: list[int], salt: bytes = b"") -> tuple[list[int], CachedPrefix]:
     own = cache.allocate(len(tokens) // cache.page_size)
     assert own is not None
-    return own, CachedPrefix(cache._tree.root, 0, b"")
+    return own, CachedPrefix(cache._tree.root, 0, salt)
 
 
-def finish(cache: KvCache, tokens: list[int]) -> list[int]:
-    pages, prefix = start(cache, tokens)
-    cache.insert(prefix, tokens, pages, page_hashes(tokens, cache.page_size))
+def finish(cache: KvCache, tokens: list[int], keep_s: int = 0, salt: bytes = b"") -> list[int]:
+    pages, prefix = start(cache, tokens, salt)
+    cache.insert(prefix, tokens, pages, page_hashes(tokens, cache.page_size, salt=salt))
+    if keep_s:
+        cache.keep(prefix, keep_s)
     cache.release(prefix, pages)
     return pages
+
+
+def evicted(cache: KvCache) -> list[int]:
+    """All idle pages in their order; all are free afterwards."""
+    free = {page for page in range(1, cache.pool.total + 1) if cache.pool.state(page) == FREE}
+    order: list[int] = []
+    for count in range(cache.pool.num_free + 1, cache.available + 1):
+        pages = cache.allocate(count)
+        assert pages is not None
+        order += set(pages) - free - set(order)
+        cache.pool.drop(pages, Holder.RUNNING)
+    return order
 
 
 def weak(blocks: list[bytes], bits: int) -> list[bytes]:
@@ -132,15 +166,15 @@ def weak(blocks: list[bytes], bits: int) -> list[bytes]:
 @examples(40)
 @given(st.integers(0, 2**32), st.booleans(), st.sampled_from([0, 1, 4]))
 def test_cache_under_random_use(seed: int, enabled: bool, bits: int):
-    """Sequences of two salts over few distinct tokens share, extend, publish, hold, serve and leave; pages keep their
-    tokens all along. `bits`: of the blocks, in place of 256.
+    """Sequences of two salts over few distinct tokens share, extend, publish, hold, keep, serve and leave; pages keep
+    their tokens all along. `bits`: of the blocks, in place of 256.
     """
-    rng = random.Random(seed)
-    cache, content, told = KvCache(12, 2, enabled), {}, set[bytes]()
+    rng, now = random.Random(seed), 0.0
+    cache, content, told = KvCache(12, 2, enabled, clock=lambda: now), {}, set[bytes]()
     live: list[tuple[list[int], list[int], CachedPrefix, int]] = []
     served: list[list[int]] = []
     for _ in range(60):
-        act, salt = rng.random(), rng.choice((b"", b"x"))
+        act, salt, now = rng.random(), rng.choice((b"", b"x")), now + rng.choice((0, 30, 120))
         tokens = [rng.randrange(2) for _ in range(rng.randrange(2, 9) // 2 * 2)]
         if act < 0.45:
             pages, prefix = cache.match(tokens, len(tokens) // 2, salt)
@@ -169,6 +203,8 @@ def test_cache_under_random_use(seed: int, enabled: bool, bits: int):
             if act < 0.7 or act >= 0.9:
                 blocks = weak(page_hashes(tokens, 2, salt=prefix.salt), bits)
                 cache.insert(prefix, tokens, pages[: rng.randint(0, len(pages))], blocks)
+            if rng.random() < 0.5:
+                cache.keep(prefix, rng.choice((60, 300)))
             if act >= 0.8:
                 cache.publish(pages)
                 cache.hold(prefix, pages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from engine.harness import Driver, fill_pages, first_output, request
 from millrace_common.page_hash import page_hashes
@@ -400,6 +401,21 @@ def test_prompt_that_replicas_share_keeps_no_tokens_of_a_step_for_itself(monkeyp
             driver.submit(request(room, [7] * size, Route.EXPORT, max_tokens=1))
         driver.step()
     assert {2: 4, 3: 4} in planned
+
+
+@pytest.mark.parametrize(("role", "route"), [(Role.UNIFIED, Route.LOCAL), (Role.PREFILL, Route.EXPORT)])
+@pytest.mark.parametrize(("keep_s", "left"), [(0, 0), (120, 2)])
+def test_pages_of_a_request_that_keeps_them_outlive_later_ones(role, route, keep_s, left):
+    driver = Driver(role, num_pages=9)
+    for room, tokens in ((1, PROMPT), (2, [20] * 20), (3, [21] * 20)):
+        driver.submit(msgspec.structs.replace(request(room, tokens, route, max_tokens=1), keep_s=keep_s * (room == 1)))
+        driver.run()
+        driver.tell(LeaseEnded(RequestId(room, 0)))
+        driver.step()
+    pages, prefix = driver.cache.match(PROMPT, 9, b"")
+    assert len(pages) == left
+    driver.cache.release(prefix, pages)
+    driver.check_whole()
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])

@@ -65,7 +65,7 @@ async def test_a_session_stays_where_it_is(cluster: Callable) -> None:
         body = {"prompt": PROMPT, "max_tokens": 2, "user": "somebody else"}
         answer = await made.http.post("/v1/completions", json=body, headers={"x-session-id": name})
         assert answer.status_code == 200
-        answer = await made.http.post("/v1/completions", json={**body, "user": name})
+        answer = await made.http.post("/v1/completions", json={**body, "prompt_cache_key": name})
         assert answer.status_code == 200
         added = [len(worker.submitted) - count for worker, count in zip(made.workers, before, strict=True)]
         assert sorted(added) == [0, 0, 0, 5]

@@ -64,11 +64,12 @@ class MessageForm(BlockForm):
         return {"stop_reason": "tool_use" if self.reading.called else "end_turn", "stop_sequence": None}
 
     def _usage(self) -> JsonObject:
-        """`input_tokens` are those that had to be computed."""
+        """`input_tokens` are those that neither came from the cache nor went into it."""
         cached = min(self.reading.cached_tokens, self.answer.prompt_tokens)
+        written = self.answer.written_tokens(cached)
         return {
-            "input_tokens": self.answer.prompt_tokens - cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": self.answer.prompt_tokens - cached - written,
+            "cache_creation_input_tokens": written,
             "cache_read_input_tokens": cached,
             "output_tokens": self.reading.latest.completion_tokens,
             "output_tokens_details": {"thinking_tokens": self.reading.reasoning_tokens},

@@ -115,6 +115,7 @@ def to_ask(request: pb.GenerateRequest, timeout_s: float | None) -> Ask:
         priority=request.priority,
         request_id=request.request_id,
         session_id=request.session_id,
+        keep_s=request.keep_s,
         keep_special_tokens=request.keep_special_tokens,
         timeout_s=timeout_s,
     )

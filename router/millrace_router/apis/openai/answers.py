@@ -132,7 +132,10 @@ class AnswerShape:
             "prompt_tokens": self.answer.prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self.answer.prompt_tokens + completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": {
+                "cached_tokens": self.cached_tokens,
+                "cache_write_tokens": self.answer.written_tokens(self.cached_tokens),
+            },
             "completion_tokens_details": details,
         }
 

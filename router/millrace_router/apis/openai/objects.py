@@ -75,6 +75,7 @@ class ChatMessage(TypedDict):
 
 class PromptDetails(TypedDict):
     cached_tokens: int
+    cache_write_tokens: int
 
 
 class CompletionDetails(TypedDict):

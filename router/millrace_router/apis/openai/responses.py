@@ -131,9 +131,13 @@ class ResponseForm(BlockForm):
 
     def _usage(self) -> JsonObject:
         prompt, output = self.answer.prompt_tokens, self.reading.latest.completion_tokens
+        cached = self.reading.cached_tokens
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": self.reading.cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": cached,
+                "cache_write_tokens": self.answer.written_tokens(cached),
+            },
             "output_tokens": output,
             "output_tokens_details": {"reasoning_tokens": self.reading.reasoning_tokens},
             "total_tokens": prompt + output,

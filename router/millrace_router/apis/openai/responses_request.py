@@ -26,7 +26,7 @@ from millrace_router.apis.openai.chat import (
     template_arguments,
     thinks,
 )
-from millrace_router.apis.openai.types import ANY_OBJECT, ApiRequest, JsonSchema, Lenient, Strict
+from millrace_router.apis.openai.types import ANY_OBJECT, JsonSchema, Lenient, Strict, VendorRequest
 from millrace_router.apis.parsing import HABITS, Items, OfType, OneOf, or_text
 from millrace_router.flow.ask import Ask, Chat
 from millrace_router.text.chat_format import Tool
@@ -204,10 +204,9 @@ class ObfuscationOption(Strict):
     """Nothing is obfuscated."""
 
 
-class ResponsesRequest(ApiRequest):
+class ResponsesRequest(VendorRequest):
     IGNORED: ClassVar = HABITS | frozenset(
-        {"client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options"}
-        | {"prompt_cache_retention", "safety_identifier", "service_tier", "store"}
+        {"client_metadata", "max_tool_calls", "metadata", "safety_identifier", "service_tier", "store"}
     )
     UNSUPPORTED: ClassVar = {
         "background": "keep the connection open",
@@ -238,8 +237,6 @@ class ResponsesRequest(ApiRequest):
     include: Items[Include] = Field([])
     """Reasoning comes in plain text, and nothing comes of the vendor's own tools."""
     stream_options: ObfuscationOption = ObfuscationOption()
-    user: str = ""
-    """The session, unless the header x-session-id names one. At most 512 characters."""
     chat_template_kwargs: Arguments = Field({})
     """Beyond the vendor: arguments of the template, such as `thinking` of V3.1 and V3.2. Scalars."""
 
@@ -257,11 +254,10 @@ class ResponsesRequest(ApiRequest):
             ("messages",): ("input",),
             ("grammar",): ("text", "format"),
             ("max_tokens",): ("max_output_tokens",),
-            ("session_id",): ("user",),
         }
         schema, numbers = self.text.format.schema_of, {"max_tokens": self.max_output_tokens}
         grammar = None if schema is None else schema.grammar()
-        return self.as_ask(self.as_chat(), request_id, numbers, origins, grammar=grammar, session_id=self.user)
+        return self.as_ask(self.as_chat(), request_id, numbers, origins, grammar=grammar)
 
     def _messages(self) -> Iterator[JsonObject]:
         """Consecutive items of the assistant are one turn."""

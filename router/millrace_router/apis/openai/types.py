@@ -7,14 +7,24 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, ClassVar, Literal, Self, TypeVar, cast
 
 from millrace.v1 import common_pb2
 from millrace_common.grammar import text as grammar_text
 from millrace_common.json_values import Json, JsonObject
 from millrace_common.sampling_limits import MAX_LOGIT_BIAS, NUMBERS
 from millrace_rpc.errors import Path
-from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, WrapValidator
+from pydantic import (
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    WrapValidator,
+    model_validator,
+)
 
 from millrace_router.apis.parsing import (
     HABITS,
@@ -34,6 +44,7 @@ from millrace_router.flow.ask import Ask, Chat, Prompt
 from millrace_router.flow.validate import invalid
 
 T = TypeVar("T")
+KEPT_S = {None: 0, "in_memory": 300, "in-memory": 300, "30m": 1800, "24h": 24 * 3600}
 REQUEST_ID: Path = ("x-request-id",)  # the header
 DEEP = ("messages", "output_config", "response_format", "text", "tools")  # fields that hold JSON values of any form
 
@@ -54,10 +65,7 @@ class Asking(Strict):
 class ApiRequest(Asking):
     """A whole request to generate: the fields of every API."""
 
-    IGNORED: ClassVar = HABITS | frozenset(
-        {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
-        | {"service_tier", "store", "verbosity"}
-    )
+    IGNORED: ClassVar = HABITS | frozenset({"metadata", "safety_identifier", "service_tier", "store", "verbosity"})
     UNSUPPORTED: ClassVar = {
         "audio": "only text is generated",
         "echo": "the prompt is not part of the answer",
@@ -84,6 +92,16 @@ class ApiRequest(Asking):
     timeout_s: float | None = None
     """Beyond the vendors: the deadline in seconds, which gRPC clients set on the call. See
     [numbers](api-chat.md#numbers)."""
+    _keep_s: int = PrivateAttr(0)  # the longest that a cache_control asks for
+
+    @model_validator(mode="after")
+    def _hinted(self, info: ValidationInfo) -> Self:
+        self._keep_s = max(info.context or (), default=0)
+        return self
+
+    def hints(self) -> tuple[JsonObject, dict[Path, Path]]:
+        """About the prompt cache: fields of an `Ask`, and their origins."""
+        return {"keep_s": self._keep_s}, {}
 
     def as_ask(
         self,
@@ -96,6 +114,7 @@ class ApiRequest(Asking):
         """`numbers`: those that have another name here. `origins`: the fields from which those of an `Ask` come, where
         the names differ.
         """
+        hints, named = self.hints()
         values = {**{name: getattr(self, name, None) for name in NUMBERS}, **numbers}
         return Ask(
             model=self.model,
@@ -105,7 +124,8 @@ class ApiRequest(Asking):
             priority=self.priority,
             request_id=request_id,
             timeout_s=self.timeout_s,
-            origins={**origins, ("request_id",): REQUEST_ID},
+            origins={**origins, **named, ("request_id",): REQUEST_ID},
+            **hints,
             **more,
         )
 
@@ -114,6 +134,28 @@ class Lenient(Known):
     """What clients send back as it came: its further fields do not change what the model reads."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class CacheOptions(Lenient, frozen=True):
+    ttl: Literal["30m"] | None = None
+    """Keeps the prompt's cached pages so long."""
+
+
+class VendorRequest(ApiRequest):
+    """The fields of all endpoints of OpenAI that name the session, and hints about caches."""
+
+    user: str = ""
+    """The session, unless `prompt_cache_key` or the header x-session-id names one. At most 512 characters."""
+    prompt_cache_key: str = ""
+    """The session, unless the header x-session-id names one. At most 512 characters."""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """Keeps the prompt's cached pages: `in_memory` for five minutes."""
+    prompt_cache_options: CacheOptions = CacheOptions()
+
+    def hints(self) -> tuple[JsonObject, dict[Path, Path]]:
+        session = "prompt_cache_key" if self.prompt_cache_key else "user"
+        keep_s = max(self._keep_s, KEPT_S[self.prompt_cache_retention], KEPT_S[self.prompt_cache_options.ttl])
+        return {"session_id": getattr(self, session), "keep_s": keep_s}, {("session_id",): (session,)}
 
 
 class StreamOptions(Strict, frozen=True):  # pydantic copies a default that may change with every request
@@ -173,7 +215,7 @@ class ResponseFormat(Strict, frozen=True):
         return None if self.schema_of is None else self.schema_of.grammar()
 
 
-class Common(ApiRequest):
+class Common(VendorRequest):
     """The fields of both endpoints. The fields after `response_format` are extensions."""
 
     n: int = 1
@@ -189,8 +231,6 @@ class Common(ApiRequest):
     """By token id, each from -100 to 100. At most 1,024 entries."""
     max_tokens: int | None = None
     """Absent: the rest of the context. With the prompt within the context."""
-    user: str = ""
-    """The session, unless the header x-session-id names one. At most 512 characters."""
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat()
     """Not with `ignore_eos` or `min_tokens`."""
@@ -211,7 +251,7 @@ class Common(ApiRequest):
 
     def ask_for(self, prompt: Prompt, request_id: str, max_tokens: int | None, logprobs: int | None) -> Ask:
         grammar, origin = self._grammar()
-        origins: dict[Path, Path] = {("grammar",): (origin,), ("session_id",): ("user",)}
+        origins: dict[Path, Path] = {("grammar",): (origin,)}
         if isinstance(self.stop, str):
             origins["stop", 0] = ("stop",)
         return self.as_ask(
@@ -225,7 +265,6 @@ class Common(ApiRequest):
             grammar=grammar,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
             n=self.n,
-            session_id=self.user,
             keep_special_tokens=self.keep_special_tokens,
         )
 
@@ -290,7 +329,7 @@ def parse(model: type[R], body: bytes) -> R:
         if grammar_text.deeper_than(values.get(name), 2 * grammar_text.MAX_DEPTH):
             raise invalid(name, f"is nested more than {2 * grammar_text.MAX_DEPTH} deep")
     try:
-        return model.model_validate(values)
+        return model.model_validate(values, context=[])
     except ValidationError as error:
         raise explained(error) from error
 

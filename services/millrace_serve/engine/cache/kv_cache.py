@@ -11,14 +11,18 @@ Life of a page:
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from millrace_serve.engine.cache.block_pool import BlockPool, Holder, InvariantError
 from millrace_serve.engine.cache.changes import CacheChanges
 from millrace_serve.engine.cache.radix import Node, RadixTree
 from millrace_serve.engine.core import CacheChange
 from millrace_serve.engine.offload.host_tier import HostTier
+
+MINUTE_S = 60.0
+KEPT_SHARE = 0.5  # of all pages: so that requests which do not ask for it have a cache, too
 
 
 class CachedPrefix:
@@ -41,12 +45,20 @@ class CachedPrefix:
 
 
 class KvCache:
-    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool, host_pages: int = 0) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        prefix_cache: bool,
+        host_pages: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`host_pages`: copies that the host tier has room for."""
         self.page_size = page_size
+        self._clock = clock
         self.pool = BlockPool(num_pages)
         self._changes = CacheChanges()  # for reports to routers
-        self._tree = RadixTree(page_size, self._changes.device)
+        self._tree = RadixTree(page_size, self._changes.device, int(KEPT_SHARE * self.pool.total))
         self.host = HostTier(host_pages, self._changes.host)
         self.written: deque[Node] = deque()  # that came into the tree and were not offered to the host tier yet
         self._enabled = prefix_cache
@@ -67,6 +79,8 @@ class KvCache:
         """`count` pages, or None (and nothing is evicted) when there are not so many."""
         if count > self.available:
             return None
+        if self.pool.num_free < count:
+            self._tree.expire(int(self._clock() // MINUTE_S))
         while self.pool.num_free < count:
             self.pool.drop([self._tree.evict()], Holder.CACHE)
         return self.pool.allocate(count)
@@ -88,6 +102,11 @@ class KvCache:
                 self._share([prefix.tail.page])
                 prefix.pins.append(prefix.tail.page)
         prefix.num_pages = max(prefix.num_pages, len(pages))
+
+    def keep(self, prefix: CachedPrefix, seconds: float) -> None:
+        """Evict the pages of a running sequence's place after others for so long, to the next full minute."""
+        until = int(-(-(self._clock() + seconds) // MINUTE_S))
+        self._tree.keep(reversed(list(prefix.path_up())), prefix.salt, until)
 
     def release(self, prefix: CachedPrefix, pages: list[int]) -> None:
         """A running sequence leaves its pages and pins."""

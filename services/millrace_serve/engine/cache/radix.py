@@ -4,13 +4,14 @@ which name pages by their block, find one node of each.
 
 Nodes name physical pages but do not own them: engine/cache/kv_cache.py keeps the holders in the block pool, and marks
 idle nodes (no sequence and no published prompt uses their page). Idle nodes are evicted in the order in which they
-became idle. A user of a node uses its parents too, and leaves the deepest first; so a parent is never evicted before
-its children.
+became idle, but those that are kept come last, the one whose time ends first before the others. A user of a node uses
+its parents too, keeps them as long, and leaves the deepest first; so a parent is never evicted before its children.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from millrace_serve.engine.cache.changes import TierChanges
 
@@ -18,29 +19,33 @@ Key = tuple[int | bytes, ...]
 
 
 class Node:
-    __slots__ = ("block", "children", "key", "page", "parent")
+    __slots__ = ("block", "children", "keep", "key", "page", "parent", "salt")
 
-    def __init__(self, parent: Node | None, key: Key, page: int, block: bytes) -> None:
+    def __init__(self, parent: Node | None, key: Key, page: int, block: bytes, salt: bytes) -> None:
         self.parent = parent
         self.key = key  # the page's tokens, after the salt on a first page
         self.page = page
         self.block = block  # millrace_common/page_hash.py; of the root: empty
+        self.salt = salt  # of its prompts
+        self.keep = 0  # the minute until which it is kept; 0: it is not
         self.children: dict[Key, Node] = {}
 
 
 class RadixTree:
-    def __init__(self, page_size: int, changes: TierChanges) -> None:
-        """`changes` hears of every block that comes and goes."""
+    def __init__(self, page_size: int, changes: TierChanges, most_kept: int) -> None:
+        """`changes` hears of every block that comes and goes. Salts that keep pages share `most_kept` of them."""
         self.page_size = page_size
-        self.root = Node(None, (), 0, b"")
+        self.most_kept = most_kept
+        self.root = Node(None, (), 0, b"", b"")
         self.changes = changes
         self._by_page: dict[int, Node] = {}
         self._by_block: dict[bytes, Node] = {}
-        self._idle: dict[Node, None] = {}  # oldest first
+        self._kept: Counter[bytes] = Counter()  # nodes that are kept, by salt; no salt has none
+        self._idle: dict[int, dict[Node, None]] = {}  # by `keep`, none of them empty; each with the oldest first
 
     @property
     def num_idle(self) -> int:
-        return len(self._idle)
+        return sum(map(len, self._idle.values()))
 
     def match(self, tokens: Sequence[int], max_pages: int, salt: bytes) -> list[Node]:
         """Nodes of the longest cached prefix of `tokens` with this salt, at most `max_pages` of them."""
@@ -70,7 +75,7 @@ class RadixTree:
         key = self._key(tokens, index, salt)
         child = parent.children.get(key)
         if child is None:
-            child = parent.children[key] = Node(parent, key, page, block)
+            child = parent.children[key] = Node(parent, key, page, block, salt)
             self._by_page[page] = child
             if self._by_block.setdefault(block, child) is child:
                 self.changes.store(block)
@@ -80,20 +85,52 @@ class RadixTree:
         return self._by_page.get(node.page) is node
 
     def set_busy(self, page: int) -> None:
-        self._idle.pop(self._by_page[page], None)
+        node = self._by_page[page]
+        if alike := self._idle.get(node.keep):
+            alike.pop(node, None)
+            if not alike:
+                del self._idle[node.keep]
 
     def set_idle(self, page: int) -> None:
         """Make `page` the youngest idle page."""
+        self.set_busy(page)
         node = self._by_page[page]
-        self._idle.pop(node, None)
-        self._idle[node] = None
+        self._idle.setdefault(node.keep, {})[node] = None
+
+    def keep(self, path: Iterable[Node], salt: bytes, until: int) -> None:
+        """Keep the nodes of a path from the root, all of them busy, until this minute at least. Ends where the salt has
+        its share.
+        """
+        share = self.most_kept // len(self._kept.keys() | {salt})
+        for node in path:
+            if not node.keep:
+                if self._kept[salt] >= share:
+                    break
+                self._kept[salt] += 1
+            node.keep = max(node.keep, until)
+
+    def expire(self, minute: int) -> None:
+        """Idle nodes that are kept until `minute` or less become the youngest of those that are not kept."""
+        for until in sorted(until for until in self._idle if 0 < until <= minute):
+            expired = self._idle.pop(until)
+            for node in expired:
+                self._end_keep(node)
+            self._idle.setdefault(0, {}).update(expired)
+
+    def _end_keep(self, node: Node) -> None:
+        if node.keep:
+            node.keep = 0
+            self._kept[node.salt] -= 1
+            if not self._kept[node.salt]:
+                del self._kept[node.salt]
 
     def evict(self) -> int:
-        """Forget the node that has been idle longest and return its page."""
-        node = next(iter(self._idle))
+        """Forget the first of the idle nodes and return its page."""
+        node = next(iter(self._idle[min(self._idle)]))
         assert not node.children, f"page {node.page} is evicted before its {len(node.children)} children"
         assert node.parent is not None
-        del self._idle[node]
+        self.set_busy(node.page)
+        self._end_keep(node)
         del self._by_page[node.page]
         del node.parent.children[node.key]
         if self._by_block.get(node.block) is node:

@@ -29,5 +29,5 @@ def make_scheduler(
 ) -> Scheduler:
     """`host_pages`: copies of pages that the host tier has room for; `times` of steps, until they are measured."""
     requests = EngineRequests(config, role, facts, clock, grammars)
-    pages = Pages(config, KvCache(config.num_pages, config.page_size, config.prefix_cache, host_pages))
+    pages = Pages(config, KvCache(config.num_pages, config.page_size, config.prefix_cache, host_pages, clock))
     return Scheduler(config, role, requests, pages, times)

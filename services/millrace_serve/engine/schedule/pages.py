@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from millrace_serve.engine.cache.block_pool import Holder
-from millrace_serve.engine.cache.kv_cache import KvCache
+from millrace_serve.engine.cache.kv_cache import CachedPrefix, KvCache
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.schedule.sequence import Phase, Sequence, Trust
 
@@ -70,6 +70,7 @@ class Pages:
         if seq.trust is Trust.PROVEN:
             full = seq.num_computed // self.size
             self.cache.insert(seq.prefix, seq.tokens, seq.pages[:full], seq.page_hashes(full, self.size))
+        self._keep(seq, seq.prefix)
         self.cache.release(seq.prefix, seq.pages)
         self._forget_corrupt(seq)
         seq.pages, seq.prefix, seq.capacity, seq.trust = [], None, 0, Trust.PROVEN
@@ -78,6 +79,7 @@ class Pages:
     def hold(self, seq: Sequence) -> None:
         """Keep the published pages of a prompt and give the others back."""
         assert seq.prefix is not None
+        self._keep(seq, seq.prefix)
         self.cache.hold(seq.prefix, seq.pages)
         del seq.pages[seq.num_published :]
 
@@ -90,6 +92,11 @@ class Pages:
     def unpublish(self, seq: Sequence) -> None:
         """The published pages of a prompt that a launched step still names stay its own."""
         self.cache.pool.drop(seq.pages[: seq.num_published], Holder.PUBLISHED)
+
+    def _keep(self, seq: Sequence, prefix: CachedPrefix) -> None:
+        """The time begins when the sequence leaves."""
+        if seq.request.keep_s:
+            self.cache.keep(prefix, seq.request.keep_s)
 
     def _forget_corrupt(self, seq: Sequence) -> None:
         """The wrong page may have come from the prefix cache, where the sequence has just left it idle."""

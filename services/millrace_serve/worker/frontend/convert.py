@@ -70,6 +70,7 @@ def request(wire: worker_pb2.EngineRequest, route: Route, fetches_prefix: bool =
         priority=wire.priority,
         timeout_s=wire.timeout_ms / 1000 if wire.timeout_ms else None,
         cache_salt=wire.cache_salt,
+        keep_s=wire.keep_s,
         tpot_limit_s=wire.tpot_limit_ms / 1000,
         fetches_prefix=fetches_prefix,
     )

@@ -37,6 +37,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         config, info = frontend.config, frontend.ranks.info
         wire = pb.WorkerInfo(
             packed_prompts=True,
+            prefix_cache=config.limits.prefix_cache,
             worker_id=config.worker_id or frontend.epoch,
             epoch=frontend.epoch,
             role=pb.Role.Value(f"ROLE_{config.role.name}"),

@@ -57,13 +57,18 @@ def as_sent(message: Message) -> dict[str, Any]:
     return sent | {"content": [{k: v for k, v in block.items() if v is not None} for block in sent["content"]]}
 
 
+def prompt_tokens(message: Message) -> int:
+    usage = message.usage
+    return usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+
+
 async def test_a_text_is_the_same_at_once_and_streamed(pair: Cluster) -> None:
     async with client_of(pair) as client:
         fields = {"model": "tiny", "max_tokens": 8, "messages": HELLO, "extra_body": {"seed": 0}}
         answer = await client.messages.create(**fields, system="Be brief.", metadata={"user_id": "me"})
         assert [block.text for block in answer.content] == [text_of(pair)] and answer.stop_reason == "max_tokens"
         prompt = len(pair.prefills[0].submitted[0].token_ids)
-        assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == prompt
+        assert prompt_tokens(answer) == prompt
         assert answer.usage.output_tokens == 8 and "Be brief." in prompt_of(pair)
         assert answer._request_id == pair.prefills[0].submitted[0].request_id
         async with client.messages.stream(**fields) as stream:
@@ -137,8 +142,7 @@ async def test_an_agent_sees_its_reasoning_again(more: list[dict[str, str]], rea
                 answer = await stream.get_final_message()
             counted = await client.messages.count_tokens(messages=messages, model="tiny", tools=TOOLS,
                                                          thinking=THINKING, system="Use tools.")  # fmt: skip
-            usage = answer.usage
-            assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+            assert counted.input_tokens == prompt_tokens(answer)
             assert counted.input_tokens == len(made.prefills[0].submitted[-1].token_ids)
             messages.append({"role": "assistant", "content": answer.content})
             calls = [block for block in answer.content if isinstance(block, ToolUseBlock)]
