@@ -259,9 +259,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--topologies", nargs="+", type=_topology, default=["1p+1d", "2u"], help="%(default)s")
     parser.add_argument("--preset", type=Path, help="instead: what the chart installs from this file")
     parser.add_argument("--gpus", type=int, default=count_gpus(), help="of a preset (%(default)s)")
-    parser.add_argument("--loads", type=_load, nargs="+", default=[Load.parse(text) for text in LOADS])
+    parser.add_argument("--loads", type=load_option, nargs="+", default=[Load.parse(text) for text in LOADS])
     parser.add_argument("--seconds", type=float, default=40.0, help="for which a rate is offered")
-    parser.add_argument("--changing", type=_load, nargs="+", default=[], help="instead: loads one after the other")
+    parser.add_argument(
+        "--changing", type=load_option, nargs="+", default=[], help="instead: loads one after the other"
+    )
     parser.add_argument("--every", type=float, default=30.0, help="seconds of each of them (%(default)s)")
     parser.add_argument("--rounds", type=int, default=1, help="of all of them (%(default)s)")
     parser.add_argument("--clients", type=int, default=1, help="processes that send (%(default)s)")
@@ -278,7 +280,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _load(text: str) -> Load:
+def load_option(text: str) -> Load:
     try:
         return Load.parse(text)
     except ValueError as error:
