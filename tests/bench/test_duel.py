@@ -272,7 +272,7 @@ async def test_an_answer_of_sglang(name: str, text: str, error: str, tmp_path: P
     server = HttpServer(Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])]))
     port = server.start("127.0.0.1:0")
     found = Layout((), f"http://127.0.0.1:{port}", 1, sglang.HELD, layout("sglang-single", tmp_path).apart)
-    clients = Clients(found, ["greedy"], run=5, patience_s=0.5 if name == "hung" else 60.0)
+    clients = Clients(found, [], ["greedy"], 0.5 if name == "hung" else 60.0, number=5)
     clients._fields[0]["user"] = name
     one = Sample(0.0)
     await clients.send(Job(0, " x", 3, 7), one)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import itertools
 import shlex
 import sys
 import tempfile
@@ -35,8 +36,8 @@ from millrace_load.report import Slo
 from millrace_bench import v3
 from millrace_bench.duel import millrace, sglang
 from millrace_bench.duel.faults import STRIKE, TIMETABLE, Fault, strike, timetable
-from millrace_bench.duel.judge import Compared, compare, conclude
-from millrace_bench.duel.load import KINDS, MODEL, Sender, write_model
+from millrace_bench.duel.judge import Compared, Seen, compare, conclude
+from millrace_bench.duel.load import KINDS, MODEL, Clients, write_model
 from millrace_bench.duel.parts import Layout, Part, Running
 from millrace_bench.pd import line, load_option
 from millrace_bench.pd_load import WARMING, Load, Segment
@@ -57,7 +58,7 @@ class Duel:
     ) -> None:
         self._gpus, self._note, self._args = layout.gpus, note, args
         self._running = Running(layout, folder, GPU_START_S)
-        self._sender = Sender(layout, words, args.kinds, args.patience)
+        self._clients = map(functools.partial(Clients, layout, words, args.kinds, args.patience), itertools.count())
 
     async def run(self) -> None:
         async with asyncio.timeout(self._args.limit), self._running.running():
@@ -67,21 +68,21 @@ class Duel:
                 await self._disturbed(self._args.disturbed)
 
     async def _undisturbed(self, load: Load) -> None:
-        await self._sender.burst(load, WARMING, WARMING)
+        await next(self._clients).burst(load, WARMING, WARMING)
         for seed, rate in enumerate(load.rates):
             segment = Segment(load, rate, self._args.seconds, seed)
             with busiest_gpus() as gpus:
-                start, seen = await self._sender.send(segment, THINK_TIME)
-            row = segment.row(list(seen.values()), start, Slo.parse(self._args.slo))
+                clients = next(self._clients)
+                start = await clients.load(segment, THINK_TIME)
+            row = segment.row(list(clients.seen.values()), start, Slo.parse(self._args.slo))
             row["watts"] = [gpu["power_w"] for gpu in gpus]
             row["tokens_per_s_and_gpu"] = row["output_token_throughput"] / self._gpus if self._gpus else None
             self._note("rows", row)
 
     async def _disturbed(self, load: Load) -> None:
         segment = Segment(load, load.rates[0], self._args.seconds, seed=0)
-        await self._sender.burst(load, WARMING, WARMING)
-        _, control = await self._sender.send(segment, "0")
-        runs = [(await self._sender.send(segment, "0"))[1] for _ in range(self._args.controls - 1)]
+        await next(self._clients).burst(load, WARMING, WARMING)
+        control, *runs = [await self._seen(segment) for _ in range(self._args.controls)]
         noise = {}
         for number, kind in enumerate(self._args.kinds):
             found = [compare(control, run, number, len(self._args.kinds)) for run in runs]
@@ -92,7 +93,7 @@ class Duel:
         ):
             async with asyncio.TaskGroup() as group:
                 struck = group.create_task(self._strike(fault, victim, segment))
-                _, seen = await self._sender.send(segment, "0")
+                seen = await self._seen(segment)
             at, whole_s = struck.result()
             row = {"fault": fault.name, "victim": victim.name if victim else "", "rate": segment.rate}
             row |= {**conclude(at, control, seen, noise), "whole_s": whole_s}
@@ -101,12 +102,17 @@ class Duel:
             if whole_s is None:
                 await self._running.begin()
 
+    async def _seen(self, segment: Segment) -> Seen:
+        clients = next(self._clients)
+        await clients.load(segment, "0")
+        return clients.seen
+
     async def _strike(self, fault: Fault, victim: Part | None, segment: Segment) -> tuple[float, float | None]:
         """When it struck, by time.perf_counter(), and after how many seconds every part served again; None: never."""
         await asyncio.sleep(STRIKE * segment.seconds)
         at = time.perf_counter()
         if victim is None:
-            await self._sender.burst(segment.load, fault.clients, fault.clients, LEAVE_S)
+            await next(self._clients).burst(segment.load, fault.clients, fault.clients, LEAVE_S)
         else:
             await strike(fault, victim, self._running)
         whole = await self._running.whole(restart=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import json
 import string
@@ -63,14 +62,16 @@ def write_model(folder: Path, widths: str, layers: int) -> list[str]:
 
 
 class Clients(HttpClient):
-    """Of one run. They keep the sample of each request, and give up on one that hangs."""
+    """Of one run, whose prompts no other run finds in a cache. They give up on a request that hangs."""
 
-    def __init__(self, layout: Layout, kinds: Sequence[str], run: int, patience_s: float) -> None:
-        """`patience_s`: how long a request may take."""
-        headers, fields = layout.apart(run)
+    def __init__(
+        self, layout: Layout, words: Sequence[str], kinds: Sequence[str], patience_s: float, number: int
+    ) -> None:
+        """`patience_s`: how long a request may take. `number`: of the run."""
+        headers, fields = layout.apart(number)
         super().__init__(layout.url, Options(0.0, ignore_eos=True), headers)
         self._fields = [{"model": MODEL, **fields, **KINDS[kind]} for kind in kinds]
-        self._patience_s = patience_s
+        self._words, self._patience_s = words, patience_s
         self.seen: dict[Key, Sample] = {}
 
     def body(self, job: Job) -> dict[str, Any]:
@@ -84,37 +85,26 @@ class Clients(HttpClient):
         except TimeoutError:
             sample.error, sample.end = HUNG, time.perf_counter()
 
-
-class Sender:
-    """Sends to one server. Each call is a run, whose prompts no other run finds in a cache."""
-
-    def __init__(self, layout: Layout, words: Sequence[str], kinds: Sequence[str], patience_s: float) -> None:
-        self._clients = functools.partial(Clients, layout, kinds, patience_s=patience_s)
-        self._words = words
-        self._runs = itertools.count()
-
-    def _target(self, load: Load) -> Target:
-        return Target("", len(self._words), 2 * load.longest)
-
-    async def send(self, segment: Segment, think_time: str) -> tuple[float, dict[Key, Sample]]:
-        """When it began, by time.perf_counter(), and the sample of each request."""
+    async def load(self, segment: Segment, think_time: str) -> float:
+        """Send it; when it began, by time.perf_counter()."""
         plan = self._texts(segment.plan(self._target(segment.load), think_time))
-        clients = self._clients(run=next(self._runs))
         gc_hooks.freeze()  # collections of this process would count as gaps of the server
         start = time.perf_counter()
-        await send(clients, plan, 0, lambda: None, start=start)
-        await clients.close()
-        return start, clients.seen
+        await send(self, plan, 0, lambda: None, start=start)
+        await self.close()
+        return start
 
     async def burst(self, load: Load, count: int, together: int, seconds: float | None = None) -> None:
-        """Requests that nobody counts, so many together; after `seconds` all clients leave."""
-        clients = self._clients(run=next(self._runs))
+        """Single requests that nobody counts, `together` at a time; after `seconds` all clients leave."""
         single = replace(load, turns=1)
         plan = self._texts(workload(single, self._target(single), "0", seed=-1).plan(count))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await send(clients, plan, together, lambda: None)
-        await clients.close()
+                await send(self, plan, together, lambda: None)
+        await self.close()
+
+    def _target(self, load: Load) -> Target:
+        return Target(MODEL, len(self._words), 2 * load.longest)
 
     def _texts(self, plan: Plan) -> Plan:
         """The same with texts in place of ids."""

@@ -29,45 +29,33 @@ FLAGS = (
 )
 
 
-def single(gpus: int, args: Namespace, model: Path, max_len: int) -> Layout:
-    server, url = _server("unified", range(gpus), ("--dp-size", str(gpus), *args.peer), model, max_len)
-    return _layout([server], url, gpus)
-
-
-def behind_smg(roles: Sequence[str], args: Namespace, model: Path, max_len: int) -> Layout:
-    """Two servers of these roles, each on a GPU."""
-    bootstrap, port, metrics = free_ports(3)
-    over = ("--disaggregation-transfer-backend", "nixl", "--disaggregation-bootstrap-port", str(bootstrap))
-    modes = {"unified": (), **{role: ("--disaggregation-mode", role, *over) for role in ("prefill", "decode")}}
-    servers = [_server(role, [gpu], (*modes[role], *args.peer), model, max_len) for gpu, role in enumerate(roles)]
-    urls = [url for _, url in servers]
-    workers = ["--worker-urls", *urls]
-    if "prefill" in roles:
-        workers = ["--pd-disaggregation", "--prefill", urls[0], str(bootstrap), "--decode", urls[1]]
-    listen = ("--host", HOST, "--port", str(port), "--prometheus-host", HOST, "--prometheus-port", str(metrics))
-    command = [os.environ.get("DUEL_SMG", "smg"), "launch", *workers, *listen, "--log-level", "warn"]
-    url = f"http://{HOST}:{port}"
-    return _layout([*(part for part, _ in servers), Part(ROUTER, ROUTER, command, f"{url}/readiness")], url, len(roles))
-
-
-def _layout(parts: Sequence[Part], url: str, gpus: int) -> Layout:
-    return Layout(parts, url, gpus, HELD, lambda run: ({}, {"cache_salt": f"run-{run}"}))
-
-
-def _server(role: str, gpus: Sequence[int], more: Sequence[str], model: Path, max_len: int) -> tuple[Part, str]:
-    """The part and its URL."""
-    (port,) = free_ports(1)
-    url = f"http://{HOST}:{port}"
-    command = [os.environ.get("DUEL_SGLANG", "python3"), "-m", "sglang.launch_server", "--model-path", str(model)]
-    command += ["--served-model-name", model.name, "--context-length", str(max_len), "--load-format", "dummy"]
-    command += ["--host", HOST, "--port", str(port), *FLAGS, *more]
-    shown = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
-    return Part(f"{role}-{gpus[0]}", role, command, f"{url}/health", f"{url}/metrics", shown), url
+def layout(roles: Sequence[str], dp: int, args: Namespace, model: Path, max_len: int) -> Layout:
+    """Servers of these roles, each on `dp` GPUs, and the gateway before several of them."""
+    bootstrap, port, metrics = map(str, free_ports(3))
+    over = ("--disaggregation-transfer-backend", "nixl", "--disaggregation-bootstrap-port", bootstrap)
+    parts, urls = [], []
+    for number, role in enumerate(roles):
+        mode = () if role == "unified" else ("--disaggregation-mode", role, *over)
+        url = f"http://{HOST}:{free_ports(1)[0]}"
+        command = [os.environ.get("DUEL_SGLANG", "python3"), "-m", "sglang.launch_server", "--model-path", str(model)]
+        command += ["--served-model-name", model.name, "--context-length", str(max_len), "--load-format", "dummy"]
+        command += ["--host", HOST, "--port", url.rpartition(":")[2], "--dp-size", str(dp), *FLAGS, *mode, *args.peer]
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(str(number * dp + i) for i in range(dp))}
+        parts.append(Part(f"{role}-{number}", role, command, f"{url}/health", f"{url}/metrics", gpus))
+        urls.append(url)
+    if len(roles) > 1:
+        pair = ("--pd-disaggregation", "--prefill", urls[0], bootstrap, "--decode", urls[-1])
+        command = [os.environ.get("DUEL_SMG", "smg"), "launch", "--log-level", "warn"]
+        command += pair if "prefill" in roles else ("--worker-urls", *urls)
+        command += ["--host", HOST, "--port", port, "--prometheus-host", HOST, "--prometheus-port", metrics]
+        urls.append(f"http://{HOST}:{port}")
+        parts.append(Part(ROUTER, ROUTER, command, f"{urls[-1]}/readiness"))
+    return Layout(parts, urls[-1], dp * len(roles), HELD, lambda run: ({}, {"cache_salt": f"run-{run}"}))
 
 
 SERVERS = {
-    "sglang-single": functools.partial(single, 1),
-    "sglang-dp": functools.partial(single, 2),
-    "sglang-unified": functools.partial(behind_smg, ("unified", "unified")),
-    "sglang-pair": functools.partial(behind_smg, ("prefill", "decode")),
+    "sglang-single": functools.partial(layout, ["unified"], 1),
+    "sglang-dp": functools.partial(layout, ["unified"], 2),
+    "sglang-unified": functools.partial(layout, ["unified", "unified"], 1),
+    "sglang-pair": functools.partial(layout, ["prefill", "decode"], 1),
 }
