@@ -83,14 +83,11 @@ class Duel:
         segment = Segment(load, load.rates[0], self._args.seconds, seed=0)
         await next(self._clients).burst(load, WARMING, WARMING)
         control, *runs = [await self._seen(segment) for _ in range(self._args.controls)]
-        noise = {}
-        for number, kind in enumerate(self._args.kinds):
-            found = [compare(control, run, number, len(self._args.kinds)) for run in runs]
-            noise[kind] = Compared(sum(one.answers for one in found), sum(one.differ for one in found))
-            self._note("noise", {"load": load.name, "kind": kind, **asdict(noise[kind])})
-        for fault, victim in timetable(
-            self._running.parts, [one for one in TIMETABLE if one.name in self._args.faults]
-        ):
+        noise = {kind: self._noise(number, control, runs) for number, kind in enumerate(self._args.kinds)}
+        for kind, one in noise.items():
+            self._note("noise", {"load": load.name, "kind": kind, **asdict(one)})
+        faults = [fault for fault in TIMETABLE if fault.name in self._args.faults]
+        for fault, victim in timetable(self._running.parts, faults):
             async with asyncio.TaskGroup() as group:
                 struck = group.create_task(self._strike(fault, victim, segment))
                 seen = await self._seen(segment)
@@ -101,6 +98,11 @@ class Duel:
             self._note("faults", row)
             if whole_s is None:
                 await self._running.begin()
+
+    def _noise(self, number: int, control: Seen, runs: Sequence[Seen]) -> Compared:
+        """Of the kind of this number, over all runs without a fault."""
+        found = [compare(control, run, number, len(self._args.kinds)) for run in runs]
+        return Compared(sum(one.answers for one in found), sum(one.differ for one in found))
 
     async def _seen(self, segment: Segment) -> Seen:
         clients = next(self._clients)
