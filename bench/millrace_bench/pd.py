@@ -259,9 +259,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--topologies", nargs="+", type=_topology, default=["1p+1d", "2u"], help="splits (%(default)s)")
     parser.add_argument("--preset", type=Path, help="measure what the chart installs from this file")
     parser.add_argument("--gpus", type=int, default=count_gpus(), help="GPUs of a preset (%(default)s)")
-    parser.add_argument("--loads", type=_load, nargs="+", default=[Load.parse(text) for text in LOADS])
+    parser.add_argument("--loads", type=load_option, nargs="+", default=[Load.parse(text) for text in LOADS])
     parser.add_argument("--seconds", type=float, default=40.0, help="seconds for which a rate is offered")
-    parser.add_argument("--changing", type=_load, nargs="+", default=[], help="loads that follow each other in one run")
+    parser.add_argument(
+        "--changing", type=load_option, nargs="+", default=[], help="loads that follow each other in one run"
+    )
     parser.add_argument("--every", type=float, default=30.0, help="seconds of each load of --changing (%(default)s)")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of all loads (%(default)s)")
     parser.add_argument("--clients", type=int, default=1, help="client processes (%(default)s)")
@@ -278,7 +280,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _load(text: str) -> Load:
+def load_option(text: str) -> Load:
     try:
         return Load.parse(text)
     except ValueError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from millrace_rpc.errors import from_rpc_error
 
 from millrace_load.workload import Prompt
 
+FINISHES = ("stop", "length")  # of a whole answer
 CONNECTIONS = 8  # HTTP/2 allows about 100 streams on one
 
 
@@ -154,9 +155,10 @@ class GrpcClient:
 class HttpClient:
     """/v1/completions with server-sent events. An event may carry several tokens: their number comes from `usage`."""
 
-    def __init__(self, url: str, options: Options) -> None:
+    def __init__(self, url: str, options: Options, headers: Mapping[str, str] | None = None) -> None:
+        """`headers`: of every request."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._http = httpx.AsyncClient(base_url=url, timeout=None, limits=limits)
+        self._http = httpx.AsyncClient(base_url=url, timeout=None, limits=limits, headers=headers)
         self._options = options
 
     async def target(self) -> Target:
@@ -166,11 +168,11 @@ class HttpClient:
     async def send(self, job: Job, sample: Sample) -> None:
         headers = {"x-session-id": job.session} if job.session else {}
         try:
-            async with self._http.stream("POST", "/v1/completions", json=self._body(job), headers=headers) as response:
+            async with self._http.stream("POST", "/v1/completions", json=self.body(job), headers=headers) as response:
                 if response.status_code == httpx.codes.OK:
                     await self._read(response, sample)
                 else:
-                    sample.error = json.loads(await response.aread())["error"]["code"].upper()
+                    sample.error = _reason(await response.aread(), response.status_code)
         except httpx.TransportError as error:
             sample.error = type(error).__name__
         sample.end = time.perf_counter()
@@ -181,7 +183,7 @@ class HttpClient:
             return None
         return int(response.raise_for_status().json()["count"])
 
-    def _body(self, job: Job) -> dict[str, Any]:
+    def body(self, job: Job) -> dict[str, Any]:
         return {
             "prompt": job.prompt,
             "max_tokens": job.max_tokens,
@@ -193,13 +195,15 @@ class HttpClient:
         }
 
     async def _read(self, response: httpx.Response, sample: Sample) -> None:
+        finish = None
         async for event in _events(response):
             if "error" in event:
-                sample.error = event["error"]["code"].upper()
+                sample.error = _reason(event["error"], response.status_code)
                 return
             if event["choices"]:
                 sample.arrivals.append(time.perf_counter())
                 sample.text += event["choices"][0]["text"]
+                finish = event["choices"][0].get("finish_reason") or finish
             if usage := event.get("usage"):
                 sample.prompt_tokens = usage["prompt_tokens"]
                 sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
@@ -207,9 +211,23 @@ class HttpClient:
                 drafts = usage.get("completion_tokens_details") or {}
                 sample.accepted_tokens = drafts.get("accepted_prediction_tokens", 0)
                 sample.drafted_tokens = sample.accepted_tokens + drafts.get("rejected_prediction_tokens", 0)
+        if finish not in FINISHES:
+            sample.error = (finish or "cut").upper()
 
     async def close(self) -> None:
         await self._http.aclose()
+
+
+def _reason(answer: bytes | dict[str, Any], status: int) -> str:
+    """The word of an error, from the shapes that servers give it; of an answer that is no JSON its status."""
+    try:
+        error = answer if isinstance(answer, dict) else json.loads(answer)
+    except ValueError:
+        return f"HTTP_{status}"
+    while isinstance(error, dict) and "error" in error:
+        error = error["error"]
+    words = [error.get(key) for key in ("code", "type")] if isinstance(error, dict) else []
+    return next((word for word in words if isinstance(word, str) and word), f"HTTP_{status}").upper()
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Pictures of load runs: goodput, TTFT and TPOT against the rate of requests.
 
-python -m millrace_load.plots FILE.svg RESULT.json ...      results of `bench serving` and `bench pd`; .svg or .png
+python -m millrace_load.plots FILE.svg RESULT.json ...      results of `bench serving`, `pd`, `duel`; .svg or .png
 
 A row of three axes for each load (two length mixes, say), a line for each system, in one colour and with one mark
 everywhere. Goodput is the offered rate times the share of requests within the limits, so it reaches the rate when all
@@ -55,14 +55,16 @@ def check(path: str | Path) -> None:
 
 
 def points(record: Mapping[str, Any], name: str = "") -> list[Point]:
-    """Of a record of `bench serving`, where `name` is the system's, or of `bench pd`. PlotError for another bench."""
+    """Of a record of `bench serving`, where `name` is the system's, or of `bench pd` or `duel`. PlotError for another
+    bench.
+    """
     results = record.get("results", {})
-    if record.get("bench") == "pd":
-        return [_point(record, row, row["load"], row["topology"], row["rate"]) for row in results["rows"]]
+    if system := {"pd": "topology", "duel": "server"}.get(record.get("bench", "")):
+        return [_point(record, row, row["load"], row[system], row["rate"]) for row in results["rows"]]
     if record.get("bench") == "serving" and "goodput" in results:
         rate = record["config"].get("request_rate") or results["completed"] / results["seconds"]
         return [_point(record, results, "", name, rate)]
-    raise PlotError(f"{name or 'the record'}: not a result of bench serving or bench pd")
+    raise PlotError(f"{name or 'the record'}: not a result of bench serving, pd or duel")
 
 
 def _point(record: Mapping[str, Any], report: Mapping[str, Any], load: str, system: str, rate: float) -> Point:
@@ -170,7 +172,7 @@ def _ms(seconds: float | None) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A picture of the results of bench serving or bench pd.")
+    parser = argparse.ArgumentParser(description="A picture of the results of bench serving, pd and duel.")
     parser.add_argument("picture", type=Path, help=" or ".join(SUFFIXES))
     parser.add_argument("results", type=Path, nargs="+", help="files with a JSON record; a system is named by its file")
     args = parser.parse_args()

@@ -240,6 +240,7 @@ def weights(
 BENCHES = {
     "serving": "load a whole system: TTFT, TPOT, throughput, goodput",
     "pd": "prefill and decode apart, against unified workers",
+    "duel": "whole servers, ours and a peer's, before the same requests and faults",
     "router": "load routers whose workers cost nothing",
     "policy": "time routing decisions",
     "transfer": "read KV pages between two processes",

@@ -30,6 +30,11 @@ def pd() -> dict[str, Any]:
     }
 
 
+def test_a_duel_is_drawn_as_systems_are() -> None:
+    rows = [{**row, "server": row["topology"]} for row in pd()["results"]["rows"]]
+    assert points({"bench": "duel", "results": {"rows": rows}}) == points(pd())
+
+
 def test_the_rate_of_a_closed_loop_is_what_it_completed() -> None:
     assert [point.rate for point in points(serving(5.0), "a") + points(serving(0.0), "a")] == [5.0, 3.0]
 

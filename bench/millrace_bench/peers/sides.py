@@ -68,7 +68,7 @@ async def sides(smg: Path, step_ms: float) -> AsyncIterator[dict[str, Side]]:
 
 async def _start_smg(stack: contextlib.AsyncExitStack, smg: Path, worker: str) -> tuple[int, str]:
     """Its process and its address. It is told its ports, because it announces none."""
-    port, metrics = _free_ports(2)
+    port, metrics = free_ports(2)
     command = [str(smg), "launch", "--worker-urls", f"http://{worker}", "--policy", "round_robin"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]
@@ -91,7 +91,7 @@ async def _answers(client: httpx.AsyncClient, address: str) -> bool:
     return False
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [listener.getsockname()[1] for listener in listeners]

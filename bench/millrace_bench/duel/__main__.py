@@ -1,0 +1,199 @@
+"""Whole servers, one after the other, before the same requests and the same faults.
+
+millrace bench duel --server millrace-pair millrace-unified --device cuda --loads 4096/256@1,2,3 --disturbed 1024/512@4
+millrace bench duel --server sglang-single --device cuda --layers 30 --faults --loads 1024/512@2     no faults
+millrace bench duel --server millrace-pair --widths tiny --layers 2 --loads --disturbed 64/48@4      on a CPU
+
+A load is INPUT/OUTPUT[xTURNS]@RATES, as of `bench pd`. A third of the requests is greedy, one seeded, one follows a
+JSON schema. --loads are sent undisturbed. Then --disturbed is sent `--controls` times undisturbed: the first run is
+the control, the others give the server's own noise. Then once for each fault of the timetable. The prompts are the
+same each time, and no run finds those of another one in a cache.
+
+--out is written again after every row, so that a run that is ended leaves what it has. Exit code 1: a server did not
+start, did not end within its limit, or was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import itertools
+import shlex
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from millrace_cli.cluster import GPU_START_S, StartError
+from millrace_load.record import Record, busiest_gpus, print_record
+from millrace_load.report import Slo
+
+from millrace_bench import v3
+from millrace_bench.duel import millrace, sglang
+from millrace_bench.duel.faults import STRIKE, TIMETABLE, Fault, strike, timetable
+from millrace_bench.duel.judge import Compared, Seen, compare, conclude
+from millrace_bench.duel.load import KINDS, MODEL, Clients, write_model
+from millrace_bench.duel.parts import Layout, Part, Running
+from millrace_bench.pd import line, load_option
+from millrace_bench.pd_load import WARMING, Load, Segment
+
+Row = dict[str, Any]
+SERVERS = {**millrace.SERVERS, **sglang.SERVERS}
+THINK_TIME = "1"  # seconds between turns
+LEAVE_S = 2.0  # after which clients leave
+RELEASE_S = 60.0  # until the KV of requests that failed is free: longer than the leases of the servers
+SLACK = 64  # tokens that a text may have more than was asked for
+
+
+class Duel:
+    """Of one server. `note` is given a kind of row, and each row as soon as it is there."""
+
+    def __init__(
+        self, layout: Layout, folder: Path, words: Sequence[str], note: Callable[[str, Row], None], args: Namespace
+    ) -> None:
+        self._gpus, self._note, self._args = layout.gpus, note, args
+        self._running = Running(layout, folder, GPU_START_S)
+        self._clients = map(functools.partial(Clients, layout, words, args.kinds, args.patience), itertools.count())
+
+    async def run(self) -> None:
+        async with asyncio.timeout(self._args.limit), self._running.running():
+            for load in self._args.loads:
+                await self._undisturbed(load)
+            if self._args.disturbed is not None:
+                await self._disturbed(self._args.disturbed)
+
+    async def _undisturbed(self, load: Load) -> None:
+        await next(self._clients).burst(load, WARMING, WARMING)
+        for seed, rate in enumerate(load.rates):
+            segment = Segment(load, rate, self._args.seconds, seed)
+            with busiest_gpus() as gpus:
+                clients = next(self._clients)
+                start = await clients.load(segment, THINK_TIME)
+            row = segment.row(list(clients.seen.values()), start, Slo.parse(self._args.slo))
+            row["watts"] = [gpu["power_w"] for gpu in gpus]
+            row["tokens_per_s_and_gpu"] = row["output_token_throughput"] / self._gpus if self._gpus else None
+            self._note("rows", row)
+
+    async def _disturbed(self, load: Load) -> None:
+        segment = Segment(load, load.rates[0], self._args.seconds, seed=0)
+        await next(self._clients).burst(load, WARMING, WARMING)
+        control, *runs = [await self._seen(segment) for _ in range(self._args.controls)]
+        noise = {kind: self._noise(number, control, runs) for number, kind in enumerate(self._args.kinds)}
+        for kind, one in noise.items():
+            self._note("noise", {"load": load.name, "kind": kind, **asdict(one)})
+        faults = [fault for fault in TIMETABLE if fault.name in self._args.faults]
+        for fault, victim in timetable(self._running.parts, faults):
+            async with asyncio.TaskGroup() as group:
+                struck = group.create_task(self._strike(fault, victim, segment))
+                seen = await self._seen(segment)
+            at, whole_s = struck.result()
+            row = {"fault": fault.name, "victim": victim.name if victim else "", "rate": segment.rate}
+            row |= {**conclude(at, control, seen, noise), "whole_s": whole_s}
+            row["lost"] = None if whole_s is None else await self._running.held(RELEASE_S)
+            self._note("faults", row)
+            if whole_s is None:
+                await self._running.begin()
+
+    def _noise(self, number: int, control: Seen, runs: Sequence[Seen]) -> Compared:
+        """Of the kind of this number, over all runs without a fault."""
+        found = [compare(control, run, number, len(self._args.kinds)) for run in runs]
+        return Compared(sum(one.answers for one in found), sum(one.differ for one in found))
+
+    async def _seen(self, segment: Segment) -> Seen:
+        clients = next(self._clients)
+        await clients.load(segment, "0")
+        return clients.seen
+
+    async def _strike(self, fault: Fault, victim: Part | None, segment: Segment) -> tuple[float, float | None]:
+        """When it struck, by time.perf_counter(), and after how many seconds every part served again; None: never."""
+        await asyncio.sleep(STRIKE * segment.seconds)
+        at = time.perf_counter()
+        if victim is None:
+            await next(self._clients).burst(segment.load, fault.clients, fault.clients, LEAVE_S)
+        else:
+            await strike(fault, victim, self._running)
+        whole = await self._running.whole(restart=True)
+        return at, time.perf_counter() - at if whole else None
+
+
+def run(args: Namespace, folder: Path) -> Record:
+    """All servers, one after the other. The record is in --out after each row."""
+    results: dict[str, list[Row]] = {"rows": [], "noise": [], "faults": [], "failed": []}
+    record = Record("duel", vars(args), results)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def note(server: str, kind: str, row: Row) -> None:
+        results[kind].append({"server": server, **row})
+        args.out.write_text(record.to_json() + "\n")
+        print(line({"topology": server, **row}) if kind == "rows" else results[kind][-1], flush=True)
+
+    words = write_model(folder / MODEL, args.widths, args.layers)
+    loads = [*args.loads, *([args.disturbed] if args.disturbed else [])]
+    longest = max(load.longest + load.turns * load.output_len for load in loads) + SLACK
+    for name in args.server:
+        layout = SERVERS[name](args, folder / MODEL, longest)
+        try:
+            asyncio.run(Duel(layout, folder / name, words, functools.partial(note, name), args).run())
+        except (TimeoutError, StartError) as error:
+            note(name, "failed", {"why": str(error) or f"not done after {args.limit:.0f} s"})
+    return record
+
+
+def parsed(argv: Sequence[str] | None = None) -> Namespace:
+    made = parser()
+    args = made.parse_args(argv)
+    for name in ("seconds", "patience", "limit"):
+        if not getattr(args, name) > 0:
+            made.error(f"--{name}: must be above 0, not {getattr(args, name)}")
+    if args.controls < 2:
+        made.error(f"--controls: the control and one more at least, not {args.controls}")
+    if args.disturbed and (args.disturbed.turns > 1 or len(args.disturbed.rates) > 1):
+        made.error("--disturbed: one rate and one turn: a turn depends on the answer before it")
+    if not (args.loads or args.disturbed):
+        made.error("--loads: none, and no --disturbed: nothing to send")
+    return args
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="millrace bench duel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--server", nargs="+", choices=list(SERVERS), required=True, metavar="NAME", help="%(choices)s")
+    parser.add_argument("--widths", choices=list(v3.WIDTHS), default="e32", help="of the model; weights are random")
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--engine", choices=("model", "sim"), default="model", help="of Millrace; sim: a timing model")
+    parser.add_argument("--loads", type=load_option, nargs="*", default=[], help="undisturbed")
+    parser.add_argument("--disturbed", type=load_option, help="load before the faults, at one rate")
+    names = [fault.name for fault in TIMETABLE]
+    parser.add_argument("--faults", nargs="*", choices=names, default=names, metavar="NAME", help="%(choices)s")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of requests, in turns")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for which a rate is offered")
+    parser.add_argument("--controls", type=int, default=2, help="undisturbed runs before the faults (%(default)s)")
+    parser.add_argument("--patience", type=float, default=90.0, help="seconds after which a request hangs")
+    parser.add_argument("--slo", default="ttft=1,tpot=0.04", help="of goodput, seconds")
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds of each server, its start included")
+    parser.add_argument("--out", type=Path, default=Path("build/duel.json"), help="(%(default)s)")
+    parser.add_argument("--worker-set", nargs="*", default=[], metavar="KEY=VALUE", help="of Millrace's workers")
+    parser.add_argument(
+        "--peer", type=shlex.split, default=[], metavar="ARGUMENTS", help="of a peer's servers, in quotes"
+    )
+    return parser
+
+
+def main() -> None:
+    args = parsed()
+    with tempfile.TemporaryDirectory(prefix="millrace-duel-") as folder:
+        record = run(args, Path(folder))
+    print_record(record)
+    broken = any(row["wrong"] or row["hung"] for row in record.results["faults"])
+    sys.exit(int(broken or bool(record.results["failed"])))
+
+
+if __name__ == "__main__":
+    main()
