@@ -28,9 +28,12 @@ print(json.dumps({{"results": {{"rows": [1, 2]}}}}))
 print(os.environ["{LOG_DIR}"])
 """
 FAILS = "raise SystemExit('there is no device')"
-HANGS = (
-    "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1); print(p.pid); p.wait()"
-)
+HANGS = """
+import subprocess, sys
+process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1)
+print(process.pid, flush=True)
+process.wait()
+"""
 
 
 class Parsed(Exception):
@@ -79,7 +82,21 @@ def test_a_stage_keeps_what_gpus_did_meanwhile(tmp_path: Path, module: Any, monk
     assert json.loads((tmp_path / "talks.json").read_text())["gpus"] == [{"index": 0, "power_w": 690.0}]
 
 
-async def test_a_stage_ends_at_its_limit_with_all_that_it_started(tmp_path: Path, module: Any) -> None:
+async def test_stage_ends_at_its_limit_with_all_it_started(
+    tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Popen(subprocess.Popen[bytes]):
+        """Its time is over as soon as it has said what it started."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                return super().wait()
+            assert timeout == 6
+            while not (tmp_path / "hangs.log").read_text().endswith("\n"):
+                assert self.poll() is None
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
     (found,) = stages.run([Stage("hangs", module("hangs", HANGS), 6)], tmp_path, 100, quiet())
     assert not found.passed and found.result.startswith("stopped at its limit of 6 s; ")
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -150,18 +167,20 @@ def test_small_stages_are_those_of_a_host() -> None:
     assert set(names) - set(node.small_stages(MODEL)) == {"tokens", "lost", "deepep", "ttft-8192"}
 
 
-def test_a_real_stage_through_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_command_runs_the_stages_that_it_is_told_to(
+    tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu", "--tiny", "--only", "kernels-sampling", "--out", str(tmp_path)])
+    kernels = {"bench": "kernels", "results": {"rows": [1]}}
+    monkeypatch.setitem(gpu.SMALL, "kernels-dense", module("small", f"print({json.dumps(kernels)!r})"))
+    monkeypatch.setattr(sys, "argv", ["gpu", "--tiny", "--only", "kernels-dense", "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as stop:
         gpu.main()
     out, err = capsys.readouterr()
     assert stop.value.code == 0, err
     (row,) = json.loads(out)["results"]["stages"]
-    assert row["passed"] and row["result"].endswith("rows") and "kernels-sampling" in err
+    assert row["passed"] and row["result"] == "1 rows" and "kernels-dense" in err
     assert json.loads((tmp_path / "gpu.json").read_text())["bench"] == "gpu"
-    assert json.loads((tmp_path / "kernels-sampling.json").read_text())["bench"] == "kernels"
+    assert json.loads((tmp_path / "kernels-dense.json").read_text()) == kernels
 
 
 @pytest.mark.long

@@ -25,14 +25,13 @@ from millrace_bench.kernels import (
     tune_few,
     tune_mid,
     tune_moe,
-    tune_rows,
     tuned_file,
     tuning,
 )
 from millrace_bench.kernels.case import Call, Case, candidates
 from millrace_bench.kernels.driver import floor_us, line, measure, num_sets
-from millrace_bench.kernels.moe import TP8_SHARED, Rank, draw_weights
-from millrace_bench.kernels.tune_few import Experts, Linear
+from millrace_bench.kernels.moe import Rank, draw_weights
+from millrace_bench.kernels.tune_few import Linear
 from millrace_bench.kernels.tuned_file import Entry
 from millrace_bench.kernels.tuning import Clock, Found
 from millrace_kernels import backend, tuned
@@ -149,20 +148,15 @@ def test_tuning_offers_configurations_of_every_shape() -> None:
         options = job.options()
         assert len(options) == len(set(options)) > 2
         assert all(BLOCK % option.block_n == 0 for option in options)
-        if isinstance(job, Linear):
-            assert options[0] == small_linear.config(job.num, job.n, job.k)
+        assert options[0] == small_linear.config(job.num, job.n, job.k)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "job", [Linear(1, 256, 512), Linear(4, 128, 384), Experts(1, True), Experts(2, False)], ids=str
-)
+@pytest.mark.parametrize("job", [Linear(1, 256, 512), Linear(4, 128, 384)], ids=str)
 def test_tuning_measures_what_gives_the_right_result(
-    job: Linear | Experts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    job: Linear, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     triton_interpreter.install()
-    small = replace(TP8_SHARED, dims=replace(TINY, top_k=2), held=TINY.experts + 1, size=128)
-    monkeypatch.setattr(tune_few, "TP8_SHARED", small)
     monkeypatch.setattr(tune_few, "CUDA", CPU)
     monkeypatch.setattr(tuning, "time_us", lambda calls, *_: float(len(calls[-1]())))
     monkeypatch.setattr(tune_few, "MOST_SETS", 2)
@@ -395,16 +389,3 @@ def test_every_size_has_configurations_of_both_operand_orders(job: tune_moe.Job)
     for up in (True, False):
         assert {launch.left for _, _, which, launch in kernels if which == up} == {True, False}
     assert {16: 16, 32: 32, 64: 64}.get(job.rows, 16) in {block_m for _, block_m, _, _ in kernels}
-
-
-def test_kernels_that_move_rows_are_tuned_beside_the_tiles_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton_interpreter.install()
-    monkeypatch.setattr(tune_rows, "CUDA", CPU)
-    monkeypatch.setattr(tune_rows, "HEADS", 2)
-    monkeypatch.setattr(tuning, "time_us", lambda calls, *_: float(calls[0]() is None))
-    rank = Rank("tiny", replace(TINY, top_k=2), TINY.experts + 1, 128, shared=True, folded=True)
-    found = list(tune_rows.tasks(18, rank))
-    assert len({task.op for task in found}) == len(found) == 8
-    for task in found:
-        assert len(task.others) > 3 and all(len(option) == len(task.used) for option in task.others)
-        assert set(tune_rows.tune(replace(task, others=()))) == {task.used}

@@ -115,20 +115,6 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert {load: set(systems) for load, systems in drawn.items()} == {name: {"1p+1d"} for name in names}
 
 
-@pytest.mark.e2e
-@pytest.mark.xdist_group("e2e")
-def test_a_load_that_changes(tmp_path: Path) -> None:
-    options = [*SMALL.split(), "--topologies", "2u", "--changing", "200/8@20", "40/4x2@10", "--every", "1"]
-    record = json.loads(pd.run(parsed(options), tmp_path).to_json())
-    *segments, whole = record["results"]["rows"]
-    assert [row["load"] for row in (*segments, whole)] == ["200 in, 8 out", "40 in, 4 out, 2 turns", "all"]
-    due, met = (sum(second[key] for second in whole["timeline"]) for key in ("due", "met"))
-    assert due == met == whole["requests"] == whole["completed"] and not whole["errors"]
-    assert whole["watched"] and all(second["duties"] == {"unified": 2} for second in whole["watched"])
-    plots.draw_changes([whole], tmp_path / "changes.svg")
-    assert "prompt tokens that wait" in (tmp_path / "changes.svg").read_text()
-
-
 def test_rates_that_were_over_count_when_the_limit_ends_a_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from millrace_bench.preset import PresetError, load
 from millrace_chart.config_schema import OWNED
 from millrace_chart.render import GOLDEN, preset_file, presets, template
 from millrace_common import config as configuration
+from millrace_load import plots
 from millrace_router.config import RouterConfig
 from millrace_serve.worker.config import WorkerConfig
 
@@ -20,10 +21,10 @@ SIM = Path(__file__).with_name("sim_preset.yaml")
 SCALED = {"dp", "tp", "device"}  # of the chart's own keys a bench keeps these
 
 
-def installed(file: Path) -> dict[str, Any]:
+def installed(objects: str) -> dict[str, Any]:
     """The configuration files that the chart makes, by role."""
     found = {}
-    for item in yaml.safe_load_all(template((file,))):
+    for item in filter(None, yaml.safe_load_all(objects)):
         role = item["metadata"]["labels"].get("app.kubernetes.io/component")
         if item["kind"] == "ConfigMap" and "config.yaml" in item["data"]:
             found[role] = yaml.safe_load(item["data"]["config.yaml"])
@@ -42,10 +43,18 @@ def test_what_only_a_cluster_has_is_what_the_chart_sets() -> None:
     assert {*preset.OF_CLUSTER["router"]} == {*OWNED["routerConfig"]}
 
 
+@pytest.mark.parametrize("name", presets())
+def test_settings_are_those_of_the_installed_files(name: str) -> None:
+    check(installed((GOLDEN / f"{name}.yaml").read_text()), golden(name))
+
+
 @pytest.mark.helm
-@pytest.mark.parametrize("file", [SIM, *map(preset_file, presets())], ids=lambda file: file.stem)
-def test_settings_are_those_of_the_installed_files(file: Path) -> None:
-    expected, found = installed(file), load(file)
+def test_preset_without_a_golden_file_is_rendered() -> None:
+    check(installed(template((SIM,))), load(SIM))
+    assert load(preset_file("h200-3p-1d")) == golden("h200-3p-1d")
+
+
+def check(expected: dict[str, Any], found: preset.Preset) -> None:
     assert {pool.role for pool in found.pools} == expected.keys() - {"router"}
     for pool in found.pools:
         own = {key: value for key, value in expected[pool.role].items() if key not in preset.OF_CLUSTER["worker"]}
@@ -54,12 +63,6 @@ def test_settings_are_those_of_the_installed_files(file: Path) -> None:
     router = {key: value for key, value in expected["router"].items() if key not in preset.OF_CLUSTER["router"]}
     assert read(found.router_set) == router
     RouterConfig.model_validate({**router, "model": "/models/v3"})
-
-
-@pytest.mark.helm
-@pytest.mark.parametrize("name", presets())
-def test_a_golden_file_needs_no_helm(name: str) -> None:
-    assert load(GOLDEN / f"{name}.yaml") == load(preset_file(name))
 
 
 def golden(name: str) -> preset.Preset:
@@ -103,10 +106,14 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.helm
 @pytest.mark.e2e
 @pytest.mark.xdist_group("e2e")
-def test_a_small_run(tmp_path: Path) -> None:
-    options = ["--preset", str(SIM), "--engine", "sim", "--loads", "200/8@20", "--seconds", "0.3", "--warmup", "1"]
-    args = pd.parsed([*options, "--slo", "ttft=60"])
-    record = json.loads(pd.run(args, tmp_path).to_json())
-    (row,) = record["results"]["rows"]
-    assert record["results"]["failed"] == row["errors"] == {} and row["topology"] == "preset"
-    assert row["completed"] == row["requests"] > 0
+def test_preset_runs_under_a_load_that_changes(tmp_path: Path) -> None:
+    options = "--engine sim --warmup 1 --think-time 0 --slo ttft=60 --changing 200/8@20 40/4x2@10 --every 1"
+    record = json.loads(pd.run(pd.parsed(["--preset", str(SIM), *options.split()]), tmp_path).to_json())
+    *segments, whole = record["results"]["rows"]
+    assert record["results"]["failed"] == {} and {row["topology"] for row in (*segments, whole)} == {"preset"}
+    assert [row["load"] for row in (*segments, whole)] == ["200 in, 8 out", "40 in, 4 out, 2 turns", "all"]
+    due, met = (sum(second[key] for second in whole["timeline"]) for key in ("due", "met"))
+    assert due == met == whole["requests"] == whole["completed"] and not whole["errors"]
+    assert whole["watched"] and all(second["duties"] == {"prefill": 1, "decode": 1} for second in whole["watched"])
+    plots.draw_changes([whole], tmp_path / "changes.svg")
+    assert "prompt tokens that wait" in (tmp_path / "changes.svg").read_text()

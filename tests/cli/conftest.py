@@ -38,7 +38,7 @@ def wait_gone() -> Callable[[list[int]], None]:
                 found.append(psutil.Process(pid))
             except psutil.NoSuchProcess:
                 continue
-        _, alive = psutil.wait_procs(found, timeout=10)
+        _, alive = psutil.wait_procs(found, timeout=120)
         running = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
         assert not running, f"still there: {running}"
 

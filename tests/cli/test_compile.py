@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 from millrace_bench.v3 import write_folder
-from millrace_cli.compile import settings
+from millrace_cli.compile import fill, settings
+from millrace_cli.errors import CommandError
 from millrace_common.config import load
 from millrace_serve.engine.config import Role
 from millrace_serve.worker.config import WorkerConfig
 from millrace_testing.paths import TINY
 
 
-def compile_caches(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "from millrace_cli.__main__ import main; main()"
-    command = [sys.executable, "-c", code, "compile", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_config_alone_is_enough(tmp_path: Path) -> None:
     shutil.copy(TINY / "config.json", tmp_path)
     sets = ("--set", f"cache_dir={tmp_path / 'caches'}", "--set", "graphs=on", "--set", "limits.max_running=2")
-    result = compile_caches("--model", str(tmp_path), "--random-weights", *sets)
+    command = [sys.executable, "-m", "millrace_cli", "compile", "--model", str(tmp_path), "--random-weights", *sets]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "capture" in result.stdout and "load" in result.stdout
     assert all(name in result.stdout for name in ("triton", "deep_gemm", "flashinfer", str(tmp_path / "caches")[:40]))
     assert "graphs captured buckets=1,2" in result.stderr
 
 
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
-    wrong = compile_caches("--model", str(tmp_path), "--set", "colour=red")
-    assert wrong.returncode == 2 and "colour: unknown key" in wrong.stderr and "Traceback" not in wrong.stderr
-    missing = compile_caches("--model", str(tmp_path), "--random-weights")
-    assert missing.returncode == 1 and "config.json: no such file" in missing.stderr.splitlines()[-1]
+async def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="colour: unknown key") as wrong:
+        settings(None, [f"model={tmp_path}", "colour=red"], random_weights=False)
+    assert wrong.value.code == 2
+    with pytest.raises(CommandError, match=r"could not start: .*config\.json: no such file") as missing:
+        await fill(None, [f"model={tmp_path}"], dict(os.environ), random_weights=True)
+    assert missing.value.code == 1
 
 
 def test_caches_are_of_the_worker_that_comes(tmp_path: Path) -> None:

@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
 from millrace.v1 import worker_pb2
+from millrace_cli.__main__ import main
 from millrace_testing.procs import SIM, Worker, workers
 
+Run = Callable[..., Awaitable[tuple[int, str, str]]]
 
-async def run(*arguments: str) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "millrace_cli", "weights", *arguments]
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
-    out, err = await process.communicate()
-    return process.returncode or 0, out.decode(), err.decode()
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The command in a thread, where it has a loop of its own and no signals: exit code, output and error."""
+    monkeypatch.setattr(signal, "signal", lambda *_: signal.SIG_DFL)
+
+    def called() -> int:
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return int(stop.value.code or 0)
+
+    async def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["millrace", "weights", *arguments])
+        return await asyncio.to_thread(called), *capsys.readouterr()
+
+    return run
 
 
 async def states(*both: Worker) -> list[int]:
     return [(await worker.info()).state for worker in both]
 
 
-async def test_all_workers_are_asked_and_each_is_reported(tmp_path: Path) -> None:
+async def test_all_workers_are_asked_and_each_is_reported(run: Run, tmp_path: Path) -> None:
     async with workers(tmp_path, "prefill", "decode", sets=(*SIM, "weights_root=/")) as both:
         addresses = [worker.address for worker in both]
         version = (await both[0].info()).weights_version

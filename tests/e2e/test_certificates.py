@@ -64,7 +64,7 @@ class Rotation:
 
     def retries(self) -> list[str]:
         port = (self.cluster.processes["router"].announced() or {})["metrics"]
-        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read().decode()
         return [line for line in text.splitlines() if line.startswith("millrace_retries_total{")]
 
 

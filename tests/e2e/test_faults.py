@@ -242,22 +242,26 @@ async def test_router_dies_and_workers_drop_its_requests() -> None:
             await finish(asyncio.create_task(client.generate(prompt, max_tokens=30)), prompt, 30)
 
 
-async def test_client_goes_away_at_any_moment() -> None:
-    async with (
-        ControlledCluster(spec("sim.step_s=0.002", "sim.token_s=0.00005", prefill=1, decode=1)) as cluster,
-        await client_of(cluster) as client,
-    ):
-        rng = random.Random(6)
+async def test_client_goes_away_at_any_moment(two_of_each: ControlledCluster) -> None:
+    """Queued, while some prompt is computed or on its way, after the first tokens and after more."""
+    async with await client_of(two_of_each) as client:
 
         async def one(seed: int) -> None:
-            call = client.stream(make_prompt(seed, 1500), max_tokens=400)
-            await asyncio.sleep(rng.random() * 0.6)  # queued, computing, in transfer, decoding
+            call = client.stream(make_prompt(seed, 500), max_tokens=400)
+            moment = seed % 5
+            if moment == 1:
+                await busy(client, PREFILL, lambda worker: worker.load.replicas[0].running > 0)
+            elif moment == 2:
+                await busy(client, DECODE, lambda worker: worker.in_flight > 0)
+            elif moment:
+                for _ in range(1 if moment == 3 else 20):
+                    await call.read()
             call.cancel()
 
-        for start in range(0, 60, 12):
-            await asyncio.gather(*(one(seed) for seed in range(start, start + 12)))
-        await client.wait_whole()
-        prompt = make_prompt(7, 1500)
+        for start in range(0, 30, 10):
+            await asyncio.gather(*(one(seed) for seed in range(start, start + 10)))
+        await client.wait_whole(timeout=60)
+        prompt = make_prompt(7, 500)
         await finish(asyncio.create_task(client.generate(prompt, max_tokens=30)), prompt, 30)
         await client.wait_whole()
 

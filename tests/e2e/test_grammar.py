@@ -120,6 +120,6 @@ async def test_worker_dies_in_the_middle(cluster: ControlledCluster, client: Cli
 
 async def busy_decoder(cluster: ControlledCluster, client: Client) -> str:
     assert client.admin is not None
-    workers = (await client.admin.ListWorkers(admin_pb2.ListWorkersRequest(), timeout=10)).workers
+    workers = (await client.admin.ListWorkers(admin_pb2.ListWorkersRequest(), timeout=60)).workers
     busy = {worker.address for worker in workers if worker.in_flight}
     return next(name for name in ("decode-0", "decode-1") if cluster.address(name) in busy)

@@ -88,7 +88,7 @@ async def test_token_through_mutual_tls_with_a_key_and_a_trace(
     await _the_tree_of_spans(collector)
     await _from_the_command_line(cluster, client.tls)
     ports = cluster.processes["router"].announced() or {}
-    metrics = urllib.request.urlopen(f"http://127.0.0.1:{ports['metrics']}/metrics", timeout=10).read().decode()
+    metrics = urllib.request.urlopen(f"http://127.0.0.1:{ports['metrics']}/metrics", timeout=60).read().decode()
     assert 'millrace_tenant_requests_total{status="ok",tenant="team-a"} 3.0' in metrics
     for stage in ("queue", "route", "prefill", "first_token", "decode", "total"):
         assert f'millrace_stage_seconds_count{{stage="{stage}"}} 3.0' in metrics

@@ -28,7 +28,7 @@ from millrace_testing.client import Answer, Client, collect
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
-PAGES, SIZE = 25, 64  # of a device's pool, and tokens of a page
+PAGES, LONG, SIZE = 9, 5, 64  # of a device's pool, of a long prompt, and tokens of a page
 HELD = 1 << 20  # bytes of bodies of one tenant
 MARK = "quicksilver"  # in what Anna sends
 TENANTS: dict[str, dict[str, Any]] = {
@@ -116,7 +116,7 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House
     deployment.write_text("0123456789abcdef0123456789abcdef")
     bodies = (f"limits.message_bytes={HELD}", f"bodies.held_by_tenant={HELD}", f"bodies.held={8 * HELD}")
     limits = (f"num_pages={PAGES + 1}", "max_prefill_tokens=512", "checks=[canary]", "max_model_len=1500")
-    tiers = ("host_cache_gib=0.012", f"disk_cache={folder / 'pages'}", "disk_cache_gib=0.5")
+    tiers = ("host_cache_gib=0.004", f"disk_cache={folder / 'pages'}", "disk_cache_gib=0.5")
     spec = ClusterSpec(
         log_dir=folder / "logs",
         router_set=(f"api_keys={keys}", f"secret={deployment}", "prefill_policy=kv_aware", *bodies),
@@ -131,8 +131,7 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House
 
 
 def prompt_of(number: int) -> list[int]:
-    """More than 15 pages."""
-    return [10 + (number + i * i) % 900 for i in range(15 * SIZE + 5)]
+    return [10 + (number + i * i) % 900 for i in range(LONG * SIZE + 5)]
 
 
 # ------------------------------------------------------------------------------------- caches
@@ -140,7 +139,7 @@ def prompt_of(number: int) -> list[int]:
 
 async def test_cached_pages_are_of_the_own_group_on_every_tier(house: House) -> None:
     """The pool has room for one prompt and a half, the host's memory for some: the pages move on to the disk."""
-    whole = 15 * SIZE
+    whole = LONG * SIZE
     assert await house.cached(ANNA, prompt_of(1)) == (0, whole)
     assert await house.cached(BERT, prompt_of(1)) == (0, whole)
     assert await house.cached(CARL, prompt_of(1)) == (0, whole)

@@ -59,7 +59,7 @@ async def cached_blocks(address: str) -> set[bytes]:
 
 async def known_blocks(cluster: LocalCluster) -> int:
     """Of the router's KV index."""
-    text = await asyncio.to_thread(lambda: urllib.request.urlopen(f"{cluster.http_url}/metrics", timeout=5).read())
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(f"{cluster.http_url}/metrics", timeout=60).read())
     rows = [line for line in text.decode().splitlines() if line.startswith("millrace_cache_blocks ")]
     return int(float(rows[0].split()[1])) if rows else 0
 

@@ -36,7 +36,7 @@ def filters(top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, temperature:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-@pytest.mark.parametrize(("num", "vocab"), [(0, 100), (1, 1), (2, 24), (22, 1500), (11, 5000)])
+@pytest.mark.parametrize(("num", "vocab"), [(0, 100), (1, 1), (2, 24), (17, 1500), (11, 5000)])
 def test_like_the_reference(num: int, vocab: int, wanted: bool) -> None:
     found, expected = both(**draw_inputs(num, vocab, filters=wanted))
     assert torch.equal(found, expected)
@@ -51,9 +51,9 @@ def test_greedy_rows_alone() -> None:
 
 def test_noise_is_the_references_bit_for_bit() -> None:
     """Two logits so far above the others that the noise of one against that of the other decides."""
-    given = draw_inputs(200, 24, filters=False) | {"temperature": torch.ones(200)}
+    given = draw_inputs(64, 24, filters=False) | {"temperature": torch.ones(64)}
     noise = gumbel_noise(given["seeds"], given["output_index"], 24)
-    given["logits"] = torch.full((200, 24), -100.0)
+    given["logits"] = torch.full((64, 24), -100.0)
     given["logits"][:, 5], given["logits"][:, 20] = 0.0, noise[:, 5] - noise[:, 20]  # a tie, or an ulp beside it
     found, expected = both(**given)
     assert torch.equal(found, expected) and set(found.tolist()) == {5, 20}

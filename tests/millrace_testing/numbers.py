@@ -18,7 +18,7 @@ from google.protobuf.message_factory import GetMessageClass
 from jsonschema_specifications import REGISTRY
 
 T = TypeVar("T")
-SHARE = int(os.environ.get("MILLRACE_NUMBERS_SHARE", 5))  # one in so many pairs of field and value is tried; 1: all
+SHARE = int(os.environ.get("MILLRACE_NUMBERS_SHARE", 9))  # one in so many pairs of field and value is tried; 1: all
 NUMBER = "@@number@@"  # where the literal belongs
 KEY = "5"  # of a map from strings
 LITERALS = (

@@ -110,7 +110,38 @@ def _patch_once(original: Any, nothing: Any) -> Any:
     return functools.cache(patch)
 
 
+def _lazy_tuple(core: Any) -> None:
+    """Every shape is a tuple, whose type its own makes at once and nobody asks for."""
+
+    def init(self: Any, args: Any, type: Any = None) -> None:
+        self.values = list(args)
+        if type is not None:
+            self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
+
+    def get(self: Any, name: str) -> Any:
+        if name == "type":
+            self.type = core._type_for_tuple_values(self.values)
+            return self.type
+        return self.values[self.type.fields.index(name)]
+
+    core.tuple.__init__, core.tuple.__getattr__ = init, get
+
+
+def _cached_dtype(original: Any) -> Any:
+    """By name: its own makes a table of all types at each call."""
+    found: dict[str, np.dtype[Any]] = {}
+
+    def get(dtype: Any) -> np.dtype[Any]:
+        name = str(dtype)
+        if name not in found:
+            found[name] = original(dtype)
+        return found[name]
+
+    return get
+
+
 def install() -> None:
+    from triton.language import core, semantic
     from triton.runtime import interpreter
 
     if interpreter._convert_float is not convert:
@@ -120,3 +151,7 @@ def install() -> None:
         interpreter.InterpreterBuilder.create_masked_load = _load
         interpreter.InterpreterBuilder.create_masked_store = _store
         interpreter._patch_lang_tensor = _patch_tensor(interpreter._patch_lang_tensor)
+        interpreter._get_np_dtype = _cached_dtype(interpreter._get_np_dtype)
+        # Sums again in int64, for an assertion that the interpreter leaves out.
+        semantic.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
+        _lazy_tuple(core)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+InForm = Callable[[Path, str], Path]
 
 
 def tensors_of(folder: Path) -> Tensors:

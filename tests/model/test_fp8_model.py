@@ -8,7 +8,6 @@ import pytest
 import torch
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Fp8, dequant_blocks, quant_blocks
-from millrace_serve.model.checkpoint.export_quantised import export
 from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
@@ -18,6 +17,7 @@ from millrace_serve.model.quantised import FP8, PLAIN, kept_forms, runs_quantise
 from millrace_serve.model.weights import Checkpoint, Part
 from millrace_testing.paths import TINY
 from millrace_testing.tolerances import FP8_MODEL_TOLERANCE
+from model.checkpoints import InForm
 from model.harness import Driver, Seq, random_prompt
 
 CPU = torch.device("cpu")
@@ -28,10 +28,9 @@ def load(path: Path, keep_quantised: bool, dims: ParallelDims | None = None) -> 
     return load_model(path, dims or ParallelDims(), CPU, torch.float32, keep_quantised=keep_quantised)
 
 
-def test_logits_are_those_of_the_dequantised_weights(tmp_path: Path) -> None:
+def test_logits_are_those_of_the_dequantised_weights(in_form: InForm) -> None:
     """Exactly for few tokens, whose activations are not quantised; else up to that rounding."""
-    export(TINY, tmp_path / "fp8")
-    plain, kept = (Driver(load(tmp_path / "fp8", keep)) for keep in (False, True))
+    plain, kept = (Driver(load(in_form(TINY, "fp8"), keep)) for keep in (False, True))
     prompt = random_prompt(200, 1000, 1)
     for length, limit in ((SMALL_TOKENS, 1e-4), (200, FP8_MODEL_TOLERANCE)):
         expected, actual = (driver.step([(Seq(list(prompt)), length)]) for driver in (plain, kept))

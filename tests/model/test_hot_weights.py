@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 from millrace_serve.model.checkpoint.checkpoint_hash import checkpoint_hash
-from millrace_serve.model.checkpoint.export_quantised import export
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model, open_checkpoint
 from millrace_serve.model.held_weights import named_weights, overwrite
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import tensors
 from millrace_serve.model.weights import CheckpointError
-from millrace_testing.int4 import write_int4
 from millrace_testing.other_weights import write_other
-from model.checkpoints import Tensors, variant
+from model.checkpoints import InForm, Tensors, variant
 from model.harness import Driver, Seq, random_prompt
 from torch import Tensor
 
@@ -61,22 +59,20 @@ def where(model: DeepseekV3) -> list[tuple[int, tuple[int, ...]]]:
     return list(places(parts, set()))
 
 
+@pytest.fixture(scope="module")
+def other(random_bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of another training step."""
+    return write_other(tmp_path_factory.mktemp("hot") / "other", seed=5, source=random_bf16)
+
+
 @pytest.mark.parametrize("form", FORMS)
-def test_model_with_other_weights_is_one_that_was_loaded_so(form: str, random_bf16: Path, tmp_path: Path) -> None:
-    folders = [random_bf16, write_other(tmp_path / "other", seed=5, source=random_bf16)]
-    if form:
-        for index, folder in enumerate(list(folders)):
-            folders[index] = tmp_path / f"{form}-{index}"
-            if form == "int4":
-                write_int4(folders[index], folder)
-            else:
-                export(folder, folders[index], form)
-    quantised = bool(form)
-    fresh = [logits(load(folder, quantised=quantised)) for folder in folders]
-    assert not torch.allclose(*fresh, atol=0.1)
-    model = load(folders[0], quantised=quantised)
-    before = where(model)
-    assert torch.equal(logits(model), fresh[0]) and len(before) > 50
+def test_model_with_other_weights_is_one_that_was_loaded_so(
+    form: str, random_bf16: Path, other: Path, in_form: InForm
+) -> None:
+    folders, quantised = [in_form(source, form) for source in (random_bf16, other)], bool(form)
+    model, second = (load(folder, quantised=quantised) for folder in folders)
+    fresh, before = [logits(model), logits(second)], where(model)
+    assert not torch.allclose(*fresh, atol=0.1) and len(before) > 50
     for version in (1, 0):
         reload(model, folders[version], quantised=quantised)
         assert torch.equal(logits(model), fresh[version])
@@ -84,14 +80,9 @@ def test_model_with_other_weights_is_one_that_was_loaded_so(form: str, random_bf
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_tensor_of_the_model_is_a_weight_by_name(form: str, random_bf16: Path, tmp_path: Path) -> None:
+def test_every_tensor_of_the_model_is_a_weight_by_name(form: str, random_bf16: Path, in_form: InForm) -> None:
     """So that a load leaves none of the old ones."""
-    folder = random_bf16
-    if form == "int4":
-        write_int4(folder := tmp_path / form, random_bf16)
-    elif form:
-        export(random_bf16, folder := tmp_path / form, form)
-    model = load(folder, quantised=bool(form))
+    model = load(in_form(random_bf16, form), quantised=bool(form))
     found = {tensor.data_ptr() for _, matrix in named_weights(model, "model") for tensor in tensors(matrix)}
     assert {place for place, shape in where(model) if 0 not in shape} <= found
 
@@ -114,8 +105,7 @@ def test_weights_in_another_form_are_refused_by_name(random_fp8: Path, tmp_path:
         reload(load(random_fp8, quantised=True), mixed, quantised=True)
 
 
-def test_failed_load_is_mended_by_the_next_one(random_bf16: Path, tmp_path: Path) -> None:
-    other = write_other(tmp_path / "other", seed=5, source=random_bf16)
+def test_failed_load_is_mended_by_the_next_one(random_bf16: Path, other: Path, tmp_path: Path) -> None:
     cut = variant(other, tmp_path / "cut", lambda tensors: tensors.pop("lm_head.weight"))
     expected = logits(load(other, quantised=False))
     model = load(random_bf16, quantised=False)
@@ -125,5 +115,5 @@ def test_failed_load_is_mended_by_the_next_one(random_bf16: Path, tmp_path: Path
     assert torch.equal(logits(model), expected)
 
 
-def test_another_training_step_has_another_hash(random_bf16: Path, tmp_path: Path) -> None:
-    assert checkpoint_hash(write_other(tmp_path / "other", seed=5, source=random_bf16)) != checkpoint_hash(random_bf16)
+def test_another_training_step_has_another_hash(random_bf16: Path, other: Path) -> None:
+    assert checkpoint_hash(other) != checkpoint_hash(random_bf16)

@@ -15,7 +15,7 @@ from millrace_kernels.fp8 import Fp8, quant_blocks
 from millrace_serve.model.checkpoint.headers import check_headers
 from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
 from millrace_serve.model.config import ModelConfig
-from millrace_serve.model.deepseek_v3 import load_model
+from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import kept_forms, plain, unpack_int4
@@ -35,22 +35,20 @@ DOWN = GATE.replace("gate_proj", "down_proj")
 @dataclass
 class Thinking:
     hf: Reference  # with the weights that INT4 left
-    single: Path
-    sharded: Path
+    folder: Path  # in shards
+    model: DeepseekV3
 
 
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Thinking:
     hf, folder = random_reference({**PUBLISHED, "model_type": "deepseek_v3"}), tmp_path_factory.mktemp("k2-thinking")
-    written = {}
-    for name, size in (("single", "1GB"), ("sharded", "4MB")):
-        hf.save_pretrained(folder / name, max_shard_size=size)
-        (folder / name / "config.json").write_text(json.dumps(PUBLISHED))
-        written[name] = write_int4(folder / f"{name}-int4", folder / name)
+    hf.save_pretrained(folder / "bf16", max_shard_size="4MB")
+    (folder / "bf16" / "config.json").write_text(json.dumps(PUBLISHED))
+    written = write_int4(folder / "int4", folder / "bf16")
     for name, param in hf.state_dict().items():  # transformers keeps the experts of a layer in one tensor
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             param.copy_(torch.stack([rounded(expert) for expert in param]))
-    return Thinking(hf, written["single"], written["sharded"])
+    return Thinking(hf, written, load(written))
 
 
 def load(path: Path, dims: ParallelDims | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -78,33 +76,34 @@ def test_logits_and_greedy_tokens(thinking: Thinking) -> None:
     def logits(tokens: list[int]) -> Tensor:
         return thinking.hf(torch.tensor([tokens])).logits[0]
 
-    found = Driver(load(thinking.single)).step([(Seq(prompts[2]), 130)])
+    driver = Driver(thinking.model)
+    found = driver.step([(Seq(prompts[2]), 130)])
     assert_close(found, logits(prompts[2]), MODEL_TOLERANCE)
-    answers = Driver(load(thinking.sharded)).greedy(prompts, 32)
-    assert len(set(answers[0])) > 8, "worth comparing"
+    answers = driver.greedy(prompts, 16)
+    assert len(set(answers[0])) > 4, "worth comparing"
     for prompt, tokens in zip(prompts, answers, strict=True):
         assert tokens == logits(prompt + tokens[:-1])[len(prompt) - 1 :].argmax(-1).tolist()
 
 
 def test_parts_of_ranks(thinking: Thinking) -> None:
     """Also those that begin inside of a group."""
-    ckpt = Checkpoint(thinking.single, ModelConfig.load(thinking.single), CPU, torch.float32)
+    ckpt = Checkpoint(thinking.folder, ModelConfig.load(thinking.folder), CPU, torch.float32)
     for name, shape in ((GATE, (32, 128)), (DOWN, (128, 32))):
         whole = ckpt.tensor(name, shape)
         for part in (Part(rows=(16, 32)), Part(cols=(16, 32)), Part((8, 24), (0, 16))):
             (r0, r1), (c0, c1) = part.of(shape)
             assert torch.equal(ckpt.tensor(name, shape, part), whole[r0:r1, c0:c1])
             assert torch.equal(ckpt.stack([[name]], shape, part), whole[None, r0:r1, c0:c1])
-    experts = [load(thinking.sharded, ParallelDims(rank=rank, dp=2)).layers[1].mlp.routed.held.w13 for rank in (0, 1)]
-    assert torch.equal(torch.cat(experts), load(thinking.single).layers[1].mlp.routed.held.w13)
+    experts = [load(thinking.folder, ParallelDims(rank=rank, dp=2)).layers[1].mlp.routed.held.w13 for rank in (0, 1)]
+    assert torch.equal(torch.cat(experts), thinking.model.layers[1].mlp.routed.held.w13)
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_parts_of_experts_on_tensor_parallel_ranks(keep: bool, thinking: Thinking) -> None:
     """Half a group wide. No block of FP8 is whole, so both products of an expert are plain."""
-    whole = load(thinking.single).layers[1].mlp.routed.held
+    whole = thinking.model.layers[1].mlp.routed.held
     dims = [ParallelDims(rank=rank, tp=2, expert_tp=True) for rank in (0, 1)]
-    parts = [load(thinking.sharded, of_rank, keep_quantised=keep).layers[1].mlp.routed.held for of_rank in dims]
+    parts = [load(thinking.folder, of_rank, keep_quantised=keep).layers[1].mlp.routed.held for of_rank in dims]
     gates, ups = zip(*(part.w13.chunk(2, 1) for part in parts), strict=True)
     assert torch.equal(torch.cat([*gates, *ups], 1), whole.w13)
     assert torch.equal(torch.cat([part.w2 for part in parts], 2), whole.w2)
@@ -150,7 +149,7 @@ def test_gpu_keeps_experts_in_fp8_and_the_rest_plain(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["_packed", "_scale", "_shape"])
 def test_missing_tensors_are_named(lost: str, thinking: Thinking, tmp_path: Path) -> None:
-    folder = variant(thinking.single, tmp_path / "bad", lambda tensors: tensors.pop(DOWN + lost))
+    folder = variant(thinking.folder, tmp_path / "bad", lambda tensors: tensors.pop(DOWN + lost))
     with pytest.raises(CheckpointError, match=f"{DOWN}{lost} is missing"):
         check_headers(folder)
 
@@ -160,4 +159,4 @@ def test_tensors_of_another_shape_are_named(thinking: Thinking, tmp_path: Path) 
         tensors[f"{DOWN}_scale"] = tensors[f"{DOWN}_scale"].repeat(1, 2)
 
     with pytest.raises(CheckpointError, match=rf"{DOWN}_scale has shape \[128, 2\], expected \[128, 1\]"):
-        load(variant(thinking.single, tmp_path / "bad", change))
+        load(variant(thinking.folder, tmp_path / "bad", change))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from millrace_kernels.int8 import Int8
-from millrace_serve.model.checkpoint.export_quantised import export
 from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
@@ -18,7 +17,7 @@ from millrace_serve.model.quantised import kept_forms, plain, stack_rows
 from millrace_serve.model.weights import Checkpoint, CheckpointError, Part
 from millrace_testing.paths import TINY
 from millrace_testing.tolerances import FP8_MODEL_TOLERANCE
-from model.checkpoints import Tensors, variant
+from model.checkpoints import InForm, Tensors, variant
 from model.harness import Driver, Seq, random_prompt
 
 CPU = torch.device("cpu")
@@ -27,21 +26,9 @@ GATE_UP = [("model.layers.1.mlp.experts.0.gate_proj.weight", "model.layers.1.mlp
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The trained checkpoint, by form."""
-    folders = {form: tmp_path_factory.mktemp("int8") / form for form in FORMS}
-    for form, folder in folders.items():
-        export(TINY, folder, form)
-    return folders
-
-
-@pytest.fixture(scope="module")
-def drawn(random_bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random weights with other shapes, by form."""
-    folders = {form: tmp_path_factory.mktemp("int8-random") / form for form in FORMS}
-    for form, folder in folders.items():
-        export(random_bf16, folder, form)
-    return folders
+def drawn(random_bf16: Path, in_form: InForm) -> dict[str, Path]:
+    """Random weights with other shapes than the trained ones, by form."""
+    return {form: in_form(random_bf16, form) for form in FORMS}
 
 
 def load(path: Path, keep: bool, dtype: torch.dtype = torch.float32) -> DeepseekV3:
@@ -49,9 +36,9 @@ def load(path: Path, keep: bool, dtype: torch.dtype = torch.float32) -> Deepseek
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_products_on_int8_are_near_those_of_dequantised_weights(form: str, exported: dict[str, Path]) -> None:
+def test_products_on_int8_are_near_those_of_dequantised_weights(form: str, in_form: InForm) -> None:
     """Up to the rounding of activations."""
-    dequantised, kept = (Driver(load(exported[form], keep)) for keep in (False, True))
+    dequantised, kept = (Driver(load(in_form(TINY, form), keep)) for keep in (False, True))
     prompt = random_prompt(200, 1000, 1)
     for length in (1, 200):
         expected, actual = (driver.step([(Seq(list(prompt)), length)]) for driver in (dequantised, kept))

@@ -21,7 +21,7 @@ from model.ranks import TIMEOUT_S, run_jobs
 from safetensors.torch import save_file
 from torch import Tensor
 
-GRID = [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]  # tp, dp
+GRID = [(2, 1), (1, 4), (2, 2)]  # tp, dp
 SPECIAL = {"fp8": (2, 2), "expert-tp": (4, 1), "dense-1": (2, 2), "dense-2": (4, 1)}
 SHARED = {"dp": (1, 2, False), "expert-tp": (2, 1, True), "whole experts": (2, 1, False)}  # tp, dp, expert_tp
 VOCAB = 1280

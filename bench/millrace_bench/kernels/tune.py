@@ -5,8 +5,8 @@ python -m millrace_bench.kernels.tune --all                      every kind, 900
 python -m millrace_bench.kernels.tune mid moe --match "EP8 step"  those jobs of two kinds whose names contain this
     [--seconds 300] [--folder DIR] [--out FILE]
 
-Several GPUs share the jobs, through Ray. Kinds without a table are for readers: their winners go into the defaults of
-the kernels.
+Several GPUs share the jobs, through Ray. Most kernels of attention have no table: a reader moves their winners into the
+kernels' defaults.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from millrace_bench.kernels.tuning import Clock, Found, Job, run
 
 # Kind -> module with `jobs()`, most wanted first.
 KINDS = {
-    "few": "tune_few",  # few-token products and experts
+    "few": "tune_few",  # few-token products
     "mid": "tune_mid",  # FP8 products of 17 to 256 tokens, beside DeepGEMM
     "moe": "tune_moe",  # grouped experts, beside DeepGEMM and the few-token kernels
     "attention": "tune_attention",  # attention's own kernels; the absorbed form's products beside cuBLAS
-    "rows": "tune_rows",  # norms, quantisation, permute, SwiGLU, combine and rotation of an EP8 rank
 }
 MOST_PROCESSES = 16  # that compile, in all
 
