@@ -91,25 +91,24 @@ async def test_prompt_that_ends_with_its_first_token_ends_on_both_sides(pair: li
     await whole(prefill, decode)
 
 
-async def test_warmup_of_a_pair_runs_every_replica_or_says_why_not(tmp_path: Path) -> None:
-    async with workers(tmp_path, "prefill", "decode", sets=(*SIM, "dp=2")) as (prefill, decode):
-        source = await prefill.source()
-        for _ in range(2):
-            await decode.stub.Warmup(worker_pb2.WarmupRequest(source=source), timeout=20)
-            assert list((await decode.info()).warmed_sources) == [prefill.epoch]
-        assert await decode.metric("millrace_kv_transfer_seconds_count") == 8  # two replicas here, two there, twice
-        for reason, change in (
-            (Reason.LAYOUT_MISMATCH, {"fingerprint": "0"}),
-            (Reason.EPOCH_CHANGED, {"epoch": "0"}),
-            (Reason.WORKER_LOST, {"address": "127.0.0.1:1"}),
-        ):
-            wrong = worker_pb2.KvSourceRef(address=source.address, epoch=source.epoch, fingerprint=source.fingerprint)
-            for field, value in change.items():
-                setattr(wrong, field, value)
-            with pytest.raises(Exception) as caught:
-                await decode.stub.Warmup(worker_pb2.WarmupRequest(source=wrong), timeout=20)
-            assert from_rpc_error(caught.value).reason is reason  # type: ignore[arg-type]
-        await whole(prefill, decode)
+async def test_warmup_of_a_pair_moves_a_prompt_or_says_why_not(pair: list[Worker]) -> None:
+    """Each time: another router asks for it."""
+    prefill, decode = pair
+    source, moved = await prefill.source(), await decode.metric("millrace_kv_transfer_seconds_count")
+    for times in (1, 2):
+        await decode.stub.Warmup(worker_pb2.WarmupRequest(source=source), timeout=60)
+        assert list((await decode.info()).warmed_sources) == [prefill.epoch]
+        assert await decode.metric("millrace_kv_transfer_seconds_count") == moved + times
+    for reason, change in (
+        (Reason.LAYOUT_MISMATCH, {"fingerprint": "0"}),
+        (Reason.EPOCH_CHANGED, {"epoch": "0"}),
+        (Reason.WORKER_LOST, {"address": "127.0.0.1:1"}),
+    ):
+        wrong = {"address": source.address, "epoch": source.epoch, "fingerprint": source.fingerprint, **change}
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await decode.stub.Warmup(worker_pb2.WarmupRequest(source=wrong), timeout=60)
+        assert from_rpc_error(caught.value).reason is reason
+    await whole(prefill, decode)
 
 
 async def test_fetch_that_cannot_be_fails_with_its_reason(impatient: list[Worker]) -> None:
@@ -229,25 +228,28 @@ async def test_short_leases_end_behind_lost_routers_and_stalled_readers(pair: li
         await whole(prefill, decode)
 
 
-@pytest.mark.parametrize("victim", ["frontend", "rank"])
-async def test_prefill_killed_in_a_prompt_fails_the_import(pair: list[Worker], tmp_path: Path, victim: str) -> None:
-    _, decode = pair
+async def killed_in_a_prompt(prefill: Worker, decode: Worker, victim: str) -> None:
+    """The import fails, and the prefill worker ends with all of its processes."""
+    family = prefill.family()
+    async with FakePair(prefill, decode) as both:
+        r = both.submit(request(prompt_of(8000)))
+        await until_metric(decode, "millrace_sequences", 1, doing="importing")
+        if victim == "frontend":
+            prefill.process.send(signal.SIGKILL)
+        else:
+            prefill.ranks()[0].kill()
+        end = await both.to_decode.finish(r)
+        assert end.finish_reason == ERROR
+        assert end.failure.reason in (Reason.WORKER_LOST, Reason.TRANSFER_FAILED)
+        await both.to_prefill.end()
+        assert await prefill.process.wait() == (-9 if victim == "frontend" else 1)
+    await gone(family)
+    await decode.whole()
+
+
+async def test_rank_killed_in_a_prompt_fails_the_import(pair: list[Worker], tmp_path: Path) -> None:
     async with workers(tmp_path, "prefill", sets=SLOW) as [prefill]:
-        family = prefill.family()
-        async with FakePair(prefill, decode) as both:
-            r = both.submit(request(prompt_of(8000)))
-            await until_metric(decode, "millrace_sequences", 1, doing="importing")
-            if victim == "frontend":
-                prefill.process.send(signal.SIGKILL)
-            else:
-                prefill.ranks()[0].kill()
-            end = await both.to_decode.finish(r)
-            assert end.finish_reason == ERROR
-            assert end.failure.reason in (Reason.WORKER_LOST, Reason.TRANSFER_FAILED)
-            await both.to_prefill.end()
-            assert await prefill.process.wait() == (-9 if victim == "frontend" else 1)
-        await gone(family)
-        await decode.whole()
+        await killed_in_a_prompt(prefill, pair[1], "rank")
 
 
 async def test_prefill_that_freezes_stalls_the_import(impatient: list[Worker]) -> None:
@@ -266,33 +268,18 @@ async def test_prefill_that_freezes_stalls_the_import(impatient: list[Worker]) -
 
 async def test_prefill_restarted_at_its_address_is_another_worker(pair: list[Worker], tmp_path: Path) -> None:
     _, decode = pair
-    async with workers(tmp_path, "prefill") as [prefill]:
+    async with workers(tmp_path, "prefill", sets=SLOW) as [prefill]:
         old = await prefill.source()
-        async with FakeLink(decode) as to_decode:
-            r = request(prompt_of(300))
-            async with FakeLink(prefill) as to_prefill:
-                to_prefill.submit(r)
-                to_decode.submit(r, old)
-                await to_decode.finish(r)
-            prefill.process.send(signal.SIGKILL)
-            await prefill.process.wait()
-            again = Worker("prefill", tmp_path, (*SIM, f"grpc_port={old.address.rpartition(':')[2]}"))
-            await again.start()
-            try:
-                await again.ready()
-                stale = request(prompt_of(300))
-                to_decode.submit(stale, old)
-                assert (await to_decode.finish(stale)).failure.reason in (Reason.EPOCH_CHANGED, Reason.WORKER_LOST)
-                new = await again.source()
-                fresh = request(list(r.token_ids))
-                async with FakeLink(again) as to_again:
-                    to_again.submit(fresh)
-                    to_decode.submit(fresh, new)
-                    await to_decode.finish(fresh)
-                assert to_decode.tokens(fresh) == expected(list(r.token_ids), 8)
-                await whole(again, decode)
-            finally:
-                await again.close()
+        await killed_in_a_prompt(prefill, decode, "frontend")
+    async with workers(tmp_path, "prefill", sets=(*SIM, f"grpc_port={old.address.rpartition(':')[2]}")) as [again]:
+        async with FakePair(again, decode) as both:
+            stale = request(prompt_of(300))
+            both.to_decode.submit(stale, old)
+            assert (await both.to_decode.finish(stale)).failure.reason in (Reason.EPOCH_CHANGED, Reason.WORKER_LOST)
+            fresh = both.submit(request(prompt_of(300)))
+            await both.to_decode.finish(fresh)
+            assert both.to_decode.tokens(fresh) == expected(list(fresh.token_ids), 8)
+        await whole(again, decode)
 
 
 async def test_fetch_twice_gives_the_same_pages_until_the_release(pair: list[Worker]) -> None:

@@ -11,7 +11,7 @@ from millrace_testing.fake_router import FakePair, request
 from millrace_testing.procs import SIM, workers
 from millrace_testing.sim import expected, prompt_of
 
-CLIENTS, ROUNDS = 40, 3
+CLIENTS, ROUNDS = 40, 2
 LEAVE_S = 0.02  # within which clients leave: Fetch streams begin then
 SLOW = (*SIM, "sim={token_s: 0.00001}", "limits.max_prefill_tokens=512", "limits.max_running=128")
 

@@ -141,17 +141,18 @@ async def test_fetch_by_guess_is_told_no_memory(three: list[Worker]) -> None:
     stub = kv_pb2_grpc.KvServiceStub(prefix_source.channel)
 
     async def told(**what: Any) -> list[str]:
-        """The messages of one Fetch, without those that only say that the source lives."""
+        """The messages of one Fetch, up to its end or to the first that only says that the source lives."""
         begin = kv_pb2.FetchOpen(epoch=prefix_source.epoch, fingerprint=source.fingerprint, **what)
         call = stub.Fetch(timeout=30)
         await call.write(kv_pb2.FetchRequest(open=begin))
         seen = []
         with contextlib.suppress(grpc.aio.AioRpcError):
-            while (message := await call.read()) is not grpc.aio.EOF:
+            while (message := await call.read()) is not grpc.aio.EOF and not message.HasField("heartbeat"):
                 seen.append(message.WhichOneof("message"))
                 if seen[-1] == "chunk":
                     await call.write(kv_pb2.FetchRequest(release=kv_pb2.FetchRelease()))
-        return [kind for kind in seen if kind not in ("heartbeat", "release_confirmed")]
+        call.cancel()
+        return [kind for kind in seen if kind != "release_confirmed"]
 
     for salt, found in ((b"one", ["source", "chunk"]), (b"two", ["chunk"]), (b"", ["chunk"])):
         blocks = page_hashes(history[: 3 * PAGE], PAGE, salt=salt)

@@ -27,7 +27,7 @@ class Elsewhere(Worker):
 async def test_decode_worker_reads_from_the_new_address(tmp_path: Path) -> None:
     async with name_server() as dns, workers(tmp_path, "decode") as [decode]:
         port = free_port()
-        for round_, address in enumerate(("127.0.0.2", "127.0.0.3", "127.0.0.2")):
+        for round_, address in enumerate(("127.0.0.2", "127.0.0.3")):
             prefill, prompt = Elsewhere(address, port, tmp_path), prompt_of(300 + round_)
             await prefill.start()
             await prefill.ready()

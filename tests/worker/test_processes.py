@@ -182,7 +182,7 @@ async def test_link_dropped_aborts_its_own_requests_only(slow: Worker) -> None:
 async def test_slow_router_holds_up_nobody_and_loses_nothing(unified: Worker) -> None:
     async with FakeLink(unified) as fast, FakeLink(unified) as slow:
         slow.pause()
-        ours = [request([i], max_tokens=3000) for i in range(1, 33)]
+        ours = [request([i], max_tokens=3000) for i in range(1, 17)]
         for r in ours:
             slow.submit(r)
         quick = request([99], max_tokens=3000)
