@@ -32,13 +32,13 @@ LIMIT_S = 60.0
 
 
 def produces(tokens: int) -> Behaviour:
-    """So many tokens, 20 in a step, with room for others."""
+    """So many tokens, 100 in a step, with room for others."""
 
     async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
-        for first in range(0, tokens, 20):
+        for first in range(0, tokens, 100):
             await asyncio.sleep(0.001)
-            last = common_pb2.FINISH_REASON_LENGTH if first + 20 >= tokens else 0
-            yield output(request, first, 20, last)
+            last = common_pb2.FINISH_REASON_LENGTH if first + 100 >= tokens else 0
+            yield output(request, first, 100, last)
 
     return behave
 
