@@ -17,16 +17,17 @@ from millrace_common.versions import WORKER_API
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_serve.handover.pairing import check_pair
 from millrace_testing.fake_router import FakePair, request
+from millrace_testing.inside import Inside, inside
 from millrace_testing.later import later
-from millrace_testing.procs import SIM, Worker, workers
+from millrace_testing.procs import SIM, Worker
 from millrace_testing.sim import expected, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Worker]]:
-    async with workers(tmp_path_factory.mktemp("pair"), "prefill", "decode") as both:
+async def pair() -> AsyncIterator[list[Inside]]:
+    async with inside("prefill", "decode") as both:
         yield both
 
 
@@ -43,7 +44,7 @@ async def test_pair_of_api_versions_must_be_equal(step: int) -> None:
     assert caught.value.reason is Reason.LAYOUT_MISMATCH
 
 
-async def test_workers_of_a_later_version_are_refused_and_others_go_on(pair: list[Worker], tmp_path: Path) -> None:
+async def test_workers_of_a_later_version_are_refused_and_others_go_on(pair: list[Inside], tmp_path: Path) -> None:
     """Of pages and of the workers' API, whichever way a router brings the two together."""
     prefill, decode = pair
     other = Worker("decode", tmp_path, SIM, versions={"KV_PROTOCOL": 1, "WORKER_API": 1})
@@ -67,7 +68,7 @@ async def test_workers_of_a_later_version_are_refused_and_others_go_on(pair: lis
         await other.close()
 
 
-async def test_router_of_a_later_version_is_served(pair: list[Worker]) -> None:
+async def test_router_of_a_later_version_is_served(pair: list[Inside]) -> None:
     """What it says has fields that are unknown here."""
     prefill, decode = pair
     source = later(await prefill.source())
@@ -80,7 +81,7 @@ async def test_router_of_a_later_version_is_served(pair: list[Worker]) -> None:
     await decode.whole()
 
 
-async def test_routers_of_this_version_and_of_the_one_before(pair: list[Worker]) -> None:
+async def test_routers_of_this_version_and_of_the_one_before(pair: list[Inside]) -> None:
     """The later one sends token ids as bytes, because the worker says that it takes them."""
     prefill, decode = pair
     assert (await prefill.info()).packed_prompts and (await decode.info()).packed_prompts

@@ -115,7 +115,7 @@ def test_temperature_that_logits_cannot_be_divided_by_is_greedy(temperature):
     ],
 )
 def test_frequencies_match_the_filtered_distribution(fields):
-    count = 3000
+    count = 6000
     found = draw_many(LOGITS, count, **fields)
     full = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **fields}
     probs = np.array(naive_probs(LOGITS.tolist(), **full))
