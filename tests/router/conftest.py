@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import functools
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+import uvicorn.server
 from millrace.v1 import admin_pb2_grpc, inference_pb2_grpc
 from millrace_common import gc_hooks
 from millrace_common.grammar.checker import Checker
@@ -63,6 +65,9 @@ async def cluster(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncI
     """`await cluster(FakeWorker(PREFILL), …, timeouts={…})`: started, and routable unless wait=False."""
     # A router freezes its process. This one would keep the garbage of all tests, and count it at each start.
     monkeypatch.setattr(gc_hooks, "freeze", lambda: 2000)
+    # uvicorn looks every 0.1 s whether it shall end, and then waits as long again.
+    hasty = SimpleNamespace(**{**vars(asyncio), "sleep": lambda seconds: asyncio.sleep(seconds / 10)})
+    monkeypatch.setattr(uvicorn.server, "asyncio", hasty)
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(*workers: FakeWorker, wait: bool = True, **settings: object) -> Cluster:
