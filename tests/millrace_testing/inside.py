@@ -15,6 +15,7 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Sequence
 
+import pytest
 import zmq
 from millrace_common.config import load
 from millrace_rpc.access import token
@@ -32,6 +33,7 @@ from millrace_serve.worker.messages import FromRank
 from millrace_serve.worker.rank import process
 from millrace_serve.worker.rank.parts import RankSpec
 
+from millrace_testing.hasty import hasty_servers
 from millrace_testing.procs import SIM, Worker
 
 
@@ -158,8 +160,10 @@ class Inside(Worker):
 async def inside(*roles: str, sets: Sequence[str] = SIM) -> AsyncIterator[list[Inside]]:
     """Ready workers of these roles, in this order."""
     started = [Inside(role, sets) for role in roles]
-    try:
-        await asyncio.gather(*(worker.start() for worker in started))
-        yield started
-    finally:
-        await asyncio.gather(*(worker.close() for worker in started))
+    with pytest.MonkeyPatch.context() as patch:
+        hasty_servers(patch)
+        try:
+            await asyncio.gather(*(worker.start() for worker in started))
+            yield started
+        finally:
+            await asyncio.gather(*(worker.close() for worker in started))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import functools
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-import uvicorn.server
 from millrace.v1 import admin_pb2_grpc, inference_pb2_grpc
 from millrace_common import gc_hooks
 from millrace_common.grammar.checker import Checker
@@ -23,6 +21,7 @@ from millrace_router.flow import grammars
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_rpc.client import channel
 from millrace_testing.certificates import few_authorities  # noqa: F401
+from millrace_testing.hasty import hasty_servers
 from router.fake_worker import DECODE, PREFILL, FakeWorker
 from router.harness import Cluster, write_tokenizer
 from router.scripted import write_formats
@@ -65,9 +64,7 @@ async def cluster(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncI
     """`await cluster(FakeWorker(PREFILL), …, timeouts={…})`: started, and routable unless wait=False."""
     # A router freezes its process. This one would keep the garbage of all tests, and count it at each start.
     monkeypatch.setattr(gc_hooks, "freeze", lambda: 2000)
-    # uvicorn looks every 0.1 s whether it shall end, and then waits as long again.
-    hasty = SimpleNamespace(**{**vars(asyncio), "sleep": lambda seconds: asyncio.sleep(seconds / 10)})
-    monkeypatch.setattr(uvicorn.server, "asyncio", hasty)
+    hasty_servers(monkeypatch)
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(*workers: FakeWorker, wait: bool = True, **settings: object) -> Cluster:
