@@ -30,6 +30,7 @@ from millrace_router.http.answers import BYTES_PER_S, body_deadline, read_body
 from millrace_router.http.encodings import decoded
 from millrace_router.http.json_shape import JsonShape, shape
 from millrace_rpc.errors import MillraceError
+from millrace_testing.examples import examples
 from pydantic import ValidationError
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker
 from router.harness import FIRST_KEY, SECOND_KEY, Cluster, bearer, write_keys
@@ -213,6 +214,7 @@ def counted(value: object) -> JsonShape:
     return JsonShape(texts, sum(part.separators for part in shapes) + commas)
 
 
+@examples(40)
 @given(JSON, st.booleans())
 def test_a_texts_values_are_counted_without_making_them(value: object, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
