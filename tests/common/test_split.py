@@ -6,10 +6,11 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.split import Capacity, DutySplit, Expected, Slo, Workload, best, expect, splits
 from millrace_common.step_times import StepTimes
+from millrace_testing.examples import examples
 
 TIMES = StepTimes(fixed_s=0.018, sequence_s=1e-4, key_s=2e-8, token_s=4.4e-5, pair_s=1e-9)
 CAPACITY = Capacity(max_running=256, kv_tokens=600_000, chunk_tokens=2048, handover_s=0.01)
@@ -79,7 +80,7 @@ def test_every_split_once() -> None:
 
 
 @given(workloads, slos, times, capacities, st.integers(1, 12))
-@settings(deadline=None)
+@examples(40)
 def test_whatever_the_load_the_numbers_are_numbers(
     workload: Workload, slo: Slo, step: StepTimes, capacity: Capacity, replicas: int
 ) -> None:
@@ -93,7 +94,7 @@ def test_whatever_the_load_the_numbers_are_numbers(
 
 
 @given(workloads, slos, times, capacities, st.integers(1, 12))
-@settings(deadline=None)
+@examples(40)
 def test_one_more_replica_is_never_worse(
     workload: Workload, slo: Slo, step: StepTimes, capacity: Capacity, replicas: int
 ) -> None:
@@ -102,7 +103,7 @@ def test_one_more_replica_is_never_worse(
 
 
 @given(workloads, slos, times, capacities, st.integers(1, 8), st.floats(1, 4), st.floats(1, 4))
-@settings(deadline=None)
+@examples(40)
 def test_higher_limits_are_never_worse(
     workload: Workload, slo: Slo, step: StepTimes, capacity: Capacity, replicas: int, first: float, each: float
 ) -> None:
@@ -112,7 +113,7 @@ def test_higher_limits_are_never_worse(
 
 
 @given(workloads, slos, times, capacities, st.integers(1, 8))
-@settings(deadline=None)
+@examples(40)
 def test_a_cached_prompt_is_never_worse(
     workload: Workload, slo: Slo, step: StepTimes, capacity: Capacity, replicas: int
 ) -> None:

@@ -1,4 +1,5 @@
-"""Prompts computed on one worker and continued on another: real processes with the simulated engine, NIXL between them.
+"""Prompts computed on one worker and continued on another, with the simulated engine and NIXL between them. Workers
+that are killed or stopped are processes, and so are those of the fixture `pair`; the others run in this one.
 
 Every test ends with both pools whole: no page is lost whatever happens to a request.
 """
@@ -20,6 +21,7 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import from_rpc_error
 from millrace_serve.handover.failed_reads import LIMIT
 from millrace_testing.fake_router import FakeLink, FakePair, request
+from millrace_testing.inside import Inside, inside
 from millrace_testing.procs import SIM, Worker, gone, workers
 from millrace_testing.sim import expected, prompt_of
 
@@ -42,14 +44,15 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[W
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def impatient(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Worker]]:
     """As `pair`, slow to compute and quick to give up."""
-    async with workers(tmp_path_factory.mktemp("impatient"), "prefill", "decode", sets=(*SLOW, IMPATIENT)) as both:
-        yield both
+    folder, sets = tmp_path_factory.mktemp("impatient"), (*SLOW, IMPATIENT)
+    async with workers(folder, "prefill", sets=sets) as [prefill], inside("decode", sets=sets) as [decode]:
+        yield [prefill, decode]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def slow(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Worker]]:
+async def slow() -> AsyncIterator[list[Inside]]:
     """As `pair`, slow to compute."""
-    async with workers(tmp_path_factory.mktemp("slow"), "prefill", "decode", sets=SLOW) as both:
+    async with inside("prefill", "decode", sets=SLOW) as both:
         yield both
 
 
@@ -91,25 +94,24 @@ async def test_prompt_that_ends_with_its_first_token_ends_on_both_sides(pair: li
     await whole(prefill, decode)
 
 
-async def test_warmup_of_a_pair_runs_every_replica_or_says_why_not(tmp_path: Path) -> None:
-    async with workers(tmp_path, "prefill", "decode", sets=(*SIM, "dp=2")) as (prefill, decode):
-        source = await prefill.source()
-        for _ in range(2):
-            await decode.stub.Warmup(worker_pb2.WarmupRequest(source=source), timeout=20)
-            assert list((await decode.info()).warmed_sources) == [prefill.epoch]
-        assert await decode.metric("millrace_kv_transfer_seconds_count") == 8  # two replicas here, two there, twice
-        for reason, change in (
-            (Reason.LAYOUT_MISMATCH, {"fingerprint": "0"}),
-            (Reason.EPOCH_CHANGED, {"epoch": "0"}),
-            (Reason.WORKER_LOST, {"address": "127.0.0.1:1"}),
-        ):
-            wrong = worker_pb2.KvSourceRef(address=source.address, epoch=source.epoch, fingerprint=source.fingerprint)
-            for field, value in change.items():
-                setattr(wrong, field, value)
-            with pytest.raises(Exception) as caught:
-                await decode.stub.Warmup(worker_pb2.WarmupRequest(source=wrong), timeout=20)
-            assert from_rpc_error(caught.value).reason is reason  # type: ignore[arg-type]
-        await whole(prefill, decode)
+async def test_warmup_of_a_pair_moves_a_prompt_or_says_why_not(pair: list[Worker]) -> None:
+    """Each time: another router asks for it."""
+    prefill, decode = pair
+    source, moved = await prefill.source(), await decode.metric("millrace_kv_transfer_seconds_count")
+    for times in (1, 2):
+        await decode.stub.Warmup(worker_pb2.WarmupRequest(source=source), timeout=60)
+        assert list((await decode.info()).warmed_sources) == [prefill.epoch]
+        assert await decode.metric("millrace_kv_transfer_seconds_count") == moved + times
+    for reason, change in (
+        (Reason.LAYOUT_MISMATCH, {"fingerprint": "0"}),
+        (Reason.EPOCH_CHANGED, {"epoch": "0"}),
+        (Reason.WORKER_LOST, {"address": "127.0.0.1:1"}),
+    ):
+        wrong = {"address": source.address, "epoch": source.epoch, "fingerprint": source.fingerprint, **change}
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await decode.stub.Warmup(worker_pb2.WarmupRequest(source=wrong), timeout=60)
+        assert from_rpc_error(caught.value).reason is reason
+    await whole(prefill, decode)
 
 
 async def test_fetch_that_cannot_be_fails_with_its_reason(impatient: list[Worker]) -> None:
@@ -131,7 +133,7 @@ async def test_fetch_that_cannot_be_fails_with_its_reason(impatient: list[Worker
     await whole(decode)
 
 
-async def test_abort_at_every_stage_reaches_the_other_side(slow: list[Worker]) -> None:
+async def test_abort_at_every_stage_reaches_the_other_side(slow: list[Inside]) -> None:
     prefill, decode = slow
     failed = await decode.metric("millrace_kv_failures_total", reason="CANCELLED")
     async with FakePair(prefill, decode) as both:
@@ -166,7 +168,7 @@ async def test_abort_at_every_stage_reaches_the_other_side(slow: list[Worker]) -
 
 
 @pytest.mark.parametrize("how", ["pause", "link"])
-async def test_prompt_dropped_by_its_worker_fails_with_a_retry(slow: list[Worker], how: str) -> None:
+async def test_prompt_dropped_by_its_worker_fails_with_a_retry(slow: list[Inside], how: str) -> None:
     """On both sides: the decode worker's word may reach the router first."""
     prefill, decode = slow
     num_bytes = await decode.metric("millrace_kv_bytes_total")
@@ -185,9 +187,9 @@ async def test_prompt_dropped_by_its_worker_fails_with_a_retry(slow: list[Worker
     await whole(prefill, decode)
 
 
-async def test_prompt_cut_off_by_a_drain_fails_on_both_sides(pair: list[Worker], tmp_path: Path) -> None:
+async def test_prompt_cut_off_by_a_drain_fails_on_both_sides(pair: list[Worker]) -> None:
     _, decode = pair
-    async with workers(tmp_path, "prefill", sets=SLOW) as [prefill], FakePair(prefill, decode) as both:
+    async with inside("prefill", sets=SLOW) as [prefill], FakePair(prefill, decode) as both:
         num_bytes = await decode.metric("millrace_kv_bytes_total")
         r = both.submit(request(prompt_of(8000)))
         await until_metric(decode, "millrace_kv_bytes_total", num_bytes + 1)
@@ -209,9 +211,9 @@ async def test_attempt_submitted_again_is_refused(pair: list[Worker]) -> None:
         await prefill.whole()
 
 
-async def test_short_leases_end_behind_lost_routers_and_stalled_readers(pair: list[Worker], tmp_path: Path) -> None:
+async def test_short_leases_end_behind_lost_routers_and_stalled_readers(pair: list[Worker]) -> None:
     _, decode = pair
-    async with workers(tmp_path, "prefill", sets=(*SLOW, SHORT_LEASE)) as [prefill]:
+    async with inside("prefill", sets=(*SLOW, SHORT_LEASE)) as [prefill]:
         async with FakePair(prefill, decode) as both:
             for length in (50, 100, 4000):
                 both.submit(request(prompt_of(length), max_tokens=8000))
@@ -229,25 +231,28 @@ async def test_short_leases_end_behind_lost_routers_and_stalled_readers(pair: li
         await whole(prefill, decode)
 
 
-@pytest.mark.parametrize("victim", ["frontend", "rank"])
-async def test_prefill_killed_in_a_prompt_fails_the_import(pair: list[Worker], tmp_path: Path, victim: str) -> None:
-    _, decode = pair
+async def killed_in_a_prompt(prefill: Worker, decode: Worker, victim: str) -> None:
+    """The import fails, and the prefill worker ends with all of its processes."""
+    family = prefill.family()
+    async with FakePair(prefill, decode) as both:
+        r = both.submit(request(prompt_of(8000)))
+        await until_metric(decode, "millrace_sequences", 1, doing="importing")
+        if victim == "frontend":
+            prefill.process.send(signal.SIGKILL)
+        else:
+            prefill.ranks()[0].kill()
+        end = await both.to_decode.finish(r)
+        assert end.finish_reason == ERROR
+        assert end.failure.reason in (Reason.WORKER_LOST, Reason.TRANSFER_FAILED)
+        await both.to_prefill.end()
+        assert await prefill.process.wait() == (-9 if victim == "frontend" else 1)
+    await gone(family)
+    await decode.whole()
+
+
+async def test_rank_killed_in_a_prompt_fails_the_import(pair: list[Worker], tmp_path: Path) -> None:
     async with workers(tmp_path, "prefill", sets=SLOW) as [prefill]:
-        family = prefill.family()
-        async with FakePair(prefill, decode) as both:
-            r = both.submit(request(prompt_of(8000)))
-            await until_metric(decode, "millrace_sequences", 1, doing="importing")
-            if victim == "frontend":
-                prefill.process.send(signal.SIGKILL)
-            else:
-                prefill.ranks()[0].kill()
-            end = await both.to_decode.finish(r)
-            assert end.finish_reason == ERROR
-            assert end.failure.reason in (Reason.WORKER_LOST, Reason.TRANSFER_FAILED)
-            await both.to_prefill.end()
-            assert await prefill.process.wait() == (-9 if victim == "frontend" else 1)
-        await gone(family)
-        await decode.whole()
+        await killed_in_a_prompt(prefill, pair[1], "rank")
 
 
 async def test_prefill_that_freezes_stalls_the_import(impatient: list[Worker]) -> None:
@@ -266,33 +271,18 @@ async def test_prefill_that_freezes_stalls_the_import(impatient: list[Worker]) -
 
 async def test_prefill_restarted_at_its_address_is_another_worker(pair: list[Worker], tmp_path: Path) -> None:
     _, decode = pair
-    async with workers(tmp_path, "prefill") as [prefill]:
+    async with workers(tmp_path, "prefill", sets=SLOW) as [prefill]:
         old = await prefill.source()
-        async with FakeLink(decode) as to_decode:
-            r = request(prompt_of(300))
-            async with FakeLink(prefill) as to_prefill:
-                to_prefill.submit(r)
-                to_decode.submit(r, old)
-                await to_decode.finish(r)
-            prefill.process.send(signal.SIGKILL)
-            await prefill.process.wait()
-            again = Worker("prefill", tmp_path, (*SIM, f"grpc_port={old.address.rpartition(':')[2]}"))
-            await again.start()
-            try:
-                await again.ready()
-                stale = request(prompt_of(300))
-                to_decode.submit(stale, old)
-                assert (await to_decode.finish(stale)).failure.reason in (Reason.EPOCH_CHANGED, Reason.WORKER_LOST)
-                new = await again.source()
-                fresh = request(list(r.token_ids))
-                async with FakeLink(again) as to_again:
-                    to_again.submit(fresh)
-                    to_decode.submit(fresh, new)
-                    await to_decode.finish(fresh)
-                assert to_decode.tokens(fresh) == expected(list(r.token_ids), 8)
-                await whole(again, decode)
-            finally:
-                await again.close()
+        await killed_in_a_prompt(prefill, decode, "frontend")
+    async with workers(tmp_path, "prefill", sets=(*SIM, f"grpc_port={old.address.rpartition(':')[2]}")) as [again]:
+        async with FakePair(again, decode) as both:
+            stale = request(prompt_of(300))
+            both.to_decode.submit(stale, old)
+            assert (await both.to_decode.finish(stale)).failure.reason in (Reason.EPOCH_CHANGED, Reason.WORKER_LOST)
+            fresh = both.submit(request(prompt_of(300)))
+            await both.to_decode.finish(fresh)
+            assert both.to_decode.tokens(fresh) == expected(list(fresh.token_ids), 8)
+        await whole(again, decode)
 
 
 async def test_fetch_twice_gives_the_same_pages_until_the_release(pair: list[Worker]) -> None:
@@ -362,15 +352,16 @@ async def test_message_malformed_is_refused_at_any_place_of_a_call(pair: list[Wo
     assert "Traceback" not in prefill.process.log_path.read_text()
 
 
-async def test_worker_whose_pages_nobody_can_read_ends(pair: list[Worker], tmp_path: Path) -> None:
+async def test_worker_whose_pages_nobody_can_read_ends(pair: list[Worker]) -> None:
     """Two readers say so, one attempt after the other."""
     _, decode = pair
-    async with workers(tmp_path, "prefill") as [prefill]:
+    async with inside("prefill") as [prefill]:
+        leaving = prefill.process.frontend.leaving
         async with FakePair(prefill, decode) as both:
             source = await prefill.source()
             stub = kv_pb2_grpc.KvServiceStub(prefill.channel)
             for index in itertools.count():
-                if f"failed {LIMIT} times in a row" in prefill.process.log_tail():
+                if leaving.done():
                     break
                 r = request(prompt_of(200 + index))
                 both.to_prefill.submit(r)
@@ -385,18 +376,21 @@ async def test_worker_whose_pages_nobody_can_read_ends(pair: list[Worker], tmp_p
                     await call.read()
                 call.cancel()
                 both.to_prefill.abort(r)
+        assert f"failed {LIMIT} times in a row" in leaving.result()
         assert await asyncio.wait_for(prefill.process.wait(), 120) == 1
 
 
-async def test_drain_with_held_prompts_waits_for_their_readers(pair: list[Worker], tmp_path: Path) -> None:
+async def test_drain_with_held_prompts_waits_for_their_readers(pair: list[Worker]) -> None:
     _, decode = pair
-    async with workers(tmp_path, "prefill") as [prefill]:
+    async with inside("prefill") as [prefill]:
         async with FakePair(prefill, decode) as both:
             r = request(prompt_of(200))
             both.to_prefill.submit(r)
             await both.to_prefill.first(r)
             prefill.process.send(signal.SIGTERM)
-            await prefill.until(lambda: "SIGTERM: draining" in prefill.process.log_tail(), "the drain")
+            async with asyncio.timeout(120):
+                while (await prefill.info()).state != worker_pb2.WORKER_STATE_DRAINING:
+                    await asyncio.sleep(0.01)
             both.to_decode.submit(r, both.source)
             await both.to_decode.finish(r)
             assert both.to_decode.tokens(r) == expected(list(r.token_ids), 8)
@@ -408,15 +402,15 @@ async def test_drain_with_held_prompts_waits_for_their_readers(pair: list[Worker
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def flexible(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Worker]]:
+async def flexible() -> AsyncIterator[list[Inside]]:
     """Two whose pools are so small that prompts wait for the other worker's reads."""
     sets = (*SIM, "limits={num_pages: 41, max_model_len: 2048, max_running: 8, max_prefill_tokens: 256}")
-    async with workers(tmp_path_factory.mktemp("flexible"), "flexible", "flexible", sets=sets) as both:
+    async with inside("flexible", "flexible", sets=sets) as both:
         yield both
 
 
 async def test_flexible_workers_hand_over_in_both_directions_at_once_and_run_prompts_alone(
-    flexible: list[Worker],
+    flexible: list[Inside],
 ) -> None:
     one, other = flexible
     for sink, source in ((one, other), (other, one)):
@@ -439,7 +433,7 @@ async def test_flexible_workers_hand_over_in_both_directions_at_once_and_run_pro
         assert await worker.metric("millrace_leases_ended_total", outcome="expired") == 0
 
 
-async def test_flexible_worker_fetches_prefix_a_prefix(flexible: list[Worker]) -> None:
+async def test_flexible_worker_fetches_prefix_a_prefix(flexible: list[Inside]) -> None:
     prefix_source, fetcher = flexible
     prompt = prompt_of(700)
     async with FakePair(fetcher, prefix_source) as pair:
@@ -457,7 +451,7 @@ async def test_flexible_worker_fetches_prefix_a_prefix(flexible: list[Worker]) -
     await whole(prefix_source, fetcher)
 
 
-async def test_duty_and_routers_are_told_at_once(flexible: list[Worker]) -> None:
+async def test_duty_and_routers_are_told_at_once(flexible: list[Inside]) -> None:
     worker = flexible[0]
     watch = worker.stub.WatchLoad(worker_pb2.WatchLoadRequest(min_interval_ms=1, max_interval_ms=600_000))
 
@@ -478,7 +472,7 @@ async def test_duty_and_routers_are_told_at_once(flexible: list[Worker]) -> None
 
 @pytest.mark.parametrize(("index", "duty"), [(0, worker_pb2.DUTY_UNSPECIFIED), (0, 9), (1, worker_pb2.DUTY_BOTH)])
 async def test_duty_that_cannot_be_is_refused(
-    flexible: list[Worker], pair: list[Worker], index: int, duty: worker_pb2.Duty
+    flexible: list[Inside], pair: list[Worker], index: int, duty: worker_pb2.Duty
 ) -> None:
     worker = (flexible[0], pair[1])[index]
     with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -1,4 +1,4 @@
-"""Cached prefixes that travel back to prefill workers: real processes, NIXL between them.
+"""Cached prefixes that travel back to prefill workers, with NIXL between them.
 
 Every test ends with the pools of all workers whole, and with the tokens of the oracle, whatever happens to a prefix
 fetch.
@@ -19,8 +19,11 @@ import pytest_asyncio
 from millrace.v1 import common_pb2, kv_pb2, kv_pb2_grpc, prefill_pb2, worker_pb2
 from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
+from millrace_serve.handover import prefix_fetches
 from millrace_testing.fake_router import FakeLink, FakePair, request
+from millrace_testing.inside import Inside, inside
 from millrace_testing.paths import ROOT
+from millrace_testing.patient_worker import PATIENCE_S
 from millrace_testing.procs import SIM, Worker, workers
 from millrace_testing.sim import expected, prompt_of
 
@@ -34,11 +37,12 @@ HELD, FETCHED = 30 * PAGE, 11 * PAGE
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def three(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Worker]]:
+async def three() -> AsyncIterator[list[Inside]]:
     """A prefill, a decode and a unified worker for all tests that leave them as they found them."""
-    folder = tmp_path_factory.mktemp("three")
-    async with workers(folder, "prefill", "decode", "unified", patient=True) as all_three:
-        yield all_three
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_fetches, "OFFER_S", PATIENCE_S)
+        async with inside("prefill", "decode", "unified") as all_three:
+            yield all_three
 
 
 async def cache(worker: Worker, prompt: list[int], salt: bytes = b"") -> None:
@@ -80,7 +84,7 @@ async def until_counted(read: Callable[[], object], value: float) -> None:
 
 
 @pytest.mark.parametrize("prefix_source", [1, 2])
-async def test_prompt_cached_elsewhere_is_fetched_and_handed_over(three: list[Worker], prefix_source: int) -> None:
+async def test_prompt_cached_elsewhere_is_fetched_and_handed_over(three: list[Inside], prefix_source: int) -> None:
     """From the decode worker that goes on with the very attempt, and from a unified worker."""
     prefill, decode = three[0], three[1]
     history = prompt_of(1000)
@@ -101,7 +105,7 @@ async def test_prompt_cached_elsewhere_is_fetched_and_handed_over(three: list[Wo
         await worker.whole()
 
 
-async def test_prefix_of_another_salt_is_not_served(three: list[Worker]) -> None:
+async def test_prefix_of_another_salt_is_not_served(three: list[Inside]) -> None:
     """A pair and a prefix fetch: with equal salts the pages come, and with other ones the tokens are the same."""
     prefill, decode, prefix_source = three
     history = prompt_of(1000)
@@ -120,7 +124,7 @@ async def test_prefix_of_another_salt_is_not_served(three: list[Worker]) -> None
         await worker.whole()
 
 
-async def test_blocks_of_another_length_are_refused(three: list[Worker]) -> None:
+async def test_blocks_of_another_length_are_refused(three: list[Inside]) -> None:
     prefix_source = three[2]
     source = await prefix_source.source()
     for blocks, words in (([], "must not be empty"), ([b"7" * 32, b"short"], "must have 32 bytes each")):
@@ -133,7 +137,7 @@ async def test_blocks_of_another_length_are_refused(three: list[Worker]) -> None
             await call.read()
 
 
-async def test_fetch_by_guess_is_told_no_memory(three: list[Worker]) -> None:
+async def test_fetch_by_guess_is_told_no_memory(three: list[Inside]) -> None:
     """A guess of blocks, of tokens without their salt or of a request's id gets no address of memory, nor its keys."""
     prefix_source, history = three[2], prompt_of(200)
     await cache(prefix_source, history, salt=b"one")
@@ -141,17 +145,18 @@ async def test_fetch_by_guess_is_told_no_memory(three: list[Worker]) -> None:
     stub = kv_pb2_grpc.KvServiceStub(prefix_source.channel)
 
     async def told(**what: Any) -> list[str]:
-        """The messages of one Fetch, without those that only say that the source lives."""
+        """The messages of one Fetch, up to its end or to the first that only says that the source lives."""
         begin = kv_pb2.FetchOpen(epoch=prefix_source.epoch, fingerprint=source.fingerprint, **what)
         call = stub.Fetch(timeout=30)
         await call.write(kv_pb2.FetchRequest(open=begin))
         seen = []
         with contextlib.suppress(grpc.aio.AioRpcError):
-            while (message := await call.read()) is not grpc.aio.EOF:
+            while (message := await call.read()) is not grpc.aio.EOF and not message.HasField("heartbeat"):
                 seen.append(message.WhichOneof("message"))
                 if seen[-1] == "chunk":
                     await call.write(kv_pb2.FetchRequest(release=kv_pb2.FetchRelease()))
-        return [kind for kind in seen if kind not in ("heartbeat", "release_confirmed")]
+        call.cancel()
+        return [kind for kind in seen if kind != "release_confirmed"]
 
     for salt, found in ((b"one", ["source", "chunk"]), (b"two", ["chunk"]), (b"", ["chunk"])):
         blocks = page_hashes(history[: 3 * PAGE], PAGE, salt=salt)
@@ -161,7 +166,7 @@ async def test_fetch_by_guess_is_told_no_memory(three: list[Worker]) -> None:
     await prefix_source.whole()
 
 
-async def test_reference_that_leads_nowhere_costs_only_the_prompt(three: list[Worker]) -> None:
+async def test_reference_that_leads_nowhere_costs_only_the_prompt(three: list[Inside]) -> None:
     prefill, decode = three[0], three[1]
     good = await decode.source()
     lost = worker_pb2.KvSourceRef(address="127.0.0.1:1", epoch="0", fingerprint=good.fingerprint)
@@ -252,9 +257,12 @@ def resumed(worker: Worker) -> None:
         process.resume()
 
 
-async def test_prefix_source_killed_costs_only_the_prefix_fetch(tmp_path: Path) -> None:
+async def test_prefix_source_killed_costs_only_the_prefix_fetch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_fetches, "OFFER_S", PATIENCE_S)
     async with (
-        workers(tmp_path, "prefill", sets=TIGHT, patient=True) as [prefill],
+        inside("prefill", sets=TIGHT) as [prefill],
         workers(tmp_path, "unified", sets=TIGHT) as [prefix_source],
         offered(prefill, prefix_source) as (link, r, go_on),
     ):

@@ -98,9 +98,8 @@ class KubeServer:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        self.silent = False
+        self.silent, self._uvicorn.should_exit = False, True
         self.drop_watches()
-        self._uvicorn.should_exit = True
         await self._task
 
     # ------------------------------------------------------------------------------------- the script
@@ -165,7 +164,7 @@ class KubeServer:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    while self._drops == drops:
+                    while self._drops == drops and not self._uvicorn.should_exit:
                         changed = self._changed
                         if version < self._oldest and self.gone_as_event:
                             gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}

@@ -61,7 +61,10 @@ class Worker:
         await self.process.start([sys.executable, "-m", *module, *sets])
         await self.until(lambda: self.process.announced() is not None, "its ports")
         files = [item.removeprefix("secret=") for item in self._sets if item.startswith("secret=")]
-        self._channel = channel(self.address, token=token(Path(files[-1]).read_bytes().strip()) if files else "")
+        self.connect(token(Path(files[-1]).read_bytes().strip()) if files else "")
+
+    def connect(self, secret_token: str = "") -> None:
+        self._channel = channel(self.address, token=secret_token)
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     async def ready(self, timeout_s: float = 120.0) -> None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from millrace.v1 import admin_pb2_grpc, inference_pb2_grpc
 from millrace_common import gc_hooks
 from millrace_common.grammar.checker import Checker
+from millrace_router import main
 from millrace_router.config import RouterConfig
 from millrace_router.fleet.warmups import PairStage
 from millrace_router.flow import grammars
-from millrace_router.main import Router
+from millrace_router.text.tokenizer import Tokenizer
 from millrace_rpc.client import channel
 from millrace_testing.certificates import few_authorities  # noqa: F401
+from millrace_testing.hasty import hasty_servers
 from router.fake_worker import DECODE, PREFILL, FakeWorker
 from router.harness import Cluster, write_tokenizer
 from router.scripted import write_formats
@@ -42,11 +47,24 @@ def one_checker() -> Iterator[None]:
     Checker.close(shared)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_tokenizer() -> Iterator[None]:
+    """A model's tokenizer and template, half of what a router's start takes, are read once for all routers.
+
+    Each router has a copy, whose methods its test may replace.
+    """
+    load = functools.cache(Tokenizer.load)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "Tokenizer", SimpleNamespace(load=lambda *given: copy.copy(load(*given))))
+        yield
+
+
 @pytest.fixture
 async def cluster(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable]:
     """`await cluster(FakeWorker(PREFILL), …, timeouts={…})`: started, and routable unless wait=False."""
     # A router freezes its process. This one would keep the garbage of all tests, and count it at each start.
     monkeypatch.setattr(gc_hooks, "freeze", lambda: 2000)
+    hasty_servers(monkeypatch)
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(*workers: FakeWorker, wait: bool = True, **settings: object) -> Cluster:
@@ -62,13 +80,13 @@ async def cluster(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncI
                     **settings,
                 }
             )
-            router = Router(config)
+            router = main.Router(config)
             await router.start()
             stack.push_async_callback(router.stop)
             public = await stack.enter_async_context(channel(f"127.0.0.1:{router.ports['grpc']}"))
             admin = await stack.enter_async_context(channel(f"127.0.0.1:{router.ports['admin']}"))
             url = f"http://127.0.0.1:{router.ports['http']}"
-            http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=120))
+            http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=120, verify=False))
             stubs = inference_pb2_grpc.InferenceStub(public), admin_pb2_grpc.AdminStub(admin)
             made = Cluster(router, list(workers), public, *stubs, http)
             if wait:

@@ -102,6 +102,19 @@ def hangs(after: int = 0) -> Behaviour:
     return behave
 
 
+def waits(go: asyncio.Event, after: int) -> Behaviour:
+    """`after` tokens; the rest once the event is set."""
+
+    async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
+        for i in range(request.num_prior_outputs, request.sampling.max_tokens):
+            if i == after:
+                await go.wait()
+            last = i + 1 == request.sampling.max_tokens
+            yield output(request, i, finish=common_pb2.FINISH_REASON_LENGTH if last else 0)
+
+    return behave
+
+
 def dies(after: int = 0) -> Behaviour:
     """`after` tokens, then the worker's process is gone."""
 

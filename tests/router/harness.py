@@ -104,6 +104,12 @@ class Cluster:
         await self.until(lambda: not any(worker._sent for worker in self.router.registry.workers.values()))
 
 
+async def becomes(channel: grpc.aio.Channel, wanted: grpc.ChannelConnectivity) -> None:
+    """IDLE, for one, when the server has said goodbye."""
+    while (state := channel.get_state()) is not wanted:
+        await channel.wait_for_state_change(state)
+
+
 class Result:
     def __init__(self) -> None:
         self.responses: list[inference_pb2.GenerateResponse] = []

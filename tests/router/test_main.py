@@ -8,21 +8,22 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.v1 import inference_pb2, inference_pb2_grpc
 from millrace_common.reasons import Reason
+from millrace_router import main as main_module
 from millrace_router.main import PARTING_S, Router, main
 from millrace_rpc.client import channel
 from millrace_rpc.errors import from_rpc_error
 from millrace_testing.proxy import Proxy
-from router.fake_worker import UNIFIED, FakeWorker, expected, hangs
-from router.harness import Cluster
+from router.fake_worker import UNIFIED, FakeWorker, expected, hangs, waits
+from router.harness import Cluster, becomes, events
 
 ENV = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -70,40 +71,41 @@ async def running(
             await process.wait()
 
 
-@pytest.mark.parametrize("api", ["grpc", "http"])
-async def test_a_long_stream_ends_whole_and_the_router_with_it(
-    model_folder: Path, unified: FakeWorker, tmp_path: Path, api: str
+async def test_long_streams_end_whole_and_the_router_with_them(
+    model_folder: Path, unified: FakeWorker, tmp_path: Path
 ) -> None:
     """Several times as long as anything else that the end of a router waits for, and much shorter than the drain."""
-    length, drain_s = 150, 900.0  # 20 ms for each token
-    async with running(model_folder, unified, tmp_path, drain_s) as (process, ports):
+    length = int(3 * PARTING_S / unified.step_s)
+    async with running(model_folder, unified, tmp_path, drain_s=900.0) as (process, ports):
         url = f"http://127.0.0.1:{ports['http']}"
         assert ports["pid"] == process.pid and len({ports["grpc"], ports["http"], ports["admin"]}) == 3
         await until_ready(f"{url}/ready")
-        asyncio.get_running_loop().call_later(0.5, process.send_signal, signal.SIGTERM)
-        started = time.monotonic()
-        if api == "grpc":
-            async with channel(f"127.0.0.1:{ports['grpc']}") as ch:
-                request = inference_pb2.GenerateRequest(
-                    prompt={"token_ids": {"ids": [1]}}, sampling={"max_tokens": length, "seed": 0}
-                )
-                call = inference_pb2_grpc.InferenceStub(ch).Generate(request)
-                tokens = [token async for response in call for token in response.token_ids]
-            assert tokens == expected([1], length)
-        else:
-            body = {"prompt": [1], "max_tokens": length, "seed": 0, "stream": True}
-            async with httpx.AsyncClient() as client, client.stream("POST", f"{url}/v1/completions", json=body) as got:
-                lines = [line async for line in got.aiter_lines() if line]
-            assert lines[-1] == "data: [DONE]"
-            texts = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:-1]]
-            assert "".join(texts) == "".join(map(letter, expected([1], length)))
-        assert time.monotonic() - started > 2 * PARTING_S
+        both = [asyncio.create_task(run(ports, url, length)) for run in (over_grpc, over_http)]
+        async with asyncio.timeout(120):
+            while len(unified.active) < 2:
+                await asyncio.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.gather(*both) == [expected([1], length)] * 2
         assert await asyncio.wait_for(process.wait(), 120) == 0
 
 
-def letter(token: int) -> str:
+async def over_grpc(ports: dict[str, int], _: str, length: int) -> list[int]:
+    request = inference_pb2.GenerateRequest(
+        prompt={"token_ids": {"ids": [1]}}, sampling={"max_tokens": length, "seed": 0}
+    )
+    async with channel(f"127.0.0.1:{ports['grpc']}") as ch:
+        call = inference_pb2_grpc.InferenceStub(ch).Generate(request)
+        return [token async for response in call for token in response.token_ids]
+
+
+async def over_http(_: dict[str, int], url: str, length: int) -> list[int]:
     """The oracle's ids are lower-case letters of the test tokenizer."""
-    return chr(ord("a") + token - 64)
+    body = {"prompt": [1], "max_tokens": length, "seed": 0, "stream": True}
+    async with httpx.AsyncClient(timeout=120) as client:
+        text = (await client.post(f"{url}/v1/completions", json=body)).text
+    assert text.endswith("data: [DONE]\n\n")
+    said = "".join(event["choices"][0]["text"] for event in events(text))
+    return [64 + ord(letter) - ord("a") for letter in said]
 
 
 async def test_an_idle_router_leaves_at_once(model_folder: Path, unified: FakeWorker, tmp_path: Path) -> None:
@@ -118,9 +120,12 @@ async def test_an_idle_router_leaves_at_once(model_folder: Path, unified: FakeWo
         assert await asyncio.wait_for(process.wait(), 120) == 0, "also with a client that watches its health"
 
 
-async def test_a_router_that_drains_sends_its_clients_away(cluster: Callable) -> None:
+async def test_a_router_that_drains_sends_its_clients_away(cluster: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those too that have one address for all routers and look at no health: the Service gives them another one."""
-    made: Cluster = await cluster(FakeWorker(UNIFIED, step_s=0.02), timeouts={"drain": 60})
+    monkeypatch.setattr(main_module, "PARTING_S", 0.0)
+    made: Cluster = await cluster(FakeWorker(UNIFIED), timeouts={"drain": 600})
+    go = asyncio.Event()
+    made.workers[0].script.append(waits(go, after=1))
     successor = Router(made.router.config)
     await successor.start()
     try:
@@ -130,28 +135,30 @@ async def test_a_router_that_drains_sends_its_clients_away(cluster: Callable) ->
             stub = inference_pb2_grpc.InferenceStub(ch)
             long, short = (
                 inference_pb2.GenerateRequest(prompt={"token_ids": {"ids": [1]}}, sampling={"max_tokens": n, "seed": 0})
-                for n in (150, 1)
+                for n in (8, 1)
             )
             call = aiter(stub.Generate(long))
             tokens = list((await anext(call)).token_ids)
             service._port = new.ports["grpc"]  # the old one is no longer behind the Service
             stopping = asyncio.create_task(old.stop())
-            await asyncio.sleep(PARTING_S + 0.5)
+            await asyncio.wait_for(becomes(ch, grpc.ChannelConnectivity.IDLE), 120)
             answer = await stub.Generate(short).read()
             assert list(answer.token_ids) == expected([1], 1) and not new.inference.active
             assert not stopping.done() and len(old.inference.active) == 1
+            go.set()
             async for response in call:
                 tokens += response.token_ids
-            assert tokens == expected([1], 150)
+            assert tokens == expected([1], 8)
             await asyncio.wait_for(stopping, 120)
     finally:
         await successor.stop()
 
 
 async def test_a_router_that_drains_closes_http_connections(cluster: Callable) -> None:
-    made: Cluster = await cluster(FakeWorker(UNIFIED), timeouts={"drain": 60})
-    made.workers[0].script.append(hangs(after=1))
-    running = asyncio.create_task(made.generate([1], timeout=3))
+    made: Cluster = await cluster(FakeWorker(UNIFIED), timeouts={"drain": 600})
+    go = asyncio.Event()
+    made.workers[0].script.append(waits(go, after=1))
+    running = asyncio.create_task(made.generate([1], timeout=600))
     await made.until(lambda: made.workers[0].active)
     body = {"prompt": [1], "max_tokens": 1}
     assert "connection" not in (await made.http.post("/v1/completions", json=body)).headers
@@ -160,7 +167,8 @@ async def test_a_router_that_drains_closes_http_connections(cluster: Callable) -
     assert from_rpc_error((await made.generate([1])).error).reason is Reason.DRAINING
     refused = await made.http.post("/v1/completions", json=body)
     assert refused.status_code == 503 and refused.headers["connection"] == "close"
-    await running
+    go.set()
+    assert (await running).tokens() == expected([1], 8)
     await asyncio.wait_for(stopping, 120)
 
 

@@ -16,6 +16,7 @@ import uvicorn
 from millrace_rpc import http_connection
 from millrace_rpc.http_connection import MAX_HEAD_BYTES, ConnectionLimits, Ending, body_of
 from millrace_rpc.http_server import HttpServer, listen
+from millrace_testing.hasty import hasty_servers
 from millrace_testing.ipv6 import needs_ipv6
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -69,6 +70,11 @@ ROUTES = {"/": hello, "/slow": slow, "/streamed": streamed}
 APP = Starlette(
     routes=[*(Route(path, endpoint) for path, endpoint in ROUTES.items()), Route("/length", length, methods=["POST"])]
 )
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    hasty_servers(monkeypatch)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,8 @@ from millrace_rpc.client import channel
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_rpc.tls import Identity
 from millrace_testing.certificates import Authority
-from millrace_testing.procs import SIM, Worker
+from millrace_testing.inside import Inside, inside
+from millrace_testing.procs import SIM
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -80,15 +79,11 @@ def _harmless(method: Any) -> bytes:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def plain(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Worker]]:
+async def plain(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Inside]]:
     folder = tmp_path_factory.mktemp("plain")
     (folder / "secret").write_bytes(SECRET)
-    started = {role: Worker(role, folder, [*SIM, f"secret={folder / 'secret'}"]) for role in ROLES}
-    for worker in started.values():
-        await worker.start()
-    yield started
-    for worker in started.values():
-        await worker.close()
+    async with inside(*ROLES, sets=[*SIM, f"secret={folder / 'secret'}"]) as started:
+        yield dict(zip(ROLES, started, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -103,23 +98,19 @@ def identities(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def mutual(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Worker]]:
+async def mutual(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Inside]]:
     """They have a secret too: certificates go first."""
     folder = tmp_path_factory.mktemp("mutual")
     (folder / "secret").write_bytes(SECRET)
     tls = authority.tls(folder / "tls", "127.0.0.1", NAMES["worker"], require_client_cert=True)
     sets = [*SIM, f"secret={folder / 'secret'}", *(f"tls.{key}={value}" for key, value in tls.items())]
-    started = {role: Worker(role, folder, sets) for role in ROLES}
-    for worker in started.values():
-        await worker.start()
-    yield started
-    for worker in started.values():
-        await worker.close()
+    async with inside(*ROLES, sets=sets) as started:
+        yield dict(zip(ROLES, started, strict=True))
 
 
 @pytest.mark.parametrize(("role", "method"), CASES)
 async def test_without_tls_every_method_wants_the_token_of_the_secret(
-    plain: dict[str, Worker], role: str, method: Any
+    plain: dict[str, Inside], role: str, method: Any
 ) -> None:
     address = plain[role].address
     async with channel(address) as nobody, channel(address, token=token(SECRET)) as ours:
@@ -137,7 +128,7 @@ async def test_without_tls_every_method_wants_the_token_of_the_secret(
 
 @pytest.mark.parametrize(("role", "method"), CASES)
 async def test_with_mutual_tls_a_certificate_opens_what_its_role_needs(
-    mutual: dict[str, Worker], identities: dict[str, Identity], role: str, method: Any
+    mutual: dict[str, Inside], identities: dict[str, Identity], role: str, method: Any
 ) -> None:
     for name, identity in identities.items():
         async with channel(mutual[role].address, identity, token(SECRET)) as ch:
@@ -146,7 +137,7 @@ async def test_with_mutual_tls_a_certificate_opens_what_its_role_needs(
             assert refused is None or (NAMES[name] in refused.message and "tls.peers" in refused.message)
 
 
-async def test_health_needs_nothing(plain: dict[str, Worker]) -> None:
+async def test_health_needs_nothing(plain: dict[str, Inside]) -> None:
     for worker in plain.values():
         async with channel(worker.address) as ch:
             await health_pb2_grpc.HealthStub(ch).Check(health_pb2.HealthCheckRequest(), timeout=20)
@@ -157,10 +148,8 @@ async def test_certificate_may_have_several_names_and_others_be_configured(
 ) -> None:
     tls = authority.tls(tmp_path / "tls", "127.0.0.1", require_client_cert=True)
     sets = [*SIM, *(f"tls.{key}={value}" for key, value in tls.items()), "tls.peers={router: [a.b.svc, c.b.svc]}"]
-    worker = Worker("decode", tmp_path, sets)
     info = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].methods_by_name["Drain"]
-    await worker.start()
-    try:
+    async with inside("decode", sets=sets) as [worker]:
         for names, good in (
             (("c.b.svc", "localhost"), True),
             ((NAMES["router"],), False),
@@ -170,14 +159,3 @@ async def test_certificate_may_have_several_names_and_others_be_configured(
             identity = Identity(Tls.model_validate(authority.tls(tmp_path / names[0], *names)))
             async with channel(worker.address, identity) as ch:
                 assert (await refusal(ch, info) is None) is good, names
-    finally:
-        await worker.close()
-
-
-async def test_port_that_others_reach_is_not_opened_without_proof_of_who_calls() -> None:
-    command = [sys.executable, "-m", "millrace_serve.decode", "--set=engine=sim", "--set=host=0.0.0.0"]
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
-    _, said = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode == 2
-    assert "error: secret: required with host=0.0.0.0" in said.decode().splitlines()[-1]

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Collection
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -18,7 +17,7 @@ from millrace_serve.worker.frontend.cache_board import CHUNK, CacheBoard
 from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_testing.blocks import blocks
 from millrace_testing.fake_router import FakeLink, request
-from millrace_testing.procs import Worker, workers
+from millrace_testing.inside import Inside, inside
 
 Messages = AsyncIterator[worker_pb2.CacheChanges]
 
@@ -140,7 +139,7 @@ async def test_changes_that_cancel_out_still_advance_the_sequence() -> None:
     await messages.aclose()
 
 
-# ------------------------------------------------------------------------------------- a worker process
+# ------------------------------------------------------------------------------------- a worker
 
 
 async def until_holds(call: Messages, mirror: Mirror, wanted: set[bytes]) -> None:
@@ -149,12 +148,12 @@ async def until_holds(call: Messages, mirror: Mirror, wanted: set[bytes]) -> Non
             mirror.take(await call.read())
 
 
-async def test_worker_tells_what_its_prefix_cache_holds(tmp_path: Path) -> None:
-    async with workers(tmp_path, "unified") as (worker,):
-        await run(worker)
+async def test_worker_tells_what_its_prefix_cache_holds() -> None:
+    async with inside("unified") as [worker]:
+        await check_what_is_told(worker)
 
 
-async def run(worker: Worker) -> None:
+async def check_what_is_told(worker: Inside) -> None:
     prompt = [random.randrange(1000, 9000) for _ in range(200)]
     pages = set(page_hashes(prompt[:192]))
     mirror, late = Mirror(), Mirror()

@@ -1,28 +1,28 @@
-"""A worker process whose prompts are five times its pool: the second pass finds them in the host tier."""
+"""A worker whose prompts are five times its pool: the second pass finds them in the host tier."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 from millrace_serve.engine.core import SamplingParams
 from millrace_serve.engine.sim.runner import SimSettings
 from millrace_serve.worker.config import WorkerConfig
 from millrace_testing.fake_router import FakeLink, request
+from millrace_testing.inside import inside
 from millrace_testing.oracle import oracle_outputs
-from millrace_testing.procs import SIM, workers
+from millrace_testing.procs import SIM
 from pydantic import ValidationError
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 PAGES, LENGTH, COUNT = 33, 257, 40  # 4 full pages a prompt: 160 pages of 64 tokens for a pool of 32
 
 
-async def test_prompts_of_a_second_pass_come_from_the_host_tier(tmp_path: Path) -> None:
+async def test_prompts_of_a_second_pass_come_from_the_host_tier() -> None:
     rng = random.Random(5)
     prompts = [[rng.randrange(1000, 9000) for _ in range(LENGTH)] for _ in range(COUNT)]
     limits = [f"limits.num_pages={PAGES}", "limits.max_running=4", "limits.host_cache_gib=0.01"]
-    async with workers(tmp_path, "unified", sets=[*SIM, *limits]) as (worker,):
+    async with inside("unified", sets=[*SIM, *limits]) as [worker]:
         async with FakeLink(worker) as link:
             for cached in (0, LENGTH - 1):
                 wanted = [request(prompt, max_tokens=3) for prompt in prompts]

@@ -18,6 +18,7 @@ from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_testing.fake_router import FakeLink, request
+from millrace_testing.inside import Inside, inside
 from millrace_testing.paths import TINY
 from millrace_testing.procs import SIM, Worker, gone, workers
 from millrace_testing.sim import expected, prompt_of
@@ -43,8 +44,8 @@ async def unified(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wor
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def slow(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Worker]:
-    async with workers(tmp_path_factory.mktemp("slow"), "unified", sets=SLOW) as [worker]:
+async def slow() -> AsyncIterator[Inside]:
+    async with inside("unified", sets=SLOW) as [worker]:
         yield worker
 
 
@@ -118,7 +119,7 @@ async def test_requests_refused_get_one_error_and_the_link_goes_on(unified: Work
         assert link.tokens(good) == expected([1, 2, 3], 8)
 
 
-async def test_request_sent_twice_is_done_once(slow: Worker) -> None:
+async def test_request_sent_twice_is_done_once(slow: Inside) -> None:
     async with FakeLink(slow) as link:
         good = request([1, 2, 3], max_tokens=20)
         link.submit(good)
@@ -151,7 +152,7 @@ async def test_profile_of_a_simulated_engine_is_refused(unified: Worker) -> None
     assert error.reason is Reason.INVALID_ARGUMENT and "engine=sim" in error.message
 
 
-async def test_abort_on_the_link_or_by_rpc_ends_the_request(slow: Worker) -> None:
+async def test_abort_on_the_link_or_by_rpc_ends_the_request(slow: Inside) -> None:
     async with FakeLink(slow) as link:
         on_link, by_rpc = request([1], max_tokens=1000), request([2], max_tokens=1000)
         for r in (on_link, by_rpc):
@@ -167,7 +168,7 @@ async def test_abort_on_the_link_or_by_rpc_ends_the_request(slow: Worker) -> Non
         assert await slow.metric("millrace_worker_stale_messages_total", kind="abort") == 1
 
 
-async def test_link_dropped_aborts_its_own_requests_only(slow: Worker) -> None:
+async def test_link_dropped_aborts_its_own_requests_only(slow: Inside) -> None:
     async with FakeLink(slow) as stays:
         async with FakeLink(slow) as drops:
             lost, kept = request([1], max_tokens=5000), request([2], max_tokens=100)
@@ -182,7 +183,7 @@ async def test_link_dropped_aborts_its_own_requests_only(slow: Worker) -> None:
 async def test_slow_router_holds_up_nobody_and_loses_nothing(unified: Worker) -> None:
     async with FakeLink(unified) as fast, FakeLink(unified) as slow:
         slow.pause()
-        ours = [request([i], max_tokens=3000) for i in range(1, 33)]
+        ours = [request([i], max_tokens=3000) for i in range(1, 17)]
         for r in ours:
             slow.submit(r)
         quick = request([99], max_tokens=3000)
@@ -295,8 +296,8 @@ async def test_signal_drains_and_exits_with_0(tmp_path: Path) -> None:
         await gone(family)
 
 
-async def test_drain_out_of_time_fails_what_still_runs(tmp_path: Path) -> None:
-    async with workers(tmp_path, "unified", sets=SLOW) as [worker], FakeLink(worker) as link:
+async def test_drain_out_of_time_fails_what_still_runs() -> None:
+    async with inside("unified", sets=SLOW) as [worker], FakeLink(worker) as link:
         running = request([1], max_tokens=5000)
         link.submit(running)
         await link.first(running)

@@ -24,6 +24,7 @@ from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.damages import POINTER
 from millrace_testing.fake_router import FakeLink, FakePair, request
+from millrace_testing.inside import inside
 from millrace_testing.other_weights import write_other
 from millrace_testing.paths import TINY
 from millrace_testing.procs import SIM, Worker, gone, workers
@@ -72,9 +73,9 @@ async def answers(worker: Worker, cached: int | None = None) -> list[list[int]]:
 # ------------------------------------------------------------------------------------- pauses, without a model
 
 
-async def test_pause_keeps_sequences_and_a_resume_goes_on_with_them(tmp_path: Path) -> None:
+async def test_pause_keeps_sequences_and_a_resume_goes_on_with_them() -> None:
     """Longer than any silence that is taken for a hang."""
-    async with workers(tmp_path, "unified", sets=(*SLOW, "dp=2")) as [worker], FakeLink(worker) as link:
+    async with inside("unified", sets=(*SLOW, "dp=2")) as [worker], FakeLink(worker) as link:
         ours = [request(prompt_of(100), max_tokens=200) for _ in range(4)]
         for number, one in enumerate(ours):
             one.replica = number % 2
@@ -101,8 +102,8 @@ async def test_pause_keeps_sequences_and_a_resume_goes_on_with_them(tmp_path: Pa
         await worker.whole()
 
 
-async def test_pause_that_drops_fails_sequences_and_a_drain_does_not_wait(tmp_path: Path) -> None:
-    async with workers(tmp_path, "unified", sets=SLOW) as [worker], FakeLink(worker) as link:
+async def test_pause_that_drops_fails_sequences_and_a_drain_does_not_wait() -> None:
+    async with inside("unified", sets=SLOW) as [worker], FakeLink(worker) as link:
         one = request(prompt_of(100), max_tokens=500)
         link.submit(one)
         await link.first(one)
@@ -119,8 +120,8 @@ async def test_pause_that_drops_fails_sequences_and_a_drain_does_not_wait(tmp_pa
         assert (await link.finish(again)).failure.reason == Reason.DRAINING
 
 
-async def test_actions_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
-    async with workers(tmp_path, "unified", sets=(*SIM, "weights_root=/")) as [worker]:
+async def test_actions_in_the_wrong_order_are_refused() -> None:
+    async with inside("unified", sets=(*SIM, "weights_root=/")) as [worker]:
         version = (await worker.info()).weights_version
         assert version and await worker.metric("millrace_worker_weights_info", version=version) == 1
         for action, fields in (("load", {"path": "/x"}), ("sleep", {}), ("wake", {})):
@@ -143,8 +144,8 @@ async def test_actions_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
 
 
 async def test_sleep_ends_the_ranks_and_wake_starts_them_again(tmp_path: Path) -> None:
-    async with workers(tmp_path, "prefill", "decode", sets=SIM) as (prefill, decode):
-        both, ranks, epoch = (prefill, decode), [*prefill.ranks(), *decode.ranks()], decode.epoch
+    async with inside("prefill") as [prefill], workers(tmp_path, "decode") as [decode]:
+        both, ranks, epoch = (prefill, decode), decode.ranks(), decode.epoch
         prompt = prompt_of(300)
         async with FakePair(prefill, decode) as pair:
             one = pair.submit(request(prompt))
@@ -183,9 +184,9 @@ async def through(prefill: Worker, decode: Worker, prompt: list[int]) -> None:
         assert to_decode.tokens(one) == expected(prompt, 8) and to_prefill.of(one)[0].cached_tokens == 0
 
 
-async def test_sleep_with_a_lease_ends_it_and_then_the_worker_stops(tmp_path: Path) -> None:
+async def test_sleep_with_a_lease_ends_it_and_then_the_worker_stops() -> None:
     """Pages of a prompt are held for a decode worker that does not come."""
-    async with workers(tmp_path, "prefill", sets=(*SIM, "timeouts.lease=100")) as [worker]:
+    async with inside("prefill", sets=(*SIM, "timeouts.lease=100")) as [worker]:
         async with FakeLink(worker) as link:
             one = request(prompt_of(300))
             link.submit(one)

@@ -117,10 +117,11 @@ def alone() -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("config", [{"num_pages": 18, "prefix_cache": False}, {"max_running": 2}])
 def test_same_text_in_every_schedule(alone: dict[int, list[int]], config: dict[str, object]) -> None:
-    """The second time all grammars are compiled, so that all requests run together."""
+    """With few pages a second time, when all grammars are compiled, so that all requests run together."""
     engine = tiny_engine(**config)
-    assert run(engine, REQUESTS) == alone and run(engine, REQUESTS) == alone
-    assert (engine.load().counters["preemptions"] > 0) is (config.get("num_pages") == 18)
+    tight = config.get("num_pages") == 18
+    assert run(engine, REQUESTS) == alone and (not tight or run(engine, REQUESTS) == alone)
+    assert (engine.load().counters["preemptions"] > 0) is tight
     engine.close()
 
 

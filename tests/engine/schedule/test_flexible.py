@@ -68,7 +68,7 @@ works = st.lists(
 )
 
 
-@examples(60)
+@examples(30)
 @given(works=works, num_pages=st.integers(14, 20), overlap=st.booleans(), prefix_cache=st.booleans())
 def test_exchange_ends_without_the_end_of_a_lease(
     works: list[tuple[int, int, bool, int, int]], num_pages: int, overlap: bool, prefix_cache: bool

@@ -44,7 +44,7 @@ def check_predictions(found: StepTimes, times: StepTimes, within: float) -> None
         assert found.step_s(*one) == pytest.approx(times.step_s(*one), rel=within)
 
 
-@examples(60)
+@examples(30)
 @given(factors=st.tuples(*[SECONDS] * 6).filter(lambda found: found[0] > 0), seed=st.integers(0, 99))
 def test_times_of_steps_are_found(factors: tuple[float, ...], seed: int) -> None:
     times = StepTimes(*(one * factor for one, factor in zip(astuple(TIMES), factors, strict=True)))

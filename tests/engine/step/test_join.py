@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import select
-import signal
 import socket
 import threading
 
@@ -73,13 +72,11 @@ def _sleep_and_agree(one: Lockstep) -> bool:
     ("tp", "hosts", "victim"),
     [(1, "aaa", 0), (1, "aabb", 3), (2, "aa", 1), (2, "ab", 0)],
 )
-def test_killed_rank_is_named_within_a_second(tp: int, hosts: str, victim: int) -> None:
+def test_killed_rank_is_named_by_every_other(tp: int, hosts: str, victim: int) -> None:
     with Ranks(tp, hosts) as ranks:
-        at = ranks.signal(victim, signal.SIGKILL)
+        ranks.kill(victim)
         for rank in set(range(len(hosts))) - {victim}:
-            text, heard = ranks.lost(rank)
-            assert text.startswith(f"rank {victim} has ended")
-            assert heard - at < 1.0
+            assert ranks.lost(rank).startswith(f"rank {victim} has ended")
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1", "::1"])

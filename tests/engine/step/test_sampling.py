@@ -49,14 +49,15 @@ class Bench:
             self.table.join(seq)
             self.seqs.append(seq)
 
-    def __call__(self, logits: torch.Tensor, index: int = 0) -> Sampled:
+    def __call__(self, logits: torch.Tensor, index: int | torch.Tensor = 0) -> Sampled:
+        """`index`: of the output; int64 [S], or one for all."""
         slots = np.arange(len(self.seqs))
         batch = self.table.gather(slots, len(slots), 1)
         if batch is None:
             answer = results(logits.argmax(dim=-1), None, -1)
         else:
             device = self.staging.upload(0, batch, SamplingBatch[torch.Tensor])
-            output_index = torch.full((len(slots),), index)
+            output_index = torch.as_tensor(index).expand(len(slots))
             none = output_index[:, None][:, :0]
             chosen, raw = sample(logits.clone(), batch, device, output_index, none, self.tokens)
             if device.penalties is not None:
@@ -127,8 +128,8 @@ def test_frequencies_match_the_filtered_distribution(fields):
 
 
 def test_positions_draw_independently_of_each_other():
-    bench = Bench(params(seed=7))
-    tokens = [int(bench(LOGITS[None], index).tokens[0]) for index in range(3000)]
+    bench = Bench(*[params(seed=7)] * 3000)
+    tokens = bench(LOGITS.expand(3000, V), torch.arange(3000)).tokens.tolist()
     pairs = np.zeros((2, 2))
     for a, b in itertools.pairwise(tokens):
         pairs[int(a > 11), int(b > 11)] += 1

@@ -19,6 +19,7 @@ from millrace_router.discovery import kubernetes
 from millrace_router.discovery.kube_api import explain
 from millrace_router.discovery.kubernetes import KubernetesSource, Timing
 from millrace_testing.certificates import Authority
+from millrace_testing.hasty import hasty_servers
 from millrace_testing.kube_server import KubeServer, pod
 from router.discovery.test_discovery import Heard
 from router.fake_worker import DECODE, PREFILL, FakeWorker, expected
@@ -29,7 +30,8 @@ SELECTOR = "app=millrace"
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[KubeServer]:
+async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KubeServer]:
+    hasty_servers(monkeypatch)
     async with KubeServer() as server:
         yield server
 

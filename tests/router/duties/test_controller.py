@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.split import Capacity, DutySplit, Slo, Workload, best, expect
 from millrace_common.step_times import StepTimes
@@ -22,6 +22,7 @@ from millrace_router.duties.controller import (
     decide,
     leads,
 )
+from millrace_testing.examples import examples
 
 TIMES = StepTimes(fixed_s=0.018, sequence_s=1e-4, key_s=2e-8, chunk_s=0.008, token_s=4.4e-5, pair_s=1e-9)
 CAPACITY = Capacity(max_running=256, kv_tokens=600_000, chunk_tokens=2048, handover_s=0.01)
@@ -125,7 +126,7 @@ def test_a_worker_without_duty_is_free_to_take() -> None:
     st.integers(0, 3),
     st.integers(1, 8),
 )
-@settings(deadline=None)
+@examples(40)
 def test_every_member_has_a_duty_and_nothing_is_worse(
     duties: list[int], workload: Workload, waiting: float, prefill: int, decode: int, replicas: int
 ) -> None:

@@ -25,7 +25,7 @@ async def fleet(cluster: Callable, number: int = 4, **routing: object) -> Cluste
     workers = [FakeWorker(FLEXIBLE, capacity=256) for _ in range(number)]
     for worker in workers:
         worker.counts = {"step_times": TIMES, "pages_total": 10_000}
-    made: Cluster = await cluster(*workers, routing={"slo": LIMITS, **routing})
+    made: Cluster = await cluster(*workers, routing={"slo": LIMITS, **routing}, timeouts={"silence": 30.0})
     return made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -18,24 +18,12 @@ from millrace_router.fleet import worker as worker_module
 from millrace_router.fleet.progress import WorkerProgress
 from millrace_router.flow.generation import Generation
 from millrace_rpc.errors import from_rpc_error
-from router.fake_worker import DECODE, PREFILL, UNIFIED, Behaviour, FakeWorker, expected, hangs, output
+from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, hangs, waits
 from router.fleet.test_workers import detail
 from router.harness import Cluster
 from router.scripted import HELLO
 
 READY, PAUSED = worker_pb2.WORKER_STATE_READY, worker_pb2.WORKER_STATE_PAUSED
-
-
-def waits(event: asyncio.Event, after: int) -> Behaviour:
-    """`after` tokens; the rest once the event is set."""
-
-    async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
-        for i in range(request.num_prior_outputs, request.sampling.max_tokens):
-            if i == after:
-                await event.wait()
-            yield output(request, i, finish=2 if i + 1 == request.sampling.max_tokens else 0)
-
-    return behave
 
 
 async def reloaded(made: Cluster, worker: FakeWorker, weights: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -14,7 +13,7 @@ from millrace.v1 import common_pb2, worker_pb2
 from millrace_common import pace
 from millrace_common.pace import FEW, LEAST_S, TICK_S, TIMES
 from millrace_router.fleet.progress import WorkerProgress
-from router.fake_worker import DECODE, PREFILL, Behaviour, FakeWorker, expected, output
+from router.fake_worker import DECODE, PREFILL, Behaviour, FakeWorker, expected, output, waits
 from router.fleet.test_workers import detail
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
@@ -122,22 +121,23 @@ async def test_a_worker_whose_numbers_move_may_let_streams_wait(
     monkeypatch.setattr(pace, "LEAST_S", 0.3)
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE))
     (worker,) = made.decodes
-    go_on = asyncio.Event()
+    go_on, looks, look = asyncio.Event(), list[float](), WorkerProgress.look
 
-    async def waits(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
-        for index in range(request.sampling.max_tokens):
-            await asyncio.sleep(0.02)
-            if index == BEFORE:
-                await go_on.wait()
-            yield output(request, index, finish=LENGTH if index + 1 == request.sampling.max_tokens else 0)
+    def counted(self: WorkerProgress, streams: bool, now: float, starved: float = 0.0) -> str:
+        looks.append(now)
+        return look(self, streams, now, starved)
 
-    worker.script.append(waits)
+    monkeypatch.setattr(WorkerProgress, "look", counted)
+    worker.script.append(waits(go_on, after=BEFORE))
     task = asyncio.create_task(made.generate([1], sampling={"max_tokens": 2 * BEFORE}, timeout=30))
     await made.until(lambda: bool(worker.active))
-    until, rises = time.monotonic() + 1.2, itertools.count(1)
-    while time.monotonic() < until:
+    rises, seen = itertools.count(1), len(looks)
+
+    def rose() -> bool:
         worker.change(counts={"counters": {"steps": next(rises)}})
-        await asyncio.sleep(0.05)
+        return len(looks) > seen and looks[-1] - looks[seen] > 3 * pace.LEAST_S
+
+    await made.until(rose)
     go_on.set()
     assert (await task).tokens() == expected([1], 2 * BEFORE)
     assert [request.id.attempt for request in worker.submitted] == [0]

@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import json
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import anthropic
 import grpc
 import httpx
 import pytest
-from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
+from millrace.v1 import inference_pb2, inference_pb2_grpc
 from millrace_common.reasons import Reason
 from millrace_common.tls_config import Tls
 from millrace_router.http.answers import on_error
@@ -23,7 +23,7 @@ from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_rpc.http_connection import MAX_HEAD_BYTES
 from millrace_rpc.tls import Identity
 from millrace_testing.certificates import Authority
-from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, output
+from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, waits
 from router.harness import FIRST_KEY, SECOND_KEY, Cluster, bearer, write_keys
 from starlette.requests import Request
 
@@ -161,13 +161,7 @@ async def test_a_rotation_cuts_no_stream(cluster: Callable, tmp_path: Path) -> N
     settings = Authority().tls(tmp_path / "router")
     made: Cluster = await cluster(FakeWorker(UNIFIED), public_tls=settings)
     rotated = asyncio.Event()
-
-    async def waits(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
-        yield output(request, 0)
-        await rotated.wait()
-        yield output(request, 1, 7, finish=common_pb2.FINISH_REASON_LENGTH)
-
-    made.workers[0].script.append(waits)
+    made.workers[0].script.append(waits(rotated, after=1))
     address = f"127.0.0.1:{made.router.ports['grpc']}"
     request = inference_pb2.GenerateRequest(
         prompt={"token_ids": {"ids": [1]}}, sampling={"max_tokens": 8, "seed": 0, "ignore_eos": True}

@@ -19,7 +19,7 @@ from millrace_rpc import http_connection
 from millrace_rpc.errors import from_rpc_error
 from pydantic import ValidationError
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, output
-from router.harness import SECOND_KEY, Cluster, bearer, write_keys
+from router.harness import SECOND_KEY, Cluster, bearer, becomes, write_keys
 
 POSTS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
@@ -293,18 +293,13 @@ async def test_old_grpc_connections_end_in_good_order(cluster: Callable) -> None
     """The client connects again by itself, to whichever router answers then; a running stream is not touched."""
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, step_s=0.02), connections={"max_age": 0.3})
     call = made.stub.Generate(request(max_tokens=100))
-    said_goodbye = asyncio.create_task(_becomes(made.public, grpc.ChannelConnectivity.IDLE))
+    said_goodbye = asyncio.create_task(becomes(made.public, grpc.ChannelConnectivity.IDLE))
     got: list[int] = []
     while (response := await call.read()) is not grpc.aio.EOF:
         got += response.token_ids
     assert got == expected(PROMPT, 100), "2 s on a connection that may be 0.3 s old"
     await asyncio.wait_for(said_goodbye, 120)
     assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
-
-
-async def _becomes(channel: grpc.aio.Channel, wanted: grpc.ChannelConnectivity) -> None:
-    while (state := channel.get_state()) is not wanted:
-        await channel.wait_for_state_change(state)
 
 
 @pytest.mark.parametrize(("max_requests", "max_age"), [(3, None), (10_000, 0.2)])

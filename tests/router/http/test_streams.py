@@ -32,13 +32,14 @@ LIMIT_S = 60.0
 
 
 def produces(tokens: int) -> Behaviour:
-    """So many tokens, 20 in a step, with room for others."""
+    """So many tokens with room for others, the more in a step the fewer: those of a long stream outlast their test."""
+    step = 100 if tokens < 1 << 20 else 20
 
     async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
-        for first in range(0, tokens, 20):
+        for first in range(0, tokens, step):
             await asyncio.sleep(0.001)
-            last = common_pb2.FINISH_REASON_LENGTH if first + 20 >= tokens else 0
-            yield output(request, first, 20, last)
+            last = common_pb2.FINISH_REASON_LENGTH if first + step >= tokens else 0
+            yield output(request, first, step, last)
 
     return behave
 

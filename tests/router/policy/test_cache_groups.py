@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace.v1 import admin_pb2, inference_pb2
 from millrace_common.deployment_secret import LEAST_BYTES, read
@@ -16,6 +16,7 @@ from millrace_router.config import RouterConfig
 from millrace_router.http.api_keys import Keys
 from millrace_router.main import Router
 from millrace_router.policy.cache_key import CacheKey
+from millrace_testing.examples import examples
 from router.fake_worker import DECODE, PREFILL, FakeWorker, dies, expected
 from router.harness import Cluster
 
@@ -61,7 +62,7 @@ def test_tenants_share_in_a_group_only(keys: Path) -> None:
         assert key.salt("") not in salts.values(), "nobody shares with callers without a key"
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.lists(st.tuples(st.binary(max_size=200), st.text(max_size=20)), max_size=20))
 def test_salts_are_of_the_secret_and_the_group(cases: list[tuple[bytes, str]]) -> None:
     seen: dict[bytes, tuple[bytes, str]] = {}

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.split import Slo
 from millrace_common.step_times import StepTimes
@@ -15,6 +15,7 @@ from millrace_router.config import Policy, RouterConfig, Routing
 from millrace_router.policy.choose import Chooser, Situation
 from millrace_router.policy.scoring import LOAD_SLACK, SCORERS, Inputs, best, session
 from millrace_router.policy.snapshot import NOT_MEASURED, Key, Placement, PlacementRequest, Replica, View
+from millrace_testing.examples import examples
 from pydantic import ValidationError
 
 WANT = PlacementRequest(tokens=10)
@@ -318,7 +319,7 @@ def home_of(candidates: list[Replica], name: str, load_factor: float = 1.25, las
 
 
 @given(NAMES, st.floats(1.01, 3.0), st.lists(st.sampled_from(SESSIONS), min_size=1, max_size=200))
-@settings(deadline=None, max_examples=60)
+@examples(30)
 def test_nobody_exceeds_the_bound(names: set[int], factor: float, requests: list[str]) -> None:
     candidates = replicas(names)
     for count, name in enumerate(requests, start=1):
@@ -329,7 +330,7 @@ def test_nobody_exceeds_the_bound(names: set[int], factor: float, requests: list
 
 
 @given(NAMES, st.integers(31, 40))
-@settings(deadline=None, max_examples=60)
+@examples(30)
 def test_one_that_joins_takes_only_its_own_sessions_and_gives_them_back(names: set[int], newcomer: int) -> None:
     before = {name: home_of(replicas(names), name).key for name in SESSIONS}
     after = {name: home_of(replicas(names | {newcomer}), name).key for name in SESSIONS}

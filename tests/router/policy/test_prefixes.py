@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from millrace.v1.worker_pb2 import CacheChange
@@ -27,6 +27,7 @@ from millrace_router.policy.prefix_index import MAX_DEAD, PrefixIndex
 from millrace_router.policy.scoring import Inputs, cached
 from millrace_router.policy.snapshot import Placement, PlacementRequest, Replica, View
 from millrace_testing.blocks import blocks
+from millrace_testing.examples import examples
 
 WANT = PlacementRequest(tokens=1001, page_size=10)  # 100 full pages
 
@@ -381,13 +382,13 @@ def _is_closed(blocks: set[bytes]) -> bool:
 
 
 TestKvIndex = KvIndexMachine.TestCase
-TestKvIndex.settings = settings(deadline=None, max_examples=40, stateful_step_count=40)
+TestKvIndex.settings = examples(25, stateful_step_count=40)
 
 
 # ------------------------------------------------------------------------------------- the prefix index
 
 
-@settings(deadline=None, max_examples=100)
+@examples(50)
 @given(
     st.integers(1, 20),
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=40),

@@ -117,7 +117,7 @@ def special(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@examples(15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(written=st.lists(texts, min_size=PLACES, max_size=PLACES))
 def test_no_text_of_a_client_is_a_special_token(
     form: str, written: list[str], models: dict[str, list[Tokenizer]]

@@ -251,6 +251,9 @@ async def test_long_parts_of_schemas_come_back_cut(pair: Cluster) -> None:
     assert count > len(SCHEMAS)
 
 
+OTHERS = ("content-encoding", "content-type", "host", "origin", "authorization", "x-api-key")
+
+
 async def test_long_paths_and_headers_come_back_cut(pair: Cluster) -> None:
     admin = f"http://127.0.0.1:{pair.router.ports['admin_http']}"
     text = "x" * HEADER
@@ -258,15 +261,15 @@ async def test_long_paths_and_headers_come_back_cut(pair: Cluster) -> None:
     asked = [
         ("POST", f"{at}{path}", {**short, name: text})
         for at, paths in (("", (*REQUESTS, "/v1/models")), (admin, ("/warmup", "/drain/x", "/start_profile")))
-        for path in paths
-        for name in ("x-request-id", "content-encoding", "content-type", "host", "origin", "authorization", "x-api-key")
+        for i, path in enumerate(paths)
+        for name in ("x-request-id", *(OTHERS if i % 3 == 0 else ()))
     ]
     long = "x" * 50_000
     asked += [
         (method, f"{at}/{path}{long}", short)
         for at in ("", admin)
         for path in ("", "v1/", "v1/messages/", "v1/models/", "drain/", "explain/")
-        for method in ("GET", "POST", "PUT")
+        for method in ("GET", "POST")
     ]
     asked += [("POST", "/v1/messages", {**short, "x-request-id": text}), ("GET", "/v1/models/x?" + long, short)]
     count = 0
