@@ -93,6 +93,16 @@ def test_strangers_are_refused(address: str) -> None:
         each.close()
 
 
+def test_who_comes_late_hears_which_rank_was_lost() -> None:
+    """Its node leader has said so, and has ended itself."""
+    node_leader, victim, late = join_all(1, "aaa")
+    victim.close()
+    for one in (node_leader, late):
+        with pytest.raises(RankLost, match=r"^rank 1 has ended"):
+            one.agree(None, True)
+        one.close()
+
+
 def test_message_that_is_cut_short_is_refused() -> None:
     ours, theirs = _tcp_pair()
     link = RankConnection(3, ours)

@@ -86,16 +86,14 @@ class Replicas:
         VECTOR.pack_into(self._table, self._places[self.index] * VECTOR.size, *mine)
         if ring:
             self._tell(self._members, self._table)  # a message at all wakes them
-        for link in self._members:
-            self._hear(link)
+        self._hear_all(self._members)
         self._tell(self._node_leaders, self._own)
 
     def _learn(self, ring: bool) -> list[Said]:
         """Hear from the node leaders, and tell the members."""
-        for link in self._node_leaders:
-            if ring and not self._is_node_leader:
-                self._hear(link)  # the call
-            self._hear(link)
+        if ring and not self._is_node_leader:
+            self._hear(self._node_leaders[0])  # the call
+        self._hear_all(self._node_leaders)
         self._tell(self._members, self._table)
         said = list(VECTOR.iter_unpack(self._table))
         return [said[place] for place in self._places]
@@ -106,6 +104,16 @@ class Replicas:
         for link in links:
             with contextlib.suppress(RankLost):
                 link.send(message)
+
+    def _hear_all(self, links: Sequence[RankConnection]) -> None:
+        """In any order: one that has ended is found while another is late."""
+        waiting, poll = {link.fileno(): link for link in links}, select.poll()
+        for fd in waiting:
+            poll.register(fd, select.POLLIN)
+        while waiting:
+            for fd, _ in poll.poll():
+                poll.unregister(fd)
+                self._hear(waiting.pop(fd))
 
     def _hear(self, link: RankConnection) -> None:
         part = self._heard[link.rank]
