@@ -108,9 +108,10 @@ class System:
         self,
         folder: Path,
         *,
-        prefill: int,
-        decode: int,
         routers: int,
+        prefill: int = 0,
+        decode: int = 0,
+        flexible: int = 0,
         worker_set: Sequence[str] = (),
         router_set: Sequence[str] = (),
         namespaces: bool = False,
@@ -121,7 +122,8 @@ class System:
         """
         self._proxies: dict[str, Proxy] = {}
         self._router_set = router_set
-        names = [*(f"prefill-{i}" for i in range(prefill)), *(f"decode-{i}" for i in range(decode))]
+        counts = {"prefill": prefill, "decode": decode, "flexible": flexible}
+        names = [f"{role}-{i}" for role, count in counts.items() for i in range(count)]
         self._spaces = Namespaces(names) if namespaces else None
         self.disk = SharedDisk(folder / "disk", disk_mib) if disk_mib else None
         common = [f"model={TINY}", "log_level=INFO"]
