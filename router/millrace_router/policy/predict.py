@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from millrace_common.step_times import StepTimes
+from millrace_common.step_times import AIM, StepTimes
 
 from millrace_router.policy.scoring import Inputs, Score, spared
 from millrace_router.policy.snapshot import Key, Replica
 
-MOST_CHUNK, LEAST_CHUNK = 2048, 16  # prompt tokens of a step
+MOST_CHUNK = 2048  # prompt tokens of a step
 HANDOVER_S = 0.01  # between the first token and the second of a pair
 
 
@@ -65,7 +65,7 @@ class Predictor:
         request. `hand_over`: chunks of such prompts are whole, whatever streams are beside them.
         """
         want, found = inputs.want, []
-        length, limit_s = want.tokens, want.slo.tpot_s
+        length, limit_s, least = want.tokens, AIM * want.slo.tpot_s, want.page_size
         for replica, have in zip(candidates, spared(candidates, inputs), strict=True):
             times, streams = replica.times, replica.streams
             if not times.token_s:
@@ -75,7 +75,7 @@ class Predictor:
                 step_s += times.sequence_s * streams + times.key_s * replica.held
             if streams and not hand_over:
                 chunk = (limit_s - step_s - times.chunk_s) / (times.token_s or 1e-12)
-                chunk = MOST_CHUNK if chunk > MOST_CHUNK else LEAST_CHUNK if chunk < LEAST_CHUNK else chunk
+                chunk = MOST_CHUNK if chunk > MOST_CHUNK else least if chunk < least else chunk
             own, ahead = length - have, replica.tokens
             tokens = own + ahead
             pairs = own * (have + own / 2) + ahead * length / 2  # the prompts ahead are as long as this one

@@ -60,7 +60,7 @@ def test_a_constant_load_settles_and_then_nothing_changes(workload: Workload, me
     found = settle(situation(load, *[UNSPECIFIED] * members), 12)
     assert len(set(found[6:])) == 1
     reached = expect(found[-1], load, SLO, TIMES, CAPACITY).goodput
-    assert reached >= 0.9 * best(members, load, SLO, TIMES, CAPACITY)[0][1].goodput
+    assert reached >= 0.9 * best(members, load, SLO, TIMES, CAPACITY)[0][1].goodput - 0.01
 
 
 @pytest.mark.parametrize("seed", range(5))
