@@ -34,7 +34,8 @@ class Duties:
         fleet.after(PERIOD_S, self._tick)
 
     def _arrived(self, job: Job) -> None:
-        self._demand.arrived(job.request.prompt, job.request.max_tokens, self._fleet.made_of.slo)
+        request = job.request  # it ignores the end of sequence, as those of `bench pd` do
+        self._demand.arrived(request.prompt, request.max_tokens, self._fleet.made_of.slo, request.outputs)
 
     def _tick(self) -> None:
         self._fleet.after(PERIOD_S, self._tick)

@@ -253,7 +253,7 @@ class _Queue:
 
     @property
     def wait_s(self) -> float:
-        return self._waits / self._tail
+        return min(self._waits / self._tail, NEVER_S)
 
     @property
     def mean_s(self) -> float:

@@ -19,6 +19,8 @@ from millrace_common.split import Slo, Workload
 from millrace_router.health.window import SLOTS, Window
 
 WINDOW_S = 10.0
+RECENT = 3  # slots of it, which count alone where they differ from those before them
+CHANCE = 4.0  # standard deviations, by which the two may differ
 LEAST = 8  # requests: fewer are no sample
 
 
@@ -37,6 +39,9 @@ class Count(enum.IntEnum):
     ALL = enum.auto()  # of all routers
     HELD = enum.auto()  # tokens whose KV these hold
     GENERATED = enum.auto()  # output tokens of all workers
+
+
+SHAPE = (Count.ARRIVALS, Count.INPUTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +63,9 @@ class RecentDemand:
         self._routers = 1
         self.expected_output = 0  # tokens of an output, where max_tokens allows as many; 0: unknown
 
-    def arrived(self, tokens: int, outputs: int, slo: Slo) -> None:
-        """A request of so many prompt tokens, and of at most so many output tokens."""
-        expected = min(outputs, self.expected_output) if self.expected_output else outputs
+    def arrived(self, tokens: int, outputs: int, slo: Slo, least: int = 0) -> None:
+        """A request of so many prompt tokens, and of `least` to `outputs` output tokens."""
+        expected = max(min(outputs, self.expected_output), least) if self.expected_output else outputs
         self._add({Count.ARRIVALS: 1, Count.INPUTS: tokens, Count.OUTPUTS: expected})
         if slo.ttft_s < math.inf:
             self._add({Count.TTFT: 1, Count.TTFT_S: slo.ttft_s})
@@ -92,7 +97,7 @@ class RecentDemand:
 
     def workload(self) -> Workload | None:
         """Of all routers. None: there is nothing to speak of."""
-        sums, seconds = self._window.sums(self._clock()), self._seconds()
+        sums, seconds = self._counted()
         arrivals = sums[Count.ARRIVALS]
         if arrivals < LEAST:
             return self._reported(sums, seconds)
@@ -107,7 +112,7 @@ class RecentDemand:
 
     def slo(self, usual: Slo) -> Slo:
         """The mean limits of the requests that have any; `usual`: where none came."""
-        sums = self._window.sums(self._clock())
+        sums, _ = self._counted()
         if not sums[Count.ARRIVALS]:
             return usual
         return Slo(
@@ -117,13 +122,13 @@ class RecentDemand:
 
     @property
     def sample(self) -> float:
-        """Requests of the window: its rate is known to one part in the square root of it."""
-        return self._window.sums(self._clock())[Count.ARRIVALS]
+        """Requests that are counted: their rate is known to one part in the square root of it."""
+        return self._counted()[0][Count.ARRIVALS]
 
     @property
     def goodput(self) -> float:
         """Requests of this router per second that ended within their limits."""
-        return self._window.sums(self._clock())[Count.MET] / self._seconds()
+        return self._window.sums(self._clock())[Count.MET] / self._seconds(SLOTS)
 
     def _reported(self, sums: list[float], seconds: float) -> Workload | None:
         outputs = self.expected_output
@@ -132,15 +137,30 @@ class RecentDemand:
             return None
         return Workload(max(sums[Count.HELD] / sums[Count.ALL] - outputs / 2, 1.0), outputs, rate)
 
-    def _seconds(self) -> float:
-        """That the window's counters cover: its last slot is not over yet."""
+    def _counted(self) -> tuple[list[float], float]:
+        """The sums and the seconds of the window, or of its latest part where the load has changed since."""
+        now, seconds, recently = self._clock(), self._seconds(SLOTS), self._seconds(RECENT)
+        sums, recent = self._window.sums(now), self._window.sums(now, RECENT)
+        if recent[Count.ARRIVALS] < LEAST or recently >= seconds:
+            return sums, seconds
+        part = recently / seconds
+        changed = any(_differ(recent[count], part * sums[count], part * sums[Count.ARRIVALS]) for count in SHAPE)
+        return (recent, recently) if changed else (sums, seconds)
+
+    def _seconds(self, slots: int) -> float:
+        """That so many slots cover: the last one is not over yet."""
         now, slot_s = self._clock(), WINDOW_S / SLOTS
-        return max(min(now - self._began, WINDOW_S - slot_s + now % slot_s), slot_s)
+        return max(min(now - self._began, (slots - 1) * slot_s + now % slot_s), slot_s)
 
     def _add(self, amounts: Mapping[Count, float]) -> None:
         now = self._clock()
         for counter, amount in amounts.items():
             self._window.add(counter, amount, now)
+
+
+def _differ(found: float, expected: float, requests: float) -> bool:
+    """Whether a sum over some `requests` is more than chance away from what is expected of it."""
+    return abs(found - expected) > CHANCE * expected / math.sqrt(requests) if requests else found > 0
 
 
 def _sum(values: Iterable[float]) -> float:
