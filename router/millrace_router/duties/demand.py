@@ -21,6 +21,7 @@ from millrace_router.health.window import SLOTS, Window
 WINDOW_S = 10.0
 RECENT = 3  # slots of it, which count alone where they differ from those before them
 CHANCE = 4.0  # standard deviations, by which the two may differ
+MOST_GROWTH = 1.2  # that is expected of a rate until a change of duties has its effect
 LEAST = 8  # requests: fewer are no sample
 
 
@@ -106,7 +107,7 @@ class RecentDemand:
         return Workload(
             input_tokens=sums[Count.INPUTS] / arrivals,
             output_tokens=max(sums[Count.OUTPUTS] / arrivals, 1.0),
-            rate=arrivals / seconds * others,
+            rate=arrivals / seconds * others * self._growth(arrivals / seconds),
             cached_tokens=sums[Count.CACHED] / sums[Count.PLACED] if sums[Count.PLACED] else 0.0,
         )
 
@@ -146,6 +147,11 @@ class RecentDemand:
         part = recently / seconds
         changed = any(_differ(recent[count], part * sums[count], part * sums[Count.ARRIVALS]) for count in SHAPE)
         return (recent, recently) if changed else (sums, seconds)
+
+    def _growth(self, rate: float) -> float:
+        """A rate that has grown within the window is taken to grow on."""
+        mean = self._window.sums(self._clock())[Count.ARRIVALS] / self._seconds(SLOTS)
+        return min(max(rate / mean, 1.0), MOST_GROWTH)
 
     def _seconds(self, slots: int) -> float:
         """That so many slots cover: the last one is not over yet."""
