@@ -142,7 +142,7 @@ def simulate(system: str, segments: Sequence[Segment], made: Machine, limit: Slo
         "rate": rate,
         **row(run.jobs, lead_s, end, limit),
         "parts": [part["goodput"] for part in parts],
-        "changes": [] if duties is None else [asdict(change) for change in duties.changes],
+        "changes": [] if duties is None else duties.changes,
         "took_s": time.perf_counter() - began,
     }
 

@@ -11,6 +11,7 @@ before a change of its duty.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -69,7 +70,7 @@ class Predictor:
         whatever streams are beside them.
         """
         want, found = inputs.want, []
-        length, limit_s, least = want.tokens, AIM * want.slo.tpot_s, want.page_size
+        length, limit_s, least = want.tokens, want.slo.tpot_s, want.page_size
         for replica, have in zip(candidates, spared(candidates, inputs), strict=True):
             times, streams = replica.times, replica.streams
             if not times.token_s:
@@ -77,10 +78,11 @@ class Predictor:
             step_s, chunk, harmed = times.fixed_s, float(MOST_CHUNK), 0
             if streams:
                 step_s += times.sequence_s * streams + times.key_s * replica.held
-                left = (limit_s - step_s - times.chunk_s) / (times.token_s or 1e-12)
-                harmed = streams if left < (MOST_CHUNK if hand_over else least) else 0
+                left, token_s = limit_s - step_s - times.chunk_s, times.token_s or 1e-12
+                harmed = streams if left < token_s * (MOST_CHUNK if hand_over else least) else 0
                 if not hand_over:
-                    chunk = chunk if left > chunk else least if left < least else left
+                    aimed = (left - (1 - AIM) * limit_s) / token_s if limit_s < math.inf else MOST_CHUNK
+                    chunk = chunk if aimed > chunk else least if aimed < least else aimed
             own, ahead = length - have, replica.tokens
             tokens = own + ahead
             pairs = own * (have + own / 2) + ahead * length / 2  # the prompts ahead are as long as this one

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterator
 
 from millrace_serve.engine.config import EngineConfig, shared_tokens
 from millrace_serve.engine.schedule.leaving import Leaving
@@ -77,14 +76,11 @@ class Prompts(Leaving):
         before a change of duty must not halve what the change was made for.
         """
         most, head, work = self.config.max_prefill_tokens, self.requests.waiting.head(), plan.work
-        if (head and head.exports) or any(self._exporting()):
+        if (head and head.exports) or any(seq.exports for seq in self._prefilling):
             return most
         start = max((seq.num_computed for seq in self._prefilling if not seq.filling), default=0)
         limit_s, least = min(plan.limit_s, self.limit_s), self.pages.size
         return self.speeds.times.chunk_beside(limit_s, work.sequences, work.keys, start, least, most)
-
-    def _exporting(self) -> Iterator[Sequence]:
-        return (seq for seq in self._prefilling if seq.exports)
 
     def _take_chunks(self, plan: Plan) -> None:
         """Chunks for the admitted prompts and then for new ones, in order, until the step's token budget is used up.
