@@ -45,7 +45,7 @@ from millrace_serve.engine.core import SamplingParams
 from millrace_serve.engine.sim.runner import SPECIAL_TOKENS, SimSettings
 
 from millrace_testing.client import Answer, Client, collect
-from millrace_testing.nodes import Node, System
+from millrace_testing.nodes import TOKEN, Node, System
 from millrace_testing.oracle import oracle_outputs
 from millrace_testing.throttle import throttled
 
@@ -423,7 +423,7 @@ async def change_duties(system: System, taken: Counter[str], rng: random.Random)
 
 
 async def give_duty(worker: Node, duty: worker_pb2.Duty, taken: Counter[str]) -> None:
-    async with channel(worker.address()) as ch:
+    async with channel(worker.address(), token=TOKEN) as ch:
         with contextlib.suppress(grpc.aio.AioRpcError):
             request = worker_pb2.SetDutyRequest(duty=duty, router_id="chaos", why="another one by chance")
             await worker_pb2_grpc.WorkerServiceStub(ch).SetDuty(request, timeout=1)
@@ -478,7 +478,7 @@ async def chaos(
             task.cancel()
         report.alarms = alarms(folder)
         for router in system.routers:
-            async with Client(router.address(), router.address("admin")) as client:
+            async with Client(router.address(), router.address("admin"), token=TOKEN) as client:
                 await client.wait_whole(timeout=60)
     return report
 
