@@ -253,7 +253,7 @@ class _Queue:
 
     @property
     def wait_s(self) -> float:
-        return min(self._waits / self._tail, NEVER_S)
+        return self._waits / self._tail
 
     @property
     def mean_s(self) -> float:

@@ -42,9 +42,6 @@ class Count(enum.IntEnum):
     GENERATED = enum.auto()  # output tokens of all workers
 
 
-SHAPE = (Count.ARRIVALS, Count.INPUTS)
-
-
 @dataclass(frozen=True, slots=True)
 class Report:
     """Of one flexible worker."""
@@ -145,7 +142,9 @@ class RecentDemand:
         if recent[Count.ARRIVALS] < LEAST or recently >= seconds:
             return sums, seconds
         part = recently / seconds
-        changed = any(_differ(recent[count], part * sums[count], part * sums[Count.ARRIVALS]) for count in SHAPE)
+        chance = CHANCE / math.sqrt(part * sums[Count.ARRIVALS])
+        shape = ((recent[count], part * sums[count]) for count in (Count.ARRIVALS, Count.INPUTS))
+        changed = any(abs(found - expected) > chance * expected for found, expected in shape)
         return (recent, recently) if changed else (sums, seconds)
 
     def _growth(self, rate: float) -> float:
@@ -162,11 +161,6 @@ class RecentDemand:
         now = self._clock()
         for counter, amount in amounts.items():
             self._window.add(counter, amount, now)
-
-
-def _differ(found: float, expected: float, requests: float) -> bool:
-    """Whether a sum over some `requests` is more than chance away from what is expected of it."""
-    return abs(found - expected) > CHANCE * expected / math.sqrt(requests) if requests else found > 0
 
 
 def _sum(values: Iterable[float]) -> float:
