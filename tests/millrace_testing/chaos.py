@@ -282,7 +282,7 @@ class Report:
             **({f"pause_p{q}_s": percentile(longest, q / 100) for q in (50, 99, 100)} if longest else {}),
             "requests": len(self.seen),
             "tokens": sum(seen.tokens for seen in self.seen),
-            "errors": Counter(seen.error for seen in self.seen if seen.error),
+            "errors": dict(Counter(seen.error for seen in self.seen if seen.error)),
             "alarms": len(self.alarms),
             "false_alarms": self.false_alarms(),
             "violations": len(self.violations),
