@@ -11,7 +11,6 @@ before a change of its duty.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -78,11 +77,10 @@ class Predictor:
             step_s, chunk, harmed = times.fixed_s, float(MOST_CHUNK), 0
             if streams:
                 step_s += times.sequence_s * streams + times.key_s * replica.held
-                left, token_s = limit_s - step_s - times.chunk_s, times.token_s or 1e-12
-                harmed = streams if left < token_s * (MOST_CHUNK if hand_over else least) else 0
+                busy_s, token_s = step_s + times.chunk_s, times.token_s or 1e-12
+                harmed = streams if limit_s < busy_s + token_s * (MOST_CHUNK if hand_over else least) else 0
                 if not hand_over:
-                    aimed = (left - (1 - AIM) * limit_s) / token_s if limit_s < math.inf else MOST_CHUNK
-                    chunk = chunk if aimed > chunk else least if aimed < least else aimed
+                    chunk = min(max((AIM * limit_s - busy_s) / token_s, least), MOST_CHUNK)
             own, ahead = length - have, replica.tokens
             tokens = own + ahead
             pairs = own * (have + own / 2) + ahead * length / 2  # the prompts ahead are as long as this one
