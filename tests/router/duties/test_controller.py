@@ -63,6 +63,13 @@ def test_a_constant_load_settles_and_then_nothing_changes(workload: Workload, me
     assert reached >= 0.9 * best(members, load, SLO, TIMES, CAPACITY)[0][1].goodput - 0.01
 
 
+@pytest.mark.parametrize("prefill", [4, 16, 33, 48, 60])
+def test_many_workers_go_near_the_best_split_at_once(prefill: int) -> None:
+    load = Workload(1024, 512, 340.0)
+    plan = decide(situation(load, *[PREFILL] * prefill, *[DECODE] * (64 - prefill)))
+    assert plan.then.goodput >= 0.95 * best(64, load, SLO, TIMES, CAPACITY)[0][1].goodput, plan.after
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("rate", [3.0, 5.0, 6.5, 7.5, 9.0])
 def test_noise_of_a_tenth_does_not_flap(rate: float, seed: int) -> None:
