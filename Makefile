@@ -63,7 +63,7 @@ test-long: setup stubs checkpoint peers ## Run the long tests: groups with Ray, 
 peers: $(foreach name,aiperf guidellm instructor litellm,$(PEERS)/$(name)/.installed) ## Install load generators and clients of other projects into build/peers, for long tests
 
 .PHONY: chaos
-chaos: setup stubs ## Kill, stop, cut off and drain workers, their ranks and routers for minutes while clients check every token (ARGS="--minutes 3"; --overload: with too many requests; --hostile: beside a hostile tenant)
+chaos: setup stubs ## Kill, stop, cut off and drain workers, their ranks and routers for minutes while clients check every token (ARGS="--minutes 3"; --duties: flexible ones, whose duties change; --overload: with too many requests; --hostile: beside a hostile tenant)
 	@PYTHONPATH=tests $(BIN)/python -m millrace_testing.chaos_main $(ARGS)
 
 .PHONY: cluster-test

@@ -112,7 +112,7 @@ MAY_IMPORT = {
         ),
         *(*BOTH_PROCESSES, f"{WORKER}.launcher"),
     },
-    f"{WORKER}.rank": {COMMON, MODEL, ENGINE, TRANSFER, *BOTH_PROCESSES},
+    f"{WORKER}.rank": {COMMON, MODEL, ENGINE, TRANSFER, PLAN, *BOTH_PROCESSES},
     HANDOVER: {
         *(STUBS, COMMON, RPC, CORE, TRANSFER, f"{WORKER}.config"),
         *(f"{WORKER}.{part}" for part in ("frontend", "messages")),

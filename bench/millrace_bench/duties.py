@@ -142,7 +142,7 @@ def simulate(system: str, segments: Sequence[Segment], made: Machine, limit: Slo
         "rate": rate,
         **row(run.jobs, lead_s, end, limit),
         "parts": [part["goodput"] for part in parts],
-        "changes": [] if duties is None else [asdict(change) for change in duties.changes],
+        "changes": [] if duties is None else duties.changes,
         "took_s": time.perf_counter() - began,
     }
 
@@ -229,7 +229,7 @@ def grid(args: argparse.Namespace) -> list[Row]:
         replicas = sum(workers(systems[0]).values())
         rates = [args.part * most(load, replicas, times, capacity, LIMIT) for load in args.loads]
         loads = [replace(load, rates=(round(rate, 2),)) for load, rate in zip(args.loads, rates, strict=True)]
-        runs = [[Segment(load, load.rates[0], args.lead + args.seconds, args.seed)] for load in loads]
+        runs = [[Segment(load, load.rates[0], args.lead + args.seconds, args.seed)] for load in loads if args.seconds]
         runs.append(changing(loads, args.every, args.rounds, args.seed + 1))
         for segments, system in itertools.product(runs, systems):
             lead_s = args.lead if len(segments) == 1 else 0.0
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=["3p+5d,4p+4d,5p+3d,6p+2d,8u,8flex"], help="for each fleet")
     parser.add_argument("--loads", type=Load.parse, nargs="+", default=[Load.parse(text) for text in LOADS])
     parser.add_argument("--part", type=float, default=0.9, help="share of what the best split can serve (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="seconds of a load alone (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="seconds of a load alone; 0: none (%(default)s)")
     parser.add_argument("--lead", type=float, default=20.0, help="uncounted seconds before a load (%(default)s)")
     parser.add_argument("--every", type=float, default=30.0, help="seconds until the load changes (%(default)s)")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of all loads (%(default)s)")

@@ -28,10 +28,9 @@ from millrace_router.queue.admission import Admission
 from millrace_router.queue.fair_queue import Ticket
 from millrace_rpc.errors import MillraceError
 
-from millrace_bench.fleet_worker import Machine, Part, Worker
+from millrace_bench.fleet_worker import PAGE, Machine, Part, Worker
 
 REPORT_S, LOOK_S, TELL_S = 0.05, 0.1, 1.0
-PAGE = 64  # tokens
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 GENERATES = ("decode", "both", "unified")  # duties
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 from millrace_common.split import Capacity
 from millrace_router.duties.controller import BOTH, DECODE, PREFILL, FleetState, Member, decide
@@ -16,25 +16,19 @@ DUTIES = {PREFILL: "prefill", DECODE: "decode", BOTH: "both"}
 CODES = {name: duty for duty, name in DUTIES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    at: float
-    workers: int
-    why: str
-
-
 class Duties:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._demand = RecentDemand(lambda: fleet.now)
         self._workers = [worker for worker in fleet.workers.values() if worker.role == "flexible"]
-        self.changes: list[Change] = []
+        self.changes: list[dict[str, Any]] = []
         fleet.on_arrival.append(self._arrived)
         fleet.on_place.append(self._demand.placed)
         fleet.after(PERIOD_S, self._tick)
 
     def _arrived(self, job: Job) -> None:
-        self._demand.arrived(job.request.prompt, job.request.max_tokens, self._fleet.made_of.slo)
+        request = job.request  # it ignores the end of sequence, as those of `bench pd` do
+        self._demand.arrived(request.prompt, request.max_tokens, self._fleet.made_of.slo, request.outputs)
 
     def _tick(self) -> None:
         self._fleet.after(PERIOD_S, self._tick)
@@ -59,7 +53,7 @@ class Duties:
         for worker in changed:
             worker.duty = DUTIES[plan.duties[worker.name]]
         if changed:
-            self.changes.append(Change(fleet.now, len(changed), str(plan)))
+            self.changes.append({"at": fleet.now, "workers": len(changed), "why": str(plan)})
 
     def _report(self, worker: Worker) -> Report:
         replica = self._fleet.replicas[worker.name]

@@ -1,7 +1,7 @@
 """A simulated worker: it runs steps, each as long as the times of a step say, whatever is in it.
 
 1. A step has a token of each running sequence, and chunks of prompts: as many tokens as one step may have and, beside
-   sequences with a TPOT limit, as their limit leaves. A worker of prefill takes whole chunks beside former streams.
+   sequences with a TPOT limit, as their limit leaves. Prompts for other workers take whole chunks beside them.
 2. A prompt whose output another worker generates is handed over at its end. Another goes on here.
 3. Sequences run while the pool has room, by the functions of the engine that admit, preempt and promise room.
 """
@@ -25,7 +25,7 @@ from millrace_serve.engine.schedule.waiting import LOOK_S
 Fleet: TypeAlias = Any  # of fleet.py, which imports this file
 Job: TypeAlias = Any
 
-LEAST_CHUNK = 128  # prompt tokens of a step, whatever its sequences leave
+PAGE = 64  # tokens
 AMPLE = 4  # pools with so many times the tokens that are in use need no exact look
 MOST_PROMPTS = 320  # of a prefill worker
 
@@ -147,11 +147,16 @@ class Worker:
         return chunks
 
     def _most_tokens(self) -> int:
+        """Prompt tokens of the next step, by the engine's rule (engine/schedule/prompts.py)."""
         machine, rows = self.machine, len(self.running)
-        if not (rows and self.prompts and machine.tpot_s < math.inf) or self.duty == "prefill":
-            return machine.chunk
-        within = machine.times.tokens_within(machine.tpot_s, rows, self._keys, self.prompts[0].computed)
-        return min(max(within, LEAST_CHUNK), machine.chunk)
+        for part in self.prompts:
+            if part.sub is SubRequest.PREFILL:
+                return machine.chunk
+            if not part.started:
+                break
+        limit_s = machine.tpot_s if rows else math.inf
+        start = max((part.computed for part in self.prompts if part.started), default=0)
+        return machine.times.chunk_beside(limit_s, rows, self._keys, start, PAGE, machine.chunk)
 
     def _begins(self, part: Part, places: int) -> bool:
         """Whether a prompt can go on, or begin: one that stays here needs a place and pages."""

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from millrace_common.step_times import StepTimes
+from millrace_common.step_times import AIM, StepTimes
 
 HORIZON_S = 30.0  # an overload is assumed to last so long
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)  # of the prompts that replicas with streams run themselves
@@ -167,7 +167,7 @@ class _Load:
         return self.most_sequences / (each or 1e-12)
 
     def _left_for_prompts(self) -> float:
-        return max(1 - (self.times.fixed_s + self.times.chunk_s) / self.slo.tpot_s, 0.0)
+        return max(1 - (self.times.fixed_s + self.times.chunk_s) / (AIM * self.slo.tpot_s), 0.0)
 
     def prompts_beside(self, streams: float) -> float:
         """Prompts per second that a replica can compute beside the streams that it begins per second."""
@@ -209,14 +209,14 @@ class _Load:
             return alone_s
         sequences = min(begun * self.outputs * alone_s, self.most_sequences)
         prompts = local * (self.work_s + self._chunks(sequences) * self.times.chunk_s)
-        return max(min(self.times.fixed_s / max(1 - prompts - busy, 1e-9), self.slo.tpot_s), alone_s)
+        return max(min(self.times.fixed_s / max(1 - prompts - busy, 1e-9), AIM * self.slo.tpot_s), alone_s)
 
     def _chunks(self, sequences: float) -> float:
         """Steps of a prompt's own beside streams, in chunks that the TPOT limit leaves; at least 1."""
         keys = sequences * (self.workload.input_tokens + self.outputs / 2)
         start, chunk = int(self.workload.cached_tokens), self.capacity.chunk_tokens
         if self.slo.tpot_s < math.inf:
-            chunk = min(self.times.tokens_within(self.slo.tpot_s, sequences, keys, start), chunk)
+            chunk = min(self.times.tokens_within(AIM * self.slo.tpot_s, sequences, keys, start), chunk)
         return max(self.uncached / chunk, 1.0) if chunk else NEVER_S
 
     def _alone_s(self) -> float:

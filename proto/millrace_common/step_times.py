@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+AIM = 0.95  # of a TPOT limit: predicted times have an error, keys grow, and a hand-over adds to a stream's mean
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
@@ -46,6 +48,15 @@ class StepTimes:
         if not self.pair_s:
             return int(left / each)
         return int((math.sqrt(each * each + 2 * self.pair_s * left) - each) / self.pair_s)
+
+    def chunk_beside(self, limit_s: float, sequences: float, keys: float, start: int, least: int, most: int) -> int:
+        """Prompt tokens of a step beside decode sequences with a TPOT limit, `start` tokens behind the beginning of
+        their prompt: what AIM of the limit leaves, but `least` in any case, because prompts must go on. `most` where
+        there is no limit, or the times are unknown.
+        """
+        if math.isinf(limit_s) or not self.token_s:
+            return most
+        return min(max(self.tokens_within(AIM * limit_s, sequences, keys, start), least), most)
 
     def prompt_s(
         self, tokens: int, start: int = 0, chunk: int = 1 << 30, sequences: float = 0, keys: float = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,14 @@ from millrace_cli.errors import CommandError
 from millrace_cli.plan import plan, split, workload
 from millrace_common.config import load
 from millrace_serve.engine.config import Role
+from millrace_serve.engine.schedule.factory import UNKNOWN
+from millrace_serve.engine.schedule.speeds import Speeds
+from millrace_serve.plan import splits
+from millrace_serve.plan.predict import StepRanks
 from millrace_serve.plan.settings import Goal
 from millrace_serve.worker import main
 from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.rank.model import expected_times
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +118,15 @@ def test_a_bad_workload_is_named(e32: Path, gpu: str, gpus: int, asked: str, slo
 def test_gpus_that_nobody_has_timed_are_named(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="--gpu H200: this model's steps were not timed"):
         workload(write_folder(tmp_path / "tiny", "tiny", 2), "H200", 8, (None, None), "4/4@1", LIMITS, [])
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "known"), [("cuda", "H200", True), ("cuda", "", False), ("cpu", "H200", False)]
+)
+def test_a_worker_begins_with_the_times_of_steps_that_the_plan_predicts(
+    e32: Path, device: str, gpu: str, known: bool
+) -> None:
+    config = load(WorkerConfig, None, [f"model={e32}", f"device={device}", "role=flexible", *CONTEXT])
+    times = expected_times(config, gpu)
+    assert times == (splits.times(StepRanks("H200", "ep8", 1, 61)) if known else UNKNOWN) and times.known is known
+    assert Speeds(times).measured == (astuple(times) if known else ())

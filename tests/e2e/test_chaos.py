@@ -27,6 +27,7 @@ CHOSEN = (
     *("kill decode", "pause prefill", "tear pages of the disk", "partition decode", "fill the disk", "drain prefill"),
     "kill router",
 )
+CHOSEN_FLEXIBLE = ("kill flexible", "partition flexible", "drain flexible", "stop rank of flexible")
 
 
 async def test_nothing_wrong_comes_out_of_a_system_that_breaks(tmp_path: Path) -> None:
@@ -41,6 +42,16 @@ async def test_nothing_wrong_comes_out_of_a_system_that_breaks(tmp_path: Path) -
     assert sum(one.retries for one in report.observed) > 0, "the faults have hit something"
     only_router = [row for row in report.rows() if row["fault"] != "kill router"]
     assert sum(int(row["errors"]) for row in only_router) <= len(complete) // 10, report.table()
+
+
+async def test_nothing_wrong_comes_out_of_flexible_workers_that_break_while_their_duties_change(tmp_path: Path) -> None:
+    faults = [fault for name in CHOSEN_FLEXIBLE for fault in FAULTS if fault.name == name]
+    report = await chaos(tmp_path, faults, clients=8, seed=1, flexible=True)
+    assert not report.violations, report.violations[:3]
+    assert [one.fault for one in report.observed] == list(CHOSEN_FLEXIBLE)
+    assert len(report.duties) == 3 and sum(report.duties.values()) >= 12, report.duties
+    complete = [seen for seen in report.seen if not seen.error]
+    assert len(complete) >= 30 and len(report.seen) - len(complete) <= len(complete) // 10, report.table()
 
 
 async def test_overloaded_system_that_breaks_loses_nothing_and_nobody(tmp_path: Path) -> None:

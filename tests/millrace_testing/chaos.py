@@ -1,4 +1,5 @@
-"""Breaks a system of 2 prefill and 2 decode workers behind 2 routers while clients use it, and watches what they see.
+"""Breaks a system of 2 prefill and 2 decode workers, or of 4 flexible ones whose duties change all the time, behind 2
+routers while clients use it, and watches what they see.
 
 Every request that was sent must either return exactly the simulated engine's tokens, or end with a clear error that
 says that trying again may help, after nothing but a prefix of these tokens. Anything else, a request that hangs
@@ -29,20 +30,22 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
+from millrace.v1 import worker_pb2, worker_pb2_grpc
 from millrace_load.record import percentile
+from millrace_rpc.client import channel
 from millrace_rpc.errors import TABLE, MillraceError, from_rpc_error
 from millrace_serve.engine.core import SamplingParams
 from millrace_serve.engine.sim.runner import SPECIAL_TOKENS, SimSettings
 
 from millrace_testing.client import Answer, Client, collect
-from millrace_testing.nodes import Node, System
+from millrace_testing.nodes import TOKEN, Node, System
 from millrace_testing.oracle import oracle_outputs
 from millrace_testing.throttle import throttled
 
@@ -75,6 +78,8 @@ THROTTLED = {"": (), "ranks": (1,), "all": (0, 1)}  # 0: routers and frontends, 
 STOPS = ("stop rank", "hang step")  # a worker says that a rank hangs, once, and ends
 PAUSE_S = 0.1  # between two messages, above which it is noted
 CALM_S = 1.0  # between a healed fault and the next one
+DUTIES_S = 5.0  # between two changes of the duties
+DUTIES = (worker_pb2.DUTY_PREFILL, worker_pb2.DUTY_DECODE, worker_pb2.DUTY_BOTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,11 @@ class Fault:
     launch_delay_s: float
     strike: Callable[[System, str], Awaitable[None]]  # both are given the victim's name
     heal: Callable[[System, str], Awaitable[None]]
+
+    @property
+    def role(self) -> str:
+        """Of its victims; disk: it has none."""
+        return self.name.split()[-1]
 
 
 async def _kill(system: System, name: str) -> None:
@@ -162,16 +172,17 @@ async def _drain(system: System, name: str) -> None:
     assert await system.node(name).terminate() == 0
 
 
+WORKERS = ("prefill", "decode", "flexible")
 FAULTS = tuple(
     Fault(f"{what} {role}", launch_delay_s, strike, heal)
     for what, launch_delay_s, strike, heal, roles in (
-        ("kill", 0.0, _kill, _start, ("prefill", "decode", "router")),
-        ("pause", HOLD_S, _pause, _resume, ("prefill", "decode")),
-        ("stop rank of", 0.0, _stop_rank, _replace, ("prefill", "decode")),
-        ("hang step of", 0.0, _hang_step, _replace, ("prefill", "decode")),
-        ("stop frontend of", HOLD_S, _stop_frontend, _resume_frontend, ("prefill", "decode")),
-        ("partition", HOLD_S, _partition, _rejoin, ("prefill", "decode")),
-        ("drain", 0.0, _drain, _start, ("prefill", "decode")),
+        ("kill", 0.0, _kill, _start, (*WORKERS, "router")),
+        ("pause", HOLD_S, _pause, _resume, WORKERS),
+        ("stop rank of", 0.0, _stop_rank, _replace, WORKERS),
+        ("hang step of", 0.0, _hang_step, _replace, WORKERS),
+        ("stop frontend of", HOLD_S, _stop_frontend, _resume_frontend, WORKERS),
+        ("partition", HOLD_S, _partition, _rejoin, WORKERS),
+        ("drain", 0.0, _drain, _start, WORKERS),
         ("fill the", HOLD_S, _fill_disk, _free_disk, ("disk",)),
         ("tear pages of the", HOLD_S, _tear_disk, _nothing, ("disk",)),
         ("lose the", HOLD_S, _lose_disk, _nothing, ("disk",)),
@@ -208,6 +219,7 @@ class Report:
     violations: list[str] = field(default_factory=list)
     alarms: list[str] = field(default_factory=list)  # lines of logs that take somebody for hung
     tiers: Counter[str] = field(default_factory=Counter)  # COUNTS, over all lives of all workers
+    duties: Counter[str] = field(default_factory=Counter)  # that workers took, by name
 
     def pauses(self, fault: str) -> list[float]:
         """The longest pause of each request that ran during a fault of this name, ascending."""
@@ -270,11 +282,12 @@ class Report:
             **({f"pause_p{q}_s": percentile(longest, q / 100) for q in (50, 99, 100)} if longest else {}),
             "requests": len(self.seen),
             "tokens": sum(seen.tokens for seen in self.seen),
-            "errors": Counter(seen.error for seen in self.seen if seen.error),
+            "errors": dict(Counter(seen.error for seen in self.seen if seen.error)),
             "alarms": len(self.alarms),
             "false_alarms": self.false_alarms(),
             "violations": len(self.violations),
             "tiers": dict(self.tiers),
+            "duties": dict(self.duties),
         }
 
     def broken(self) -> list[str]:
@@ -402,11 +415,25 @@ async def count_tiers(system: System, tiers: Counter[str]) -> None:
             await asyncio.sleep(COUNT_S)
 
 
+async def change_duties(system: System, taken: Counter[str], rng: random.Random) -> None:
+    """Give each worker a duty by chance, again and again. A worker that is broken takes none."""
+    while True:
+        await asyncio.gather(*(give_duty(worker, rng.choice(DUTIES), taken) for worker in system.workers))
+        await asyncio.sleep(DUTIES_S)
+
+
+async def give_duty(worker: Node, duty: worker_pb2.Duty, taken: Counter[str]) -> None:
+    async with channel(worker.address(), token=TOKEN) as ch:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            request = worker_pb2.SetDutyRequest(duty=duty, router_id="chaos", why="another one by chance")
+            await worker_pb2_grpc.WorkerServiceStub(ch).SetDuty(request, timeout=1)
+            taken[worker_pb2.Duty.Name(duty)] += 1
+
+
 async def strike(system: System, fault: Fault, rng: random.Random, calm_s: float) -> Observed:
     """One fault from its beginning until the system is whole again, and calm for a while."""
-    role = fault.name.split()[-1]
-    nodes: list[Node] = system.routers if role == "router" else system.workers
-    victim = "" if role == "disk" else rng.choice([node.name for node in nodes if node.role == role])
+    nodes = (*system.workers, *system.routers)
+    victim = "" if fault.role == "disk" else rng.choice([node.name for node in nodes if node.role == fault.role])
     before = await retries(system)
     observed = Observed(fault.name, time.monotonic())
     await fault.strike(system, victim)
@@ -421,25 +448,37 @@ async def strike(system: System, fault: Fault, rng: random.Random, calm_s: float
 
 
 async def chaos(
-    folder: Path, faults: Iterator[Fault], clients: int, seed: int, calm_s: float = CALM_S, namespaces: bool = False
+    folder: Path,
+    faults: Iterable[Fault],
+    clients: int,
+    seed: int,
+    calm_s: float = CALM_S,
+    namespaces: bool = False,
+    flexible: bool = False,
 ) -> Report:
-    """Strike with one fault after the other. At the end every page of every worker must be free again."""
+    """Strike with one fault after the other. At the end every page of every worker must be free again. `flexible`: all
+    workers are, and their duties change every DUTIES_S.
+    """
     report, rng = Report(), random.Random(seed)
     settings = {"worker_set": WORKER_SET, "router_set": ROUTER_SET, "namespaces": namespaces, "disk_mib": DISK_MIB}
-    async with System(folder, prefill=2, decode=2, routers=2, **settings) as system:
+    roles = {"flexible": 4} if flexible else {"prefill": 2, "decode": 2}
+    async with System(folder, **roles, routers=2, **settings) as system, asyncio.TaskGroup() as beside:
         assert system.disk is not None
         load = Load(system, report, clients, rng)
-        counting = asyncio.create_task(count_tiers(system, report.tiers))
+        tasks = [beside.create_task(count_tiers(system, report.tiers))]
+        if flexible:
+            tasks.append(beside.create_task(change_duties(system, report.duties, random.Random(seed))))
         await asyncio.sleep(calm_s)
         for fault in faults:
             if fault.strike is not _fill_disk or system.disk.bounded:
                 report.observed.append(await strike(system, fault, rng, calm_s))
         await load.stop()
         await asyncio.sleep(2 * COUNT_S)
-        counting.cancel()
+        for task in tasks:
+            task.cancel()
         report.alarms = alarms(folder)
         for router in system.routers:
-            async with Client(router.address(), router.address("admin")) as client:
+            async with Client(router.address(), router.address("admin"), token=TOKEN) as client:
                 await client.wait_whole(timeout=60)
     return report
 
@@ -477,12 +516,17 @@ def burning(count: int) -> Iterator[None]:
             process.wait()
 
 
-def shuffled(minutes: float, seed: int, only: str) -> Iterator[Fault]:
-    """All in whose names `only` is found, again and again, in another order each time, until the time is over."""
+def faults_of(flexible: bool, only: str = "") -> list[Fault]:
+    """Those that a system of fixed or of flexible workers can have, and in whose names `only` is found."""
+    absent = ("prefill", "decode") if flexible else ("flexible",)
+    return [fault for fault in FAULTS if fault.role not in absent and re.search(only, fault.name)]
+
+
+def shuffled(faults: Sequence[Fault], minutes: float, seed: int) -> Iterator[Fault]:
+    """All again and again, in another order each time, until the time is over."""
     end, rng = time.monotonic() + 60 * minutes, random.Random(seed)
-    chosen = [fault for fault in FAULTS if re.search(only, fault.name)]
     while True:
-        for fault in rng.sample(chosen, len(chosen)):
+        for fault in rng.sample(faults, len(faults)):
             if time.monotonic() > end:
                 return
             yield fault

@@ -1,6 +1,7 @@
 """The command `make chaos`.
 
     make chaos ARGS="--minutes 3 --out chaos.json"          faults, one after the other (chaos.py)
+    make chaos ARGS="--duties"                              the same with flexible workers whose duties change
     make chaos ARGS="--minutes 30 --calm --burners 8"       no fault at all, on a machine without time for it
     make chaos ARGS="--minutes 10 --calm --throttled all"   no fault at all, and every process gets a fifth of the time
     make chaos ARGS="--overload"                            too many requests, and kills (overload_chaos.py)
@@ -24,13 +25,13 @@ from pathlib import Path
 from millrace_load.record import Record, print_record
 
 from millrace_testing.beside_hostile import beside_hostile
-from millrace_testing.chaos import THROTTLED, burning, calm, chaos, shuffled
+from millrace_testing.chaos import THROTTLED, burning, calm, chaos, faults_of, shuffled
 from millrace_testing.namespaces import available
 from millrace_testing.overload_chaos import overload
 
 log = logging.getLogger(__name__)
 
-MINUTES = {"chaos": 3.0, "calm": 3.0, "overload": 10.0, "hostile": 10.0}
+MINUTES = {"chaos": 3.0, "duties": 3.0, "calm": 3.0, "overload": 10.0, "hostile": 10.0}
 
 
 def main() -> None:
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=12, help="requests at the same time, 12 by default")
     parser.add_argument("--only", default="", help="faults whose names it is found in, a regular expression")
     for name, what in (
+        ("duties", "faults, with flexible workers whose duties change every 5 seconds"),
         ("calm", "no faults: nobody may be taken for hung"),
         ("overload", "1.5 and 2 times as many requests as can be served, while workers are killed"),
         ("hostile", "turns without and with a hostile tenant: the others notice nothing"),
@@ -49,6 +51,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults and of the load")
     parser.add_argument("--out", type=Path, help="file for the record, as JSON")
     settings = parser.parse_args()
+    flexible = settings.run == "duties"
+    if not (known := faults_of(flexible, settings.only)):
+        parser.error(f"--only: {settings.only!r} is found in no fault's name")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     folder = Path(tempfile.mkdtemp(prefix="millrace-chaos-"))
@@ -67,8 +72,8 @@ def main() -> None:
             log.info(
                 "workers are cut off by %s", "network namespaces" if spaces else "proxies that let nothing through"
             )
-            faults = shuffled(minutes, seed, settings.only)
-            report = asyncio.run(chaos(folder, faults, clients, seed, namespaces=spaces))
+            faults = shuffled(known, minutes, seed)
+            report = asyncio.run(chaos(folder, faults, clients, seed, namespaces=spaces, flexible=flexible))
     load = {"at_start": load_before, "at_end": os.getloadavg()[0]}  # processes that run or want to
     results = {"duration_s": time.monotonic() - before, "load": load, **report.results()}
     print(report.table())  # noqa: T201

@@ -32,9 +32,12 @@ class Answer:
 class Client:
     """`async with Client(address) as client: answer = await client.generate([1, 2, 3], max_tokens=8)`"""
 
-    def __init__(self, address: str, admin: str | None = None, identity: Identity | None = None) -> None:
+    def __init__(
+        self, address: str, admin: str | None = None, identity: Identity | None = None, token: str = ""
+    ) -> None:
+        """`token`: for the admin port."""
         self._channel = channel(address, identity)
-        self._admin_channel = channel(admin) if admin else None
+        self._admin_channel = channel(admin, token=token) if admin else None
         self.stub = inference_pb2_grpc.InferenceStub(self._channel)
         self.admin = admin_pb2_grpc.AdminStub(self._admin_channel) if self._admin_channel else None
 

@@ -90,6 +90,8 @@ if __name__ == "__mp_main__":
     if HANG in os.environ:
         break_steps(Path(os.environ[HANG]))
 elif __name__ == "__main__":
-    role = sys.argv.pop(1)
+    from millrace_cli.cluster import SERVERS
+
+    module, *sys.argv[1:2] = SERVERS[sys.argv[1]]
     signal.signal(signal.SIGUSR1, pause)
-    runpy.run_module(f"millrace_serve.{role}.__main__", run_name="__main__")
+    runpy.run_module(f"{module}.__main__", run_name="__main__")

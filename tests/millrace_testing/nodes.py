@@ -22,6 +22,7 @@ import psutil
 from millrace.v1 import admin_pb2, admin_pb2_grpc
 from millrace_cli.cluster import TINY, server_command
 from millrace_cli.process import Process
+from millrace_rpc.access import token
 from millrace_rpc.client import channel
 
 from millrace_testing.faulty_worker import HANG
@@ -35,6 +36,8 @@ HOST = "127.0.0.1"
 START_S = 90.0
 FAULTY = (sys.executable, "-m", "millrace_testing.faulty_worker")
 GRACE_S = 20.0
+SECRET = "of a system that tests break"
+TOKEN = token(SECRET.encode())  # for calls of workers and of routers' admin ports
 
 
 class Node:
@@ -108,9 +111,10 @@ class System:
         self,
         folder: Path,
         *,
-        prefill: int,
-        decode: int,
         routers: int,
+        prefill: int = 0,
+        decode: int = 0,
+        flexible: int = 0,
         worker_set: Sequence[str] = (),
         router_set: Sequence[str] = (),
         namespaces: bool = False,
@@ -121,10 +125,13 @@ class System:
         """
         self._proxies: dict[str, Proxy] = {}
         self._router_set = router_set
-        names = [*(f"prefill-{i}" for i in range(prefill)), *(f"decode-{i}" for i in range(decode))]
+        counts = {"prefill": prefill, "decode": decode, "flexible": flexible}
+        names = [f"{role}-{i}" for role, count in counts.items() for i in range(count)]
         self._spaces = Namespaces(names) if namespaces else None
         self.disk = SharedDisk(folder / "disk", disk_mib) if disk_mib else None
-        common = [f"model={TINY}", "log_level=INFO"]
+        secret = folder / "secret"  # without one, workers in namespaces do not start: others reach their ports
+        secret.write_text(SECRET)
+        common = [f"model={TINY}", "log_level=INFO", f"secret={secret}"]
         tier = [f"limits.disk_cache={self.disk.folder}"] if self.disk is not None else []
         sets = [*common, "engine=sim", *worker_set, *tier]
         places = {name: (s.host(name), s.enter(name)) if (s := self._spaces) else () for name in names}
@@ -189,7 +196,7 @@ class System:
         return proxy.address
 
     async def _sees_all(self, router: Node) -> bool:
-        async with channel(router.address("admin")) as ch:
+        async with channel(router.address("admin"), token=TOKEN) as ch:
             try:
                 listed = await admin_pb2_grpc.AdminStub(ch).ListWorkers(admin_pb2.ListWorkersRequest(), timeout=5)
             except grpc.aio.AioRpcError:

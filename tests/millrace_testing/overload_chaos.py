@@ -27,7 +27,7 @@ from millrace_rpc.errors import TABLE
 from millrace_testing.chaos import FAULTS, ROUTER_SET, Load, Seen, alarms, strike
 from millrace_testing.chaos import Report as Streams
 from millrace_testing.client import Client
-from millrace_testing.nodes import System
+from millrace_testing.nodes import TOKEN, System
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ async def overload(folder: Path, minutes: float, seed: int, factors: tuple[float
                 await _phase(system, factor, factor * report.capacity, 60 * minutes / len(factors), rng, killed)
             )
         for router in system.routers:
-            async with Client(router.address(), router.address("admin")) as client:
+            async with Client(router.address(), router.address("admin"), token=TOKEN) as client:
                 await client.wait_whole(timeout=60)
         report.alarms = alarms(folder)
         said = "\n".join(path.read_text() for path in sorted(folder.glob("router-*.log")))
@@ -196,7 +196,7 @@ async def _phase(
 
 async def _epochs(system: System) -> set[str]:
     """Of the workers' present processes."""
-    async with channel(system.routers[0].address("admin")) as ch:
+    async with channel(system.routers[0].address("admin"), token=TOKEN) as ch:
         listed = await admin_pb2_grpc.AdminStub(ch).ListWorkers(admin_pb2.ListWorkersRequest())
     return {worker.info.epoch for worker in listed.workers}
 

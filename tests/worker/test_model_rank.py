@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from millrace_serve.engine.config import Role
+from millrace_common.step_times import StepTimes
+from millrace_serve.engine.config import Limits, Role
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.model.config import ModelConfigError
 from millrace_serve.model.parallel import ParallelDims
@@ -32,6 +33,16 @@ def test_collective_waits_as_long_as_the_worker_may_take_to_start(monkeypatch: p
     with pytest.raises(Joined):
         model_rank.build(RankSpec(config, 1, "", "", "tcp://127.0.0.1:1"), Phases())
     assert told["timeout_s"] == 4800
+
+
+def test_its_engine_begins_with_the_expected_times_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = StepTimes(0.02, token_s=1e-4)
+    monkeypatch.setattr(model_rank, "init_parallel", lambda *_, **__: ParallelDims())
+    monkeypatch.setattr(model_rank, "expected_times", lambda *_: times)
+    limits = Limits(max_model_len=256, num_pages=32, max_running=2, max_prefill_tokens=64)
+    config = WorkerConfig(role=Role.UNIFIED, model=TINY, limits=limits)
+    engine = model_rank.build(RankSpec(config, 0, "", "", "tcp://127.0.0.1:1"), Phases()).engine
+    assert engine is not None and engine._scheduler.speeds.times == times
 
 
 def test_machine_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

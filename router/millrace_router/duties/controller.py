@@ -27,7 +27,7 @@ AT_RISK = 0.25  # part of a changing worker's requests that miss a limit by it
 LEAST_ERROR, MOST_ERROR = 0.1, 0.3  # of the measured rate
 LEAST_GAIN = 0.5  # requests: less is no reason
 NONE = DutySplit()
-FEW = 16  # members, of which every split is looked at
+FEW = 16  # splits of many members that are looked at, besides those near the present one
 DRAIN_S = 10.0  # in which waiting prompts should be computed, besides those that come
 
 
@@ -103,11 +103,14 @@ def decide(state: FleetState) -> DutyPlan:
 
 
 def _candidates(now: DutySplit, fixed: DutySplit) -> Iterator[DutySplit]:
-    """All of both duties, and prefill beside decode; of many, in growing steps from what there is."""
+    """All of both duties, and prefill beside decode; of many, near what there is and evenly over the rest."""
     total = now.total
     if not fixed.prefill:
         yield DutySplit(both=total)
-    steps = range(-total, total + 1) if total <= FEW else [s << i for i in range(total.bit_length()) for s in (1, -1)]
+    steps = {
+        *range(-total, total + 1, max(total // FEW, 1)),
+        *(s << i for i in range(total.bit_length()) for s in (1, -1)),
+    }
     for prefill in sorted({now.prefill, *(now.prefill + step for step in steps)}):
         if (0 if fixed.prefill else 1) <= prefill <= (total if fixed.decode else total - 1):
             yield DutySplit(prefill, total - prefill)

@@ -19,6 +19,9 @@ from millrace_common.split import Slo, Workload
 from millrace_router.health.window import SLOTS, Window
 
 WINDOW_S = 10.0
+RECENT = 3  # slots of it, which count alone where they differ from those before them
+CHANCE = 4.0  # standard deviations, by which the two may differ
+MOST_GROWTH = 1.2  # that is expected of a rate until a change of duties has its effect
 LEAST = 8  # requests: fewer are no sample
 
 
@@ -58,9 +61,9 @@ class RecentDemand:
         self._routers = 1
         self.expected_output = 0  # tokens of an output, where max_tokens allows as many; 0: unknown
 
-    def arrived(self, tokens: int, outputs: int, slo: Slo) -> None:
-        """A request of so many prompt tokens, and of at most so many output tokens."""
-        expected = min(outputs, self.expected_output) if self.expected_output else outputs
+    def arrived(self, tokens: int, outputs: int, slo: Slo, least: int = 0) -> None:
+        """A request of so many prompt tokens, and of `least` to `outputs` output tokens."""
+        expected = max(min(outputs, self.expected_output), least) if self.expected_output else outputs
         self._add({Count.ARRIVALS: 1, Count.INPUTS: tokens, Count.OUTPUTS: expected})
         if slo.ttft_s < math.inf:
             self._add({Count.TTFT: 1, Count.TTFT_S: slo.ttft_s})
@@ -92,7 +95,7 @@ class RecentDemand:
 
     def workload(self) -> Workload | None:
         """Of all routers. None: there is nothing to speak of."""
-        sums, seconds = self._window.sums(self._clock()), self._seconds()
+        sums, seconds = self._counted()
         arrivals = sums[Count.ARRIVALS]
         if arrivals < LEAST:
             return self._reported(sums, seconds)
@@ -101,13 +104,13 @@ class RecentDemand:
         return Workload(
             input_tokens=sums[Count.INPUTS] / arrivals,
             output_tokens=max(sums[Count.OUTPUTS] / arrivals, 1.0),
-            rate=arrivals / seconds * others,
+            rate=arrivals / seconds * others * self._growth(arrivals / seconds),
             cached_tokens=sums[Count.CACHED] / sums[Count.PLACED] if sums[Count.PLACED] else 0.0,
         )
 
     def slo(self, usual: Slo) -> Slo:
         """The mean limits of the requests that have any; `usual`: where none came."""
-        sums = self._window.sums(self._clock())
+        sums, _ = self._counted()
         if not sums[Count.ARRIVALS]:
             return usual
         return Slo(
@@ -117,13 +120,13 @@ class RecentDemand:
 
     @property
     def sample(self) -> float:
-        """Requests of the window: its rate is known to one part in the square root of it."""
-        return self._window.sums(self._clock())[Count.ARRIVALS]
+        """Requests that are counted: their rate is known to one part in the square root of it."""
+        return self._counted()[0][Count.ARRIVALS]
 
     @property
     def goodput(self) -> float:
         """Requests of this router per second that ended within their limits."""
-        return self._window.sums(self._clock())[Count.MET] / self._seconds()
+        return self._window.sums(self._clock())[Count.MET] / self._seconds(SLOTS)
 
     def _reported(self, sums: list[float], seconds: float) -> Workload | None:
         outputs = self.expected_output
@@ -132,10 +135,27 @@ class RecentDemand:
             return None
         return Workload(max(sums[Count.HELD] / sums[Count.ALL] - outputs / 2, 1.0), outputs, rate)
 
-    def _seconds(self) -> float:
-        """That the window's counters cover: its last slot is not over yet."""
+    def _counted(self) -> tuple[list[float], float]:
+        """The sums and the seconds of the window, or of its latest part where the load has changed since."""
+        now, seconds, recently = self._clock(), self._seconds(SLOTS), self._seconds(RECENT)
+        sums, recent = self._window.sums(now), self._window.sums(now, RECENT)
+        if recent[Count.ARRIVALS] < LEAST or recently >= seconds:
+            return sums, seconds
+        part = recently / seconds
+        chance = CHANCE / math.sqrt(part * sums[Count.ARRIVALS])
+        shape = ((recent[count], part * sums[count]) for count in (Count.ARRIVALS, Count.INPUTS))
+        changed = any(abs(found - expected) > chance * expected for found, expected in shape)
+        return (recent, recently) if changed else (sums, seconds)
+
+    def _growth(self, rate: float) -> float:
+        """A rate that has grown within the window is taken to grow on."""
+        mean = self._window.sums(self._clock())[Count.ARRIVALS] / self._seconds(SLOTS)
+        return min(max(rate / mean, 1.0), MOST_GROWTH)
+
+    def _seconds(self, slots: int) -> float:
+        """That so many slots cover: the last one is not over yet."""
         now, slot_s = self._clock(), WINDOW_S / SLOTS
-        return max(min(now - self._began, WINDOW_S - slot_s + now % slot_s), slot_s)
+        return max(min(now - self._began, (slots - 1) * slot_s + now % slot_s), slot_s)
 
     def _add(self, amounts: Mapping[Count, float]) -> None:
         now = self._clock()

@@ -119,7 +119,8 @@ class Generation:
     def start(self) -> None:
         self._health.budget.begin()
         self.job.tenant.running.add(1, self._tokens)
-        self._backend.demand.arrived(len(self.job.token_ids), self.job.sampling.max_tokens, self.slo)
+        job = self.job
+        self._backend.demand.arrived(len(job.token_ids), job.sampling.max_tokens, self.slo, job.least_outputs)
         self._arm()
         self._enter()
 

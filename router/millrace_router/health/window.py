@@ -22,7 +22,8 @@ class Window:
             self._slots.append((slot, [0.0] * self._width))
         self._slots[-1][1][counter] += amount
 
-    def sums(self, now: float) -> list[float]:
-        first = math.floor(now / self._slot_s) - SLOTS + 1
+    def sums(self, now: float, slots: int = SLOTS) -> list[float]:
+        """Of the latest `slots`; the last one is not over yet."""
+        first = math.floor(now / self._slot_s) - slots + 1
         counted = [amounts for slot, amounts in self._slots if slot >= first]
         return [sum(amounts[counter] for amounts in counted) for counter in range(self._width)]

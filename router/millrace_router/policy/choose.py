@@ -143,7 +143,7 @@ class _Attempt:
     predictor: Predictor | None = None  # its scorers count instead of the policies'
 
     def predicted(self) -> Placement | None:
-        """The placement that exceeds the request's limits least; of equal ones, that with the earliest first token."""
+        """The placement with the least risk for limits; of equal ones, that with the earliest first token."""
         view = self.situation.view
         limited = self.situation.want.slo.limited
         unmeasured = measured((*view.prefill, *view.decode, *view.unified)) if limited else None
@@ -168,7 +168,7 @@ class _Attempt:
         return self._alone("flexible", tuple(sorted(replicas, key=KEY)))
 
     def _whole(self, closed: list[str]) -> tuple[Score, Placement] | None:
-        """The best replica for both phases, with the pair's score: (violation, seconds until the first token)."""
+        """The best replica for both phases, with the pair's score: (risk, seconds until the first token)."""
         view = self.situation.view
         excluded = [*closed, *(self._unable(replica) for replica in view.unified)]
         found = self._select("whole", (*view.decode, *view.unified), excluded)

@@ -4,7 +4,9 @@
     TPOT          a step of the replica with one more sequence
 
 The times are the replica's own (StepTimes); a replica that has not measured any is taken to be as fast as another one.
-A score begins with the violation: by how much of its limits the request would exceed them. 0: it stays within.
+A score begins with the risk, in requests. 1: the request ends at a limit. What it costs the replica's streams counts
+as well, where their limit leaves less than the least chunk, and at a prefill worker, whose chunks are whole: those from
+before a change of its duty.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from millrace_common.step_times import StepTimes
+from millrace_common.step_times import AIM, StepTimes
 
 from millrace_router.policy.scoring import Inputs, Score, spared
 from millrace_router.policy.snapshot import Key, Replica
 
-MOST_CHUNK, LEAST_CHUNK = 2048, 16  # prompt tokens of a step
+MOST_CHUNK = 2048  # prompt tokens of a step
 HANDOVER_S = 0.01  # between the first token and the second of a pair
 
 
@@ -37,21 +39,22 @@ class Predictor:
     _tpot: dict[Key, float] = field(default_factory=dict)  # of replicas that were scored for both phases
 
     def prefill(self, candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
-        """(violation, seconds until the first token) of replicas that hand the sequence over."""
+        """(risk, seconds until the first token) of replicas that hand the sequence over."""
         limit_s = inputs.want.slo.ttft_s
-        return [(_over(first / limit_s), first) for first, _ in self.forecasts(candidates, inputs, hand_over=True)]
+        rows = self.forecasts(candidates, inputs, hand_over=True)
+        return [(_late(first / limit_s) + delayed, first) for first, _, delayed in rows]
 
     def decode(self, candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
-        """(violation, TPOT) of replicas that go on with a sequence: of those that `whole` has scored."""
+        """(risk, TPOT) of replicas that go on with a sequence: of those that `whole` has scored."""
         limit_s = inputs.want.slo.tpot_s
         return [(_over(each / limit_s), each) for each in (self._tpot[r.key] for r in candidates)]
 
     def whole(self, candidates: Sequence[Replica], inputs: Inputs) -> list[Score]:
-        """(violation, seconds until the first token, TPOT) of replicas that run both phases."""
+        """(risk, seconds until the first token, TPOT) of replicas that run both phases."""
         ttft_s, tpot_s = inputs.want.slo.ttft_s, inputs.want.slo.tpot_s
         rows = self.forecasts(candidates, inputs)
-        self._tpot.update((r.key, each) for r, (_, each) in zip(candidates, rows, strict=True))
-        return [(_over(first / ttft_s) + _over(each / tpot_s), first, each) for first, each in rows]
+        self._tpot.update((r.key, each) for r, (_, each, _) in zip(candidates, rows, strict=True))
+        return [(_late(first / ttft_s) + _over(each / tpot_s) + delayed, first, each) for first, each, delayed in rows]
 
     @staticmethod
     def times(role: str, score: Score) -> tuple[float, float]:
@@ -60,29 +63,38 @@ class Predictor:
 
     def forecasts(
         self, candidates: Sequence[Replica], inputs: Inputs, *, hand_over: bool = False
-    ) -> list[tuple[float, float]]:
-        """Seconds until the first token and TPOT at each. Written out as one loop: it runs for every replica and
-        request. `hand_over`: chunks of such prompts are whole, whatever streams are beside them.
+    ) -> list[tuple[float, float, float]]:
+        """Seconds until the first token and TPOT at each, and the part of its streams' limits that the prompt costs.
+        Written out as one loop: it runs for every replica and request. `hand_over`: chunks of such prompts are whole,
+        whatever streams are beside them.
         """
         want, found = inputs.want, []
-        length, limit_s = want.tokens, want.slo.tpot_s
+        length, limit_s, least = want.tokens, want.slo.tpot_s, want.page_size
         for replica, have in zip(candidates, spared(candidates, inputs), strict=True):
             times, streams = replica.times, replica.streams
             if not times.token_s:
                 times = self.unmeasured
-            step_s, chunk = times.fixed_s, float(MOST_CHUNK)
+            step_s, chunk, harmed = times.fixed_s, float(MOST_CHUNK), 0
             if streams:
                 step_s += times.sequence_s * streams + times.key_s * replica.held
-            if streams and not hand_over:
-                chunk = (limit_s - step_s - times.chunk_s) / (times.token_s or 1e-12)
-                chunk = MOST_CHUNK if chunk > MOST_CHUNK else LEAST_CHUNK if chunk < LEAST_CHUNK else chunk
+                busy_s, token_s = step_s + times.chunk_s, times.token_s or 1e-12
+                harmed = streams if limit_s < busy_s + token_s * (MOST_CHUNK if hand_over else least) else 0
+                if not hand_over:
+                    chunk = min(max((AIM * limit_s - busy_s) / token_s, least), MOST_CHUNK)
             own, ahead = length - have, replica.tokens
             tokens = own + ahead
             pairs = own * (have + own / 2) + ahead * length / 2  # the prompts ahead are as long as this one
             steps = tokens / chunk if tokens > chunk else 1.0
-            first_s = steps * (step_s + times.chunk_s) + times.token_s * tokens + times.pair_s * pairs
-            found.append((first_s, step_s + times.sequence_s + times.key_s * length))
+            work_s = steps * times.chunk_s + times.token_s * tokens + times.pair_s * pairs
+            outputs = min(want.outputs, replica.expected_output or want.outputs)
+            delayed = harmed * work_s * own / (tokens * outputs * limit_s) if harmed else 0.0
+            found.append((steps * step_s + work_s, step_s + times.sequence_s + times.key_s * length, delayed))
         return found
+
+
+def _late(part: float) -> float:
+    """The risk of a first token that is predicted for a part of its limit: from half of it on."""
+    return 2 * part - 1 if part > 0.5 else 0.0
 
 
 def _over(part: float) -> float:

@@ -129,6 +129,11 @@ class WorkerConfig(Execution):
     def num_ranks(self) -> int:
         return self.dp * self.tp
 
+    def setup(self, gpu: str) -> Setup | None:
+        """What its plan follows from, on this kind of GPU. None: it has no plan."""
+        planned = self.device == "cuda" and self.engine is EngineKind.MODEL
+        return setup_of(self.model_dump(), gpu) if planned else None
+
     @property
     def checkpoints(self) -> Path | None:
         return self.weights_root or (self.model and self.model.parent)

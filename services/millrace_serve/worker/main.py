@@ -41,7 +41,7 @@ from millrace_serve.plan import report
 from millrace_serve.plan.facts import gpu_here
 from millrace_serve.plan.settings import decide
 from millrace_serve.worker import caches
-from millrace_serve.worker.config import EngineKind, WorkerConfig, setup_of
+from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.lifecycle import State
 from millrace_serve.worker.frontend.role import RoleLogic
@@ -162,8 +162,7 @@ def _announce(path: Path, frontend: Frontend, ports: dict[str, int]) -> None:
 
 def _log_plan(config: WorkerConfig) -> None:
     """What `millrace plan` prints, but for memory, which a rank tells when it has measured it."""
-    setup = setup_of(config.model_dump(), gpu_here()) if config.device == "cuda" else None
-    if setup is not None and config.engine is EngineKind.MODEL:
+    if (setup := config.setup(gpu_here())) is not None:
         lines = f"{report.settings(config, decide(setup))}\n{report.steps(setup, config)}"
         log.info("plan for %s x %s:", config.num_ranks, setup.gpu or "an unknown GPU", extra={"lines": lines})
 

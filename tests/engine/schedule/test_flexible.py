@@ -7,8 +7,9 @@ from __future__ import annotations
 from engine.harness import Driver, fill_pages, first_output, request
 from hypothesis import given
 from hypothesis import strategies as st
+from millrace_common.page_hash import page_hashes
 from millrace_serve.engine.config import Role
-from millrace_serve.engine.core import Abort, KvArrived, KvFailed, KvOffered, LeaseEnded, RequestId, Route
+from millrace_serve.engine.core import Abort, KvArrived, KvFailed, KvOffered, LeaseEnded, RequestId, Route, ServePrefix
 from millrace_testing.examples import examples
 
 
@@ -104,6 +105,27 @@ def test_exports_leave_half_of_the_pool_and_others_pass_them() -> None:
     driver.tell(LeaseEnded(RequestId(3, 0)))
     driver.tell(Abort(RequestId(5, 0)))
     driver.tell(KvFailed(RequestId(5, 0), None))  # type: ignore[arg-type]
+    driver.run()
+    driver.check_whole()
+
+
+def test_an_export_that_needs_most_of_the_pool_waits_no_longer_than_the_leases_before_it() -> None:
+    """Others fetch a cached prefix again and again, each before the one before has it."""
+    sizes = {"num_pages": 21, "max_running": 8, "max_prefill_tokens": 100, "max_model_len": 64}
+    driver, tokens = Driver(Role.FLEXIBLE, **sizes), [20] * 16
+    driver.submit(request(1, tokens, max_tokens=1))
+    driver.run()
+    blocks = page_hashes(tokens[:12], 4)
+    driver.tell(ServePrefix(RequestId(2, 0), blocks))
+    driver.submit(request(3, [21] * 48, Route.EXPORT))  # 12 pages of 20
+    for room in range(4, 8):
+        driver.run()
+        driver.tell(ServePrefix(RequestId(room, 0), blocks))
+        driver.tell(LeaseEnded(RequestId(room - 2 if room == 4 else room - 1, 0)))
+    driver.run()
+    assert RequestId(3, 0) in driver.parts
+    for room in range(2, 8):
+        driver.tell(LeaseEnded(RequestId(room, 0)))
     driver.run()
     driver.check_whole()
 

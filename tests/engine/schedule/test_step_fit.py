@@ -10,11 +10,10 @@ import pytest
 from engine.harness import Driver, request
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_common.step_times import StepTimes
+from millrace_common.step_times import AIM, StepTimes
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Request, Route
 from millrace_serve.engine.schedule.plan import Work
-from millrace_serve.engine.schedule.prompts import AIM
 from millrace_serve.engine.schedule.step_fit import StepFit
 from millrace_testing.examples import examples
 

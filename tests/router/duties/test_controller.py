@@ -61,7 +61,14 @@ def test_a_constant_load_settles_and_then_nothing_changes(workload: Workload, me
     found = settle(situation(load, *[UNSPECIFIED] * members), 12)
     assert len(set(found[6:])) == 1
     reached = expect(found[-1], load, SLO, TIMES, CAPACITY).goodput
-    assert reached >= 0.9 * best(members, load, SLO, TIMES, CAPACITY)[0][1].goodput
+    assert reached >= 0.9 * best(members, load, SLO, TIMES, CAPACITY)[0][1].goodput - 0.01
+
+
+@pytest.mark.parametrize("prefill", [4, 16, 33, 48, 60])
+def test_many_workers_go_near_the_best_split_at_once(prefill: int) -> None:
+    load = Workload(1024, 512, 340.0)
+    plan = decide(situation(load, *[PREFILL] * prefill, *[DECODE] * (64 - prefill)))
+    assert plan.then.goodput >= 0.95 * best(64, load, SLO, TIMES, CAPACITY)[0][1].goodput, plan.after
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from millrace_common.split import Slo, Workload
@@ -10,10 +11,10 @@ from millrace_router.duties.demand import LEAST, RecentDemand, Report
 from router.harness import Clock
 
 
-def arrive(demand: RecentDemand, clock: Clock, requests: int, per_s: float = 10.0) -> None:
+def arrive(demand: RecentDemand, clock: Clock, requests: int, per_s: float = 10.0, tokens: int = 1000) -> None:
     for _ in range(requests):
         clock.now += 1 / per_s
-        demand.arrived(1000, 300, Slo(1.0, 0.04))
+        demand.arrived(tokens, 300, Slo(1.0, 0.04))
         demand.placed(400)
 
 
@@ -37,11 +38,43 @@ def test_the_rate_and_shape_of_the_last_seconds(clock: Clock) -> None:
     assert demand.workload() is None
 
 
+@pytest.mark.parametrize(
+    ("per_s", "tokens", "rate", "expected"),
+    [
+        (100.0, 1000, 120, 1000),  # it is taken to grow on
+        (5.0, 1000, 5, 1000),
+        (20.0, 4000, 20, 4000),
+        (20.0, 250, 20, 250),
+        (22.0, 1050, 20, 1000),  # by chance: all 10 s count
+    ],
+)
+def test_a_changed_load_counts_alone_after_3_seconds(
+    clock: Clock, per_s: float, tokens: int, rate: float, expected: float
+) -> None:
+    demand = RecentDemand(clock)
+    arrive(demand, clock, 400, per_s=20)
+    arrive(demand, clock, round(3 * per_s), per_s=per_s, tokens=tokens)
+    found = demand.workload()
+    assert found is not None and found.rate == pytest.approx(rate, rel=0.1)
+    assert found.input_tokens == pytest.approx(expected, rel=0.05)
+
+
+def test_a_steady_rate_stays_one_sample_whatever_chance_does(clock: Clock) -> None:
+    demand, rng = RecentDemand(clock), random.Random(0)
+    arrive(demand, clock, 200, per_s=20)
+    for _ in range(2000):
+        arrive(demand, clock, 1, per_s=20 / rng.expovariate(1))
+        assert demand.sample > 100
+
+
 def test_outputs_are_as_long_as_workers_expect(clock: Clock) -> None:
     demand = RecentDemand(clock)
     demand.look({}, expected_output=120)
     arrive(demand, clock, 20)
     assert demand.workload().output_tokens == 120
+    for least in (300,) * 20:  # as those that ignore the end of sequence
+        demand.arrived(1000, 300, Slo(), least)
+    assert demand.workload().output_tokens == 210
 
 
 @pytest.mark.parametrize(("routers", "rate"), [(1, 10), (2, 30)])

@@ -29,13 +29,13 @@ async def fleet(cluster: Callable, number: int = 4, **routing: object) -> Cluste
     return made
 
 
-def ask(router: Router, rate: float, tokens: int = 4096, outputs: int = 256) -> None:
+def ask(router: Router, rate: float, tokens: int = 4096, outputs: int = 256, slo: Slo = Slo(1.0, 0.04)) -> None:
     """So many requests came in the last ten seconds."""
     demand, clock = router._lead._demand, Clock(1000.0)
     demand._clock, demand._began = clock, clock.now
     for _ in range(round(10 * rate)):
         clock.now += 1 / rate
-        demand.arrived(tokens, outputs, Slo(1.0, 0.04))
+        demand.arrived(tokens, outputs, slo)
 
 
 async def tick(made: Cluster, *routers: Router) -> list[int]:
@@ -118,11 +118,7 @@ async def test_off_is_both(cluster: Callable) -> None:
 
 async def test_without_limits_nothing_is_decided(cluster: Callable) -> None:
     made = await fleet(cluster, slo={})
-    demand, clock = made.router._lead._demand, Clock(1000.0)
-    demand._clock, demand._began = clock, clock.now
-    for _ in range(70):
-        clock.now += 0.1
-        demand.arrived(4096, 256, Slo())
+    ask(made.router, 7.0, slo=Slo())
     assert await tick(made) == [BOTH] * 4
 
 

@@ -97,6 +97,22 @@ def test_within_the_limits_rather_than_early() -> None:
     )
 
 
+@pytest.mark.parametrize(("tokens", "chosen"), [(0, "b"), (8_000, "b"), (25_000, "b"), (40_000, "a")])
+def test_a_prompt_waits_rather_than_delay_streams_from_before_a_change_of_duty(tokens: int, chosen: str) -> None:
+    """4,000 tokens cost 60 streams some 3 of their limits: as a first token at twice its own limit."""
+    before, other = replica("a", flexible=True, **AT_WORK), replica("b", tokens=tokens)
+    target = replica("d", sources=frozenset({"e-a", "e-b"}), streams=210)
+    found = decided(View((before, other), (target,)), LONG)
+    assert found is not None and found.placement.prefill is not None
+    assert found.placement.prefill.address == chosen
+
+
+@pytest.mark.parametrize(("streams", "route"), [(60, "local"), (140, "local"), (175, "pair")])
+def test_a_prompt_keeps_away_from_streams_whose_limit_leaves_less_than_a_page(streams: int, route: str) -> None:
+    """With 175 streams a step takes 37.5 ms, and the limit leaves 50 tokens."""
+    assert way(View((prefill(tokens=4000),), (decode(streams=streams),)), SHORT) == route
+
+
 def test_a_unified_replica_competes_with_pairs() -> None:
     view = View((prefill(tokens=4000),), (decode(**AT_WORK),), (replica("u"),))
     assert way(view, LONG) == "unified"

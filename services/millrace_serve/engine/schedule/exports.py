@@ -17,6 +17,7 @@ LeaseEnded before 4: no worker will read the rest, so the request ends in an err
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from millrace_serve.engine.config import EngineConfig, Role
@@ -39,6 +40,10 @@ class Publisher:
         """Whether one more prompt may get pages that are held until its lease ends. `running`: prompts with pages."""
         held = self._pages.cache.pool.num_published + sum(len(other.pages) for other in running if other.exports)
         return not held or self._most is None or held + self._pages.count(len(seq.tokens)) <= self._most
+
+    def needs_all(self, seq: Sequence | None) -> bool:
+        """Whether it is a prompt that gets pages only while nothing is held."""
+        return seq is not None and seq.exports and self._pages.count(len(seq.tokens)) > (self._most or math.inf)
 
     def begin(self, seq: Sequence) -> bool:
         """Publish the cached pages of a prompt that has just begun to run, or answer the worker that serves it more.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterator
 
 from millrace_serve.engine.config import EngineConfig, shared_tokens
 from millrace_serve.engine.schedule.leaving import Leaving
@@ -22,8 +21,6 @@ from millrace_serve.engine.schedule.plan import Chunk, ContextParallelTurn, Plan
 from millrace_serve.engine.schedule.requests import EngineRequests
 from millrace_serve.engine.schedule.sequence import KvWriter, Phase, Sequence, Trust
 from millrace_serve.engine.schedule.speeds import Speeds
-
-AIM = 0.95  # of a limit: predicted times have an error, keys grow, and a hand-over adds to a stream's mean
 
 
 class Prompts(Leaving):
@@ -78,16 +75,12 @@ class Prompts(Leaving):
         Prompts whose KV other workers read take whole chunks: routers send such to prefill workers, where streams from
         before a change of duty must not halve what the change was made for.
         """
-        limit_s, most, times = min(plan.limit_s, self.limit_s), self.config.max_prefill_tokens, self.speeds.times
-        head = self.requests.waiting.head()
-        if limit_s == math.inf or not times.token_s or (head and head.exports) or any(self._exporting()):
+        most, head, work = self.config.max_prefill_tokens, self.requests.waiting.head(), plan.work
+        if (head and head.exports) or any(seq.exports for seq in self._prefilling):
             return most
         start = max((seq.num_computed for seq in self._prefilling if not seq.filling), default=0)
-        tokens = times.tokens_within(AIM * limit_s, plan.work.sequences, plan.work.keys, start)
-        return min(max(tokens, self.pages.size), most)
-
-    def _exporting(self) -> Iterator[Sequence]:
-        return (seq for seq in self._prefilling if seq.exports)
+        limit_s, least = min(plan.limit_s, self.limit_s), self.pages.size
+        return self.speeds.times.chunk_beside(limit_s, work.sequences, work.keys, start, least, most)
 
     def _take_chunks(self, plan: Plan) -> None:
         """Chunks for the admitted prompts and then for new ones, in order, until the step's token budget is used up.

@@ -77,6 +77,8 @@ class Scheduler(Streams):
             case Submit(request):
                 self._enrol(request)
             case ServePrefix(id, blocks):
+                if self._publisher.needs_all(self.requests.waiting.head()):
+                    blocks = []  # what others fetch would be held without an end, and it would wait as long
                 self.outbox.events.chunks.append(self.served_pages.serve_prefix(id, blocks))
             case FlushCache():
                 self.pages.cache.flush()

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from millrace_common.step_times import StepTimes
 from millrace_common.tokenizer_file import HUGGING_FACE, TIKTOKEN, load_tokenizer
 from millrace_kernels import backend
 
@@ -22,7 +23,7 @@ from millrace_serve.engine.lockstep.join import join
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.offload.cuda_copier import CudaCopier
 from millrace_serve.engine.offload.page_copier import PageCopier
-from millrace_serve.engine.schedule.factory import make_scheduler
+from millrace_serve.engine.schedule.factory import UNKNOWN, make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.start import compile_ahead, finite
 from millrace_serve.engine.start.compilations import Compilations
@@ -57,10 +58,12 @@ class Rank:
     copier: PageCopier
     load: Callable[[Path, bool], str] | None = None  # a checkpoint over the weights, or only check it; its hash
 
-    def engine(self) -> Engine:
+    def engine(self, times: StepTimes = UNKNOWN) -> Engine:
+        """`times` of its steps, until it has measured them."""
         facts = ModelFacts(self.model.vocab_size, frozenset(self.model.eos_token_ids))
         grammars = Grammars(LlguidanceCompiler(self.path, facts.vocab_size, facts.eos_token_ids), time.monotonic)
-        scheduler = make_scheduler(self.config, self.role, facts, time.monotonic, grammars, self.copier.num_slots)
+        slots = self.copier.num_slots
+        scheduler = make_scheduler(self.config, self.role, facts, time.monotonic, grammars, slots, times)
         builder = BatchBuilder(self.config)
         return Engine(self.config, scheduler, grammars, builder, self.runner, self.pool, self.lockstep, self.copier)
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 import torch
+from millrace_common.step_times import StepTimes
 
+from millrace_serve.engine.schedule.factory import UNKNOWN
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.model.config import ModelConfig, ModelConfigError
 from millrace_serve.model.parallel import init_parallel, leave_parallel
+from millrace_serve.plan import report, splits
+from millrace_serve.plan.facts import gpu_here
+from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.rank.parts import Parts, RankSpec
 
 
@@ -37,7 +42,13 @@ def build(spec: RankSpec, phases: Phases) -> Parts:
     parts = (rank.pool, rank.lockstep.progress, *facts)
     if dims.tp_rank:
         return Parts(*parts, run=rank.follow, leave=leave_parallel, load=rank.load)
-    return Parts(*parts, engine=rank.engine(), leave=leave_parallel, load=rank.load)
+    return Parts(*parts, engine=rank.engine(expected_times(config, gpu_here())), leave=leave_parallel, load=rank.load)
+
+
+def expected_times(config: WorkerConfig, gpu: str) -> StepTimes:
+    """What the plan predicts of a step; unknown where nobody has timed such steps on this kind of GPU."""
+    setup = config.setup(gpu)
+    return (splits.times(report.ranks_of(setup, config)) if setup is not None else None) or UNKNOWN
 
 
 def _address(bind: str) -> str:
