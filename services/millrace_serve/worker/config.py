@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from millrace_serve.engine.config import MOST_DRAFTS, Execution, Limits, OrAuto, Role
 from millrace_serve.engine.sim.runner import SimSettings
 from millrace_serve.model.config import ModelConfig
-from millrace_serve.plan.facts import gpu_here
+from millrace_serve.plan.facts import gpu_here, memory_limit
 from millrace_serve.plan.settings import Goal, Setup, decide, filled, predicts
 
 DEFAULT_PAGES = 1025  # where the device's memory is not planned
@@ -96,9 +96,11 @@ class WorkerConfig(Execution):
         limits = values.get("limits") or {}
         if isinstance(limits, dict):
             pages = "auto" if planned else DEFAULT_PAGES
-            limits = {"num_pages": pages, "max_model_len": _context_of(values), **limits}
+            # A tier is no default: it takes memory that the operator may have meant for something else.
+            defaults = {"num_pages": pages, "max_model_len": _context_of(values), "host_cache_gib": 0.0}
+            limits = {**defaults, **limits}
         values = {"dtype": "bfloat16" if on_cuda else "float32", **values, "limits": limits}
-        setup = setup_of(values, gpu_here()) if planned else None
+        setup = setup_of(values, gpu_here(), memory_limit()) if planned else None
         return filled(values, decide(setup) if setup else ())
 
     @model_validator(mode="after")
@@ -137,9 +139,9 @@ class WorkerConfig(Execution):
         return self.served_name or (self.model.name if self.model else str(self.engine))
 
 
-def setup_of(values: Mapping[str, Any], gpu: str) -> Setup | None:
+def setup_of(values: Mapping[str, Any], gpu: str, pod_memory: int = 0) -> Setup | None:
     """What the plan of a configuration's raw values follows from. None: some of them are faulty, or there is no
-    config.json that can be read; the validation or the start says so.
+    config.json that can be read; the validation or the start says so. `pod_memory`: bytes that this pod's limit allows.
     """
     try:
         folder = Path(values["model"])
@@ -154,6 +156,7 @@ def setup_of(values: Mapping[str, Any], gpu: str) -> Setup | None:
             goal=Goal(values.get("goal", Goal.BALANCED)),
             drafts=drafts if predicts(folder, model) else 0,
             bf16=values.get("dtype") == "bfloat16",
+            pod_memory=0 if values.get("launcher") == "ray" else pod_memory,  # ranks are in other pods, too
         )
     except (KeyError, TypeError, ValueError, OSError):
         return None
