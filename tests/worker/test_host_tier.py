@@ -5,14 +5,11 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import pytest
 from millrace_serve.engine.core import SamplingParams
 from millrace_serve.engine.sim.runner import SimSettings
-from millrace_serve.worker.config import WorkerConfig
 from millrace_testing.fake_router import FakeLink, request
 from millrace_testing.oracle import oracle_outputs
 from millrace_testing.procs import SIM, workers
-from pydantic import ValidationError
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 PAGES, LENGTH, COUNT = 33, 257, 40  # 4 full pages a prompt: 160 pages of 64 tokens for a pool of 32
@@ -45,9 +42,3 @@ async def test_prompts_of_a_second_pass_come_from_the_host_tier(tmp_path: Path) 
             await worker.metric("millrace_engine_total", what="host_cached_tokens")
             == load.counters["host_cached_tokens"]
         )
-
-
-def test_tier_of_ranks_with_the_same_pages_is_refused() -> None:
-    limits = {"host_cache_gib": 1.0}
-    with pytest.raises(ValidationError, match=r"limits\.host_cache_gib: needs tp=1, not 2: .* use dp"):
-        WorkerConfig.model_validate({"engine": "sim", "tp": 2, "limits": limits})

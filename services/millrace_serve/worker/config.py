@@ -115,10 +115,6 @@ class WorkerConfig(Execution):
             raise ValueError(f"attention: {', '.join(sorted(never))} takes dtype=bfloat16, not float32")
         if self.limits.context_parallel_tokens and (self.dp == 1 or self.limits.context_parallel_tokens < 2 * self.dp):
             raise ValueError("limits.context_parallel_tokens: needs dp > 1, and 2 tokens for each replica at least")
-        if self.limits.host_cache_gib and self.tp > 1:
-            raise ValueError(
-                f"limits.host_cache_gib: needs tp=1, not {self.tp}: all ranks of a replica have the same KV; use dp"
-            )
         if self.secret is None and exposed(self.host, self.tls):
             known = "or mutual TLS (tls.require_client_cert): others reach the gRPC port"
             raise ValueError(f"secret: is needed with host={self.host}, {known}")
