@@ -34,7 +34,8 @@ def test_host_tiers_of_all_replicas_are_beside_the_memory_for_everything_else(
     dp: int, tp: int, gib: str, given: tuple[str, str], wanted: tuple[str, str]
 ) -> None:
     amounts = zip(("requests", "limits"), given, strict=True)
-    sets = [f"dp={dp}", f"tp={tp}", f"config.limits.host_cache_gib={gib}", *(f"resources.{k}.memory={v}" for k, v in amounts)]
+    sets = [f"dp={dp}", f"tp={tp}", f"config.limits.host_cache_gib={gib}"]
+    sets += [f"resources.{name}.memory={amount}" for name, amount in amounts]
     assert memory(decode("cpu-tiny", *(f"workers.decode.{item}" for item in sets))) == wanted
 
 

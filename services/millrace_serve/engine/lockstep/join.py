@@ -1,8 +1,8 @@
 """A rank finds the others at its start: which of them are on its host, their memory, their connections.
 
-Ranks are on one host when they see one /dev/shm: two containers of one machine usually do not. What ranks tell each
-other here goes through an `exchange` that the caller brings; all ranks of the worker come to it the same number of
-times, and it waits for the slowest one to start.
+Ranks are on one host when they see one /dev/shm and each other's processes: two containers of one machine do not. What
+ranks tell each other here goes through an `exchange` that the caller brings; all ranks of the worker come to it the
+same number of times, and it waits for the slowest one to start.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from millrace_serve.engine.lockstep.replicas import VECTOR, Replicas
 
 MEMORY = Path("/dev/shm")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+PROCESSES = Path("/proc/self/ns/pid")
 
 Exchange = Callable[[bytes], list[bytes]]  # own bytes -> those of all ranks
 
@@ -92,7 +93,7 @@ def join(rank: int, tp: int, dp: int, exchange: Exchange, address: str = "127.0.
     """
     listener = RankListener(address)
     try:
-        own = Card(host or _host(), address, listener.port, secrets.token_bytes(TOKEN_BYTES))
+        own = Card(host or own_host(), address, listener.port, secrets.token_bytes(TOKEN_BYTES))
         cards = [msgspec.msgpack.decode(card, type=Card) for card in exchange(msgspec.msgpack.encode(own))]
         token, place = cards[0].token, Map(rank, tp, [card.host for card in cards])
         rings = [leader for leader in place.leaders if place.is_local(leader)] if tp > 1 else []
@@ -128,6 +129,6 @@ def _lockstep(place: Map, shared: Host, links: list[RankConnection]) -> Lockstep
     return Lockstep(replicas, outlet, inlet, close)
 
 
-def _host() -> str:
-    """The same for processes that see the same /dev/shm, and for no others."""
-    return f"{BOOT_ID.read_text().strip()}-{os.stat(MEMORY).st_dev}"
+def own_host() -> str:
+    """The same for processes that see the same /dev/shm and each other, and for no others."""
+    return f"{BOOT_ID.read_text().strip()}-{os.stat(MEMORY).st_dev}-{os.stat(PROCESSES).st_ino}"

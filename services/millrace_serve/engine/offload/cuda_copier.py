@@ -27,9 +27,8 @@ class CudaCopier(PageCopier):
         self._host = torch.from_numpy(self._host)
         # PyTorch's own pinned memory would take the next power of two.
         self._pinned = self._host if shared is None else torch.from_numpy(shared.memory)
-        if num_slots:
-            address, nbytes = self._pinned.data_ptr(), self._pinned.nbytes
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        address, nbytes = self._pinned.data_ptr(), self._pinned.nbytes
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
         if shared is not None and shared.rank:
             self._ended_words = torch.from_numpy(shared.ended)[shared.rank]
             self._counts = torch.full((WAYS,), -1, dtype=torch.int64, device=device)
@@ -44,8 +43,7 @@ class CudaCopier(PageCopier):
     def close(self) -> None:
         for stream in self._streams.values():
             stream.synchronize()
-        if self.num_slots:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr()))
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr()))
         self._in_flight, self._host = [], None
 
     def _copy(self, moves: PageMoves) -> tuple[torch.cuda.Event, torch.cuda.Event]:

@@ -37,8 +37,8 @@ class PageCopier:
         self._host: Any = np.empty((num_slots, self._page_bytes), np.uint8) if shared is None else shared.slots
         self._in_flight: list[tuple[CopyJob, int, Any]] = []
         self._started = {True: 0, False: 0}  # by whether they go to the host
-        self._bytes = {True: 0, False: 0}  # by whether they went to the host
-        self._seconds = {True: 0.0, False: 0.0}
+        names = [f"host_{what}/{way}" for what in ("bytes", "seconds") for way in ("store", "load")]
+        self._counters: dict[str, float] = dict.fromkeys(names if num_slots else (), 0)
 
     @property
     def address(self) -> int:
@@ -70,22 +70,16 @@ class PageCopier:
             if number <= elsewhere[job.to_host] and (seconds := self._ended(mark)) is not None
         ]
         for job, seconds in ended:
-            self._bytes[job.to_host] += len(job.pages) * self._page_bytes
-            self._seconds[job.to_host] += seconds
+            way = "store" if job.to_host else "load"
+            self._counters[f"host_bytes/{way}"] += len(job.pages) * self._page_bytes
+            self._counters[f"host_seconds/{way}"] += seconds
         jobs = [job for job, _ in ended]
         self._in_flight = [entry for entry in self._in_flight if entry[0] not in jobs]
         return jobs
 
     def counters(self) -> dict[str, float]:
-        """Of Load: bytes copied to the host tier and back, and the time that it took."""
-        if not self.num_slots:
-            return {}
-        return {
-            "host_bytes/store": self._bytes[True],
-            "host_bytes/load": self._bytes[False],
-            "host_seconds/store": self._seconds[True],
-            "host_seconds/load": self._seconds[False],
-        }
+        """Of Load: bytes copied to the host tier and back, and the time that it took on this rank."""
+        return self._counters
 
     def close(self) -> None:
         """Jobs in flight may be dropped, but nothing moves any more."""

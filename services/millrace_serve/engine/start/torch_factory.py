@@ -18,11 +18,11 @@ from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.grammar.llguidance_compiler import LlguidanceCompiler
 from millrace_serve.engine.health.progress import Progress
-from millrace_serve.engine.lockstep.join import join
+from millrace_serve.engine.lockstep.join import join, own_host
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.offload.cuda_copier import CudaCopier
 from millrace_serve.engine.offload.page_copier import PageCopier
-from millrace_serve.engine.offload.shared_store import own_host, share
+from millrace_serve.engine.offload.shared_store import share
 from millrace_serve.engine.schedule.factory import make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.start import compile_ahead, finite
