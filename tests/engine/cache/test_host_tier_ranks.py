@@ -198,10 +198,11 @@ class Served(msgspec.Struct):
     counters: dict[str, float]
 
 
-def serve(dims: ParallelDims, sizes: dict[str, Any], folder: str) -> str:
+def serve(dims: ParallelDims, sizes: dict[str, Any], folder: str, kind: str = "cpu") -> str:
     """A Served in JSON: each replica its part of the prompts, twice. `folder`: of the disk tier, if there are tiers."""
     limits = Limits.model_validate({**LIMITS, **sizes})
-    rank = load_rank(limits, Role.UNIFIED, paths.TINY, dims, torch.device("cpu"), torch.float32)
+    device = torch.device(f"cuda:{dims.rank}" if kind == "cuda" else kind)
+    rank = load_rank(limits, Role.UNIFIED, paths.TINY, dims, device, torch.float32)
     if dims.tp_rank:
         rank.follow()
         return ""
@@ -231,18 +232,31 @@ def serve(dims: ParallelDims, sizes: dict[str, Any], folder: str) -> str:
     return msgspec.json.encode(Served(said, counters)).decode()
 
 
+def tight(host_pages: int) -> dict[str, Any]:
+    """A pool for two of the sequences that grow, and a host tier."""
+    return {"num_pages": 20, "host_cache_gib": host_pages * PAGE_BYTES / GIB}
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_answers_of_two_gpus_with_tiers_are_those_without(tmp_path: Path) -> None:
+    sizes = ({"num_pages": 200}, tight(500), tight(30))
+    jobs: list[Any] = [(2, 1, serve, (size, str(tmp_path / "kv"), "cuda")) for size in sizes]
+    without, *others = (msgspec.json.decode(one[0], type=Served) for one in run_jobs(jobs, tmp_path, cuda=True))
+    assert all(one.tokens == without.tokens and one.counters["resumed"] for one in others)
+    assert others[1].counters["disk_pages/load"]
+
+
 @pytest.mark.timeout(900)
 def test_answers_with_tiers_are_those_of_one_rank_without(tmp_path: Path) -> None:
-    """A pool for two of the sequences that grow: they are evicted and preempted, saved and resumed. The ranks of the
-    second case find the pages of the first on disk, and have little memory above it.
+    """Sequences are evicted and preempted, saved and resumed. The ranks of the second case find the pages of the first
+    on disk, and have little memory above it.
     """
     torch.set_num_threads(1)
     alone = msgspec.json.decode(serve(ParallelDims(), {"num_pages": 200}, str(tmp_path / "none")), type=Served)
     cases = ((2, 1, 500), (2, 2, 30))  # tp, dp, pages of the host tier
-    sizes = [{"num_pages": 20, "host_cache_gib": slots * PAGE_BYTES / GIB} for _, _, slots in cases]
-    jobs: list[Any] = [
-        (*case[:2], serve, (size, str(tmp_path / "kv"))) for case, size in zip(cases, sizes, strict=True)
-    ]
+    jobs: list[Any] = [(tp, dp, serve, (tight(pages), str(tmp_path / "kv"))) for tp, dp, pages in cases]
     for (tp, dp, _), ranks in zip(cases, run_jobs(jobs, tmp_path), strict=True):
         leaders = [msgspec.json.decode(one, type=Served) for one in ranks[::tp]]
         assert {room: said for one in leaders for room, said in one.tokens.items()} == alone.tokens
