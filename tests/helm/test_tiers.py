@@ -21,22 +21,25 @@ def memory(spec: Object) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "gib", "given", "wanted"),
+    ("dp", "tp", "gib", "given", "wanted"),
     [
-        (1, "0", ("1Gi", "2Gi"), ("1Gi", "2Gi")),
-        (1, "3", ("1Gi", "2Gi"), ("4096Mi", "5120Mi")),
-        (4, "2", ("1Gi", "2148M"), ("9216Mi", "10241Mi")),  # 2148 MB are 2048.5 MiB
+        (1, 1, "0", ("1Gi", "2Gi"), ("1Gi", "2Gi")),
+        (1, 1, "3", ("1Gi", "2Gi"), ("4096Mi", "5120Mi")),
+        (4, 1, "2", ("1Gi", "2148M"), ("9216Mi", "10241Mi")),  # 2148 MB are 2048.5 MiB
+        (2, 4, "2", ("1Gi", "2Gi"), ("5120Mi", "6144Mi")),
+        (1, 1, "auto", ("1Gi", "2Gi"), ("1Gi", "2Gi")),
     ],
 )
-def test_host_tiers_of_all_ranks_are_beside_the_memory_for_everything_else(
-    ranks: int, gib: str, given: tuple[str, str], wanted: tuple[str, str]
+def test_host_tiers_of_all_replicas_are_beside_the_memory_for_everything_else(
+    dp: int, tp: int, gib: str, given: tuple[str, str], wanted: tuple[str, str]
 ) -> None:
     amounts = zip(("requests", "limits"), given, strict=True)
-    sets = [f"dp={ranks}", f"config.limits.host_cache_gib={gib}", *(f"resources.{k}.memory={v}" for k, v in amounts)]
+    sets = [f"dp={dp}", f"tp={tp}", f"config.limits.host_cache_gib={gib}"]
+    sets += [f"resources.{name}.memory={amount}" for name, amount in amounts]
     assert memory(decode("cpu-tiny", *(f"workers.decode.{item}" for item in sets))) == wanted
 
 
-def test_pod_of_a_group_has_the_host_tiers_of_its_own_ranks() -> None:
+def test_pod_of_a_group_has_the_host_tiers_of_its_own_replicas() -> None:
     sets = ("kind=lws", "size=2", "dp=4", "config.limits.host_cache_gib=1", "resources.limits.memory=4Gi")
     items = rendered("cpu-tiny", *(f"workers.decode.{item}" for item in sets))
     specs = [spec for name, spec in pods(items) if "decode" in name]

@@ -58,8 +58,7 @@ MUTANTS = (
     of("warming-has-no-time", f"{CHART}/warm.yaml",
        "activeDeadlineSeconds: {{ int .startup }}", "activeDeadlineSeconds: 60", INSTALL),
     of("host-tier-of-all-pods-in-each", f"{CHART}/_worker.tpl",
-       "$ranks := div (mul (int .dp) (int .tp)) (int .size)", "$ranks := mul (int .dp) (int .tp)",
-       "helm/test_tiers.py"),
+       "$replicas := div (int .dp) (int .size)", "$replicas := int .dp", "helm/test_tiers.py"),
     of("roles-beside-themselves-alone", f"{CHART}/_fabric.tpl",
        'ternary "decode" "prefill"', 'ternary "prefill" "decode"', FABRICS),
     # autoscaling and gateways

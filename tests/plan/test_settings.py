@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from millrace_bench.v3 import SPARSE, V3, write_folder
 from millrace_common.config import load
-from millrace_serve.engine.config import Role
+from millrace_serve.engine.config import GIB, Role
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.plan.settings import AUTO_KEYS, Goal, Setup, decide, predicts, value_of
+from millrace_serve.worker import config as worker_config
 from millrace_serve.worker.config import WorkerConfig
 
 MODEL = ModelConfig(num_hidden_layers=61, num_nextn_predict_layers=1, **V3)
@@ -80,7 +81,7 @@ def v3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("v3"), "v3", 61)
 
 
-@pytest.mark.parametrize("key", AUTO_KEYS)
+@pytest.mark.parametrize("key", [key for key in AUTO_KEYS if key != "limits.host_cache_gib"])
 @pytest.mark.parametrize("where", ["engine=sim", "device=cpu", "device=cuda"])
 def test_auto_is_what_an_absent_key_is(key: str, where: str, v3: Path) -> None:
     items = [where, f"model={v3}", "tp=2"]
@@ -108,6 +109,23 @@ def test_what_is_set_stays(key: str, value: Any, v3: Path) -> None:
     items = [f"model={v3}", "device=cuda", "tp=2", "goal=throughput"]
     text = str(list(value)) if isinstance(value, tuple) else str(value)
     assert value_of(load(WorkerConfig, None, [*items, f"{key}={text}"]), key) == value
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "limit", "more", "gib"),
+    [
+        *((1, 8, 512, (), 24), (8, 1, 512, (), 192), (2, 4, 512, (), 48), (1, 1, 17, (), 0), (1, 1, 18, (), 1)),
+        *((1, 8, 64, (), 0), (1, 8, 0, (), 0), (1, 8, 512, ("launcher=ray",), 0)),
+    ],
+)
+def test_host_tier_follows_from_the_pods_memory_limit(
+    tp: int, dp: int, limit: int, more: tuple[str, ...], gib: float, v3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where it is asked for: it takes memory of the host, which may be meant for something else."""
+    monkeypatch.setattr(worker_config, "memory_limit", lambda: limit * GIB)
+    items = [f"model={v3}", "device=cuda", f"tp={tp}", f"dp={dp}", *more]
+    said, absent = load(WorkerConfig, None, [*items, "limits.host_cache_gib=auto"]), load(WorkerConfig, None, items)
+    assert (said.limits.host_cache_gib, absent.limits.host_cache_gib) == (gib, 0)
 
 
 def test_a_cpu_keeps_its_defaults(v3: Path) -> None:

@@ -136,6 +136,10 @@
 {{- fail (printf "%s: dp %d x tp %d = %d ranks cannot be spread evenly over size %d pods" $at (int $pool.dp) (int
   $pool.tp) $ranks (int $pool.size)) -}}
 {{- end -}}
+{{- if and (get (default dict $pool.config.limits) "host_cache_gib") (mod (int $pool.dp) (int $pool.size)) -}}
+{{- fail (printf "%s.config.limits.host_cache_gib: the ranks of a replica share one pod's memory, but size %d pods have dp %d replicas"
+  $at (int $pool.size) (int $pool.dp)) -}}
+{{- end -}}
 {{- $parts := eq (default dict $pool.config | dig "expert_tp" false | toString) "true" -}}
 {{- if and $parts (gt (int $pool.dp) 1) -}}
 {{- fail (printf "%s.config.expert_tp: needs dp 1, not %d" $at (int $pool.dp)) -}}

@@ -183,11 +183,12 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{/* pool -> its resources, with the host tiers of a pod's ranks beside the memory that was given for everything else */}}
+{{/* pool -> its resources, with the host tiers of a pod's replicas beside the memory that was given for everything else.
+     auto takes a part of that memory. */}}
 {{- define "millrace.hostMemory" -}}
 {{- $resources := deepCopy .resources -}}
-{{- $ranks := div (mul (int .dp) (int .tp)) (int .size) -}}
-{{- $more := mulf (get (default dict .config.limits) "host_cache_gib" | default 0.0 | float64) 1024 $ranks | ceil | int64 -}}
+{{- $replicas := div (int .dp) (int .size) -}}
+{{- $more := mulf (get (default dict .config.limits) "host_cache_gib" | default 0.0 | float64) 1024 $replicas | ceil | int64 -}}
 {{- if $more -}}
 {{- range $amounts := $resources -}}
 {{- with $amounts -}}

@@ -65,7 +65,7 @@ class Limits(Config):
     draft_tokens: Annotated[int, OrAuto()] = Field(0, ge=0, le=MOST_DRAFTS)
     draft_batches: Annotated[tuple[Annotated[int, Field(ge=0)], ...], OrAuto()] = DRAFT_BATCHES
     prefix_cache: bool = True
-    # Of each rank for copies of cached pages in the host's memory; 0: none.
+    # Of each replica for copies of cached pages in the host's memory; 0: none. auto: by the pod's memory limit.
     host_cache_gib: Annotated[float, OrAuto()] = Field(0.0, ge=0)
     disk_cache: Path | None = None  # folder for cached pages, which outlives restarts; one user's workers may share it
     disk_cache_gib: float = Field(100.0, gt=0)  # size of that folder, all layouts together

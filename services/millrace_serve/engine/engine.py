@@ -25,6 +25,7 @@ from millrace_serve.engine.core import EngineInput, Events, Load, Pause
 from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.health.forecast import Forecast, Kind, kind
 from millrace_serve.engine.lockstep.lockstep import Lockstep
+from millrace_serve.engine.lockstep.packing import Copies
 from millrace_serve.engine.offload.disk_tier import DiskTier
 from millrace_serve.engine.offload.page_copier import PageCopier
 from millrace_serve.engine.schedule.plan import Plan
@@ -231,8 +232,11 @@ class Engine:
         self._stale = True
 
     def _copy(self) -> None:
-        """Start the copies that were decided: after the scrubbing of pages that are to be filled."""
-        for job in self._scheduler.host.take_jobs(self.copier.most_pages):
+        """Start the copies that were decided, on all ranks: after the scrubbing of pages that are to be filled."""
+        jobs = self._scheduler.host.take_jobs(self.copier.most_pages)
+        if jobs:
+            self._lockstep.share(Copies([job.moves for job in jobs], settled=not self._in_flight))
+        for job in jobs:
             self.copier.start(job)
 
     def _scrub(self) -> None:

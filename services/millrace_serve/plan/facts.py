@@ -16,6 +16,7 @@ from millrace_serve.model.config import ModelConfig
 
 FILE = Path(__file__).with_name("facts.toml")
 PROC = Path("/proc/driver/nvidia/gpus")  # of NVIDIA's driver
+CGROUP = Path("/sys/fs/cgroup")  # of this process's container, version 2
 EXPERTS = 32  # of a rank, in every run of the shape ep8
 V3 = {  # the widths of all runs
     "hidden_size": 7168,
@@ -126,3 +127,11 @@ def gpu_here(proc: Path = PROC) -> str:
     lines = [line for file in sorted(proc.glob("*/information")) for line in file.read_text().splitlines()]
     words = [word for line in lines if line.startswith("Model:") for word in line.split()]
     return next((word for word in words if word in {step.gpu for step in steps()}), "")
+
+
+def memory_limit(cgroup: Path = CGROUP) -> int:
+    """Bytes that this process's container may take; 0: there is no container, or it has no limit."""
+    try:
+        return int((cgroup / "memory.max").read_text())
+    except (OSError, ValueError):  # the file says "max"
+        return 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from millrace_common.json_values import Json, JsonObject
 
-from millrace_serve.engine.config import DRAFT_BATCHES, MOST_DRAFTS, Execution, Role
+from millrace_serve.engine.config import DRAFT_BATCHES, GIB, MOST_DRAFTS, Execution, Role
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.plan.facts import Gain, gains_of, shape_of
 
@@ -22,6 +22,7 @@ FP8_KV = "float8_e4m3fn"
 NODE = 8  # GPUs of a host
 BLOCK = 128  # columns that share a scale of FP8 weights
 PROMPT_ROWS = 1024  # of each rank of a replica: up to that, launches take longer than the work
+RANK_GIB = 16  # of a pod's memory, for a rank besides the host tier
 NOT_MEASURED = "not measured"
 
 
@@ -48,6 +49,7 @@ class Setup:
     goal: Goal
     drafts: int = MOST_DRAFTS
     bf16: bool = True  # activations
+    pod_memory: int = 0  # bytes, for all ranks together; 0: no limit is known
 
     @property
     def expert_tp(self) -> bool:
@@ -85,7 +87,7 @@ def decide(setup: Setup) -> tuple[Setting, ...]:
         _expert_tp(setup),
         _spare_experts(setup),
         Setting("memory_fraction", Execution.model_fields["memory_fraction"].default, f"more is {NOT_MEASURED}"),
-        Setting("limits.host_cache_gib", 0.0, "a host's memory is the operator's to give"),
+        _host_tier(setup),
     )
 
 
@@ -163,6 +165,15 @@ def _spare_experts(setup: Setup) -> Setting:
     return Setting(
         "redundant_experts", int(wanted), f"for prompts over dp of one host; {_gains('redundant_experts', setup)}"
     )
+
+
+def _host_tier(setup: Setup) -> Setting:
+    """The other half is left to the files of the checkpoint."""
+    if not setup.pod_memory:
+        return Setting("limits.host_cache_gib", 0.0, "the pod has no memory limit, or none that is known")
+    left = setup.pod_memory - RANK_GIB * GIB * setup.tp * setup.dp
+    why = f"half of the pod's memory limit less {RANK_GIB} GiB a rank, over dp; {NOT_MEASURED}"
+    return Setting("limits.host_cache_gib", float(max(left, 0) // (2 * setup.dp * GIB)), why)
 
 
 def _gains(setting: str, setup: Setup, shape: str = "") -> str:

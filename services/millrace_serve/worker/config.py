@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from millrace_serve.engine.config import MOST_DRAFTS, Execution, Limits, OrAuto, Role
 from millrace_serve.engine.sim.runner import SimSettings
 from millrace_serve.model.config import ModelConfig
-from millrace_serve.plan.facts import gpu_here
+from millrace_serve.plan.facts import gpu_here, memory_limit
 from millrace_serve.plan.settings import Goal, Setup, decide, filled, predicts
 
 DEFAULT_PAGES = 1025  # where the device's memory is not planned
@@ -97,9 +97,11 @@ class WorkerConfig(Execution):
         limits = values.get("limits") or {}
         if isinstance(limits, dict):
             pages = "auto" if planned else DEFAULT_PAGES
-            limits = {"num_pages": pages, "max_model_len": _context_of(values), **limits}
+            # A tier is no default: it takes memory that the operator may have meant for something else.
+            defaults = {"num_pages": pages, "max_model_len": _context_of(values), "host_cache_gib": 0.0}
+            limits = {**defaults, **limits}
         values = {"dtype": "bfloat16" if on_cuda else "float32", **values, "limits": limits}
-        setup = setup_of(values, gpu_here()) if planned else None
+        setup = setup_of(values, gpu_here(), memory_limit()) if planned else None
         return filled(values, decide(setup) if setup else ())
 
     @model_validator(mode="after")
@@ -114,10 +116,6 @@ class WorkerConfig(Execution):
             raise ValueError(f"attention: {', '.join(sorted(never))} takes dtype=bfloat16, not float32")
         if self.limits.context_parallel_tokens and (self.dp == 1 or self.limits.context_parallel_tokens < 2 * self.dp):
             raise ValueError("limits.context_parallel_tokens: needs dp > 1 and at least 2 tokens per replica")
-        if self.limits.host_cache_gib and self.tp > 1:
-            raise ValueError(
-                f"limits.host_cache_gib: needs tp=1, not {self.tp}: all ranks of a replica have the same KV; use dp"
-            )
         if self.secret is None and exposed(self.host, self.tls):
             known = "or mutual TLS (tls.require_client_cert): other hosts reach the gRPC port"
             raise ValueError(f"secret: required with host={self.host}, {known}")
@@ -129,10 +127,10 @@ class WorkerConfig(Execution):
     def num_ranks(self) -> int:
         return self.dp * self.tp
 
-    def setup(self, gpu: str) -> Setup | None:
-        """What its plan follows from, on this kind of GPU. None: it has no plan."""
+    def setup(self, gpu: str, pod_memory: int = 0) -> Setup | None:
+        """What its plan follows from, on this kind of GPU, as `setup_of` has it. None: it has no plan."""
         planned = self.device == "cuda" and self.engine is EngineKind.MODEL
-        return setup_of(self.model_dump(), gpu) if planned else None
+        return setup_of(self.model_dump(), gpu, pod_memory) if planned else None
 
     @property
     def checkpoints(self) -> Path | None:
@@ -143,9 +141,9 @@ class WorkerConfig(Execution):
         return self.served_name or (self.model.name if self.model else str(self.engine))
 
 
-def setup_of(values: Mapping[str, Json], gpu: str) -> Setup | None:
+def setup_of(values: Mapping[str, Json], gpu: str, pod_memory: int = 0) -> Setup | None:
     """What the plan of a configuration's raw values follows from. None: some of them are faulty, or there is no
-    config.json that can be read; the validation or the start says so.
+    config.json that can be read; the validation or the start says so. `pod_memory`: bytes that this pod's limit allows.
     """
     try:
         folder = Path(values["model"])
@@ -160,6 +158,7 @@ def setup_of(values: Mapping[str, Json], gpu: str) -> Setup | None:
             goal=Goal(values.get("goal", Goal.BALANCED)),
             drafts=drafts if predicts(folder, model) else 0,
             bf16=values.get("dtype") == "bfloat16",
+            pod_memory=0 if values.get("launcher") == "ray" else pod_memory,  # ranks are in other pods, too
         )
     except (KeyError, TypeError, ValueError, OSError):
         return None

@@ -38,7 +38,7 @@ from starlette.routing import Route
 
 from millrace_serve.engine.config import Role
 from millrace_serve.plan import report
-from millrace_serve.plan.facts import gpu_here
+from millrace_serve.plan.facts import gpu_here, memory_limit
 from millrace_serve.plan.settings import decide
 from millrace_serve.worker import caches
 from millrace_serve.worker.config import WorkerConfig
@@ -162,7 +162,7 @@ def _announce(path: Path, frontend: Frontend, ports: dict[str, int]) -> None:
 
 def _log_plan(config: WorkerConfig) -> None:
     """What `millrace plan` prints, but for memory, which a rank tells when it has measured it."""
-    if (setup := config.setup(gpu_here())) is not None:
+    if (setup := config.setup(gpu_here(), memory_limit())) is not None:
         lines = f"{report.settings(config, decide(setup))}\n{report.steps(setup, config)}"
         log.info("plan for %s x %s:", config.num_ranks, setup.gpu or "an unknown GPU", extra={"lines": lines})
 

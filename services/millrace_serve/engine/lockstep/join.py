@@ -1,7 +1,8 @@
 """A rank finds the others at its start: which of them are on its host, and its connections to them.
 
-Ranks are on one host when they have one network namespace: two pods of one machine usually do not. What ranks tell each
-other here goes through an `exchange` that the caller brings, which waits for the slowest one to start.
+Ranks are on one host when they have one network namespace and see each other's processes: two pods of one machine
+usually do not. What ranks tell each other here goes through an `exchange` that the caller brings, which waits for the
+slowest one to start.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from millrace_serve.engine.lockstep.links import TOKEN_BYTES, Address, RankConne
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.lockstep.replicas import Replicas
 
-NAMESPACE = Path("/proc/self/ns/net")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+NAMESPACES = Path("/proc/self/ns/net"), Path("/proc/self/ns/pid")
 
 Exchange = Callable[[bytes], list[bytes]]  # own bytes -> those of all ranks
 
@@ -89,7 +90,7 @@ def join(rank: int, tp: int, dp: int, exchange: Exchange, address: str = "127.0.
     """
     local, remote = RankListener(), RankListener(address)
     try:
-        own = Card(host or _host(), local.address, remote.address, secrets.token_bytes(TOKEN_BYTES))
+        own = Card(host or own_host(), local.address, remote.address, secrets.token_bytes(TOKEN_BYTES))
         cards = [msgspec.msgpack.decode(card, type=Card) for card in exchange(msgspec.msgpack.encode(own))]
         token, place = cards[0].token, Map(rank, tp, [card.host for card in cards])
         links = []
@@ -119,6 +120,6 @@ def _lockstep(place: Map, links: list[RankConnection]) -> Lockstep:
     return Lockstep(replicas, Outlet(followers) if followers else None, close=close)
 
 
-def _host() -> str:
-    """The same for processes that may connect by Unix sockets without files, and for no others."""
-    return f"{BOOT_ID.read_text().strip()}-{os.stat(NAMESPACE).st_ino}"
+def own_host() -> str:
+    """The same for processes that reach each other by Unix sockets without files and by /proc, and for no others."""
+    return "-".join([BOOT_ID.read_text().strip(), *(str(os.stat(space).st_ino) for space in NAMESPACES)])

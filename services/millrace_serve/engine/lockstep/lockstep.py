@@ -4,7 +4,7 @@ Data-parallel replicas meet in every step (the experts' exchange is collective),
 vector. A replica without work runs an idle step as long as another one works, and all end with the step in which the
 first one asks to end, so that none waits for one that has left. While no replica works they do not meet; the first one
 that has work wakes the others. Inside a tensor-parallel group only the leader schedules, and the others run the batches
-that it sends.
+and the copies that it sends.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from millrace_serve.engine.health.progress import Progress
 from millrace_serve.engine.lockstep import packing
 from millrace_serve.engine.lockstep.followers import Inlet, Outlet
 from millrace_serve.engine.lockstep.replicas import Replicas, ReplicaState, Said
+from millrace_serve.engine.offload.page_copier import PageCopier
 from millrace_serve.engine.schedule.plan import NOTHING, ContextParallelTurn, Plan, Work
 from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.engine.step.runner import Runner, StepHandle
@@ -99,24 +100,37 @@ class Lockstep:
         self._asleep = not any(map(any, zip(*states, strict=True)))
         return _agreement(states, self._replicas.index)
 
-    def share(self, batch: HostBatch) -> None:
-        """Give the followers their next batch."""
+    def share(self, message: packing.Message) -> None:
+        """Give the followers their next batch, or copies."""
         if self._outlet is not None:
-            data = packing.encode(batch)
+            data = packing.encode(message)
             with self.progress.waits():
                 self._outlet.send(data)
 
-    def follow(self, runner: Runner) -> None:
-        """The whole life of a follower: run what the leader shares until it closes. One step may be ahead."""
-        previous = None
+    def follow(self, runner: Runner, copier: PageCopier | None = None) -> None:
+        """The whole life of a follower: run what the leader shares until it closes. One step may be ahead. `copier`:
+        None where there is no host tier.
+        """
+        step: StepHandle | None = None
         while data := self._receive():
-            batch = packing.decode(data)
-            self.progress.launches(batch)
-            handle = runner.launch(batch)
-            self._finish(previous)
-            previous = handle
-        self._finish(previous)
+            message = packing.decode(data)
+            if not isinstance(message, packing.Copies):
+                step = self._launch(runner, message, step)
+                continue
+            assert copier is not None, "there is no host tier"
+            if message.settled:  # a step that has ended for the leader may still write to these pages here
+                self._finish(step)
+                step = None
+            for moves in message.moves:
+                copier.follow(moves)
+        self._finish(step)
         self._close()
+
+    def _launch(self, runner: Runner, batch: HostBatch, previous: StepHandle | None) -> StepHandle:
+        self.progress.launches(batch)
+        step = runner.launch(batch)
+        self._finish(previous)
+        return step
 
     def _receive(self) -> bytes:
         assert self._inlet is not None, "a leader follows nobody"

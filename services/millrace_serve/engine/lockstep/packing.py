@@ -1,4 +1,6 @@
-"""Places of arrays in one block of bytes, and a whole batch as such a block: what a leader sends its followers."""
+"""Places of arrays in one block of bytes, and what a leader sends its followers as such a block: a batch, or copies
+between their pages and the host tier.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,21 @@ import struct
 import msgspec
 import numpy as np
 
-from millrace_serve.engine.step.batch import HostBatch, StepBatch
+from millrace_serve.engine.offload.host_copies import PageMoves
+from millrace_serve.engine.step.batch import HostBatch
 
 ALIGN = 16  # bytes, for the vector loads of kernels
 SIZE = struct.Struct("=Q")
-BATCH = StepBatch[np.ndarray]
+
+
+class Copies(msgspec.Struct, frozen=True, array_like=True):
+    """`settled`: the leader has the results of every launched step."""
+
+    moves: list[PageMoves]
+    settled: bool
+
+
+Message = HostBatch | Copies
 
 
 def place(sizes: list[int]) -> tuple[list[int], int]:
@@ -23,15 +35,15 @@ def place(sizes: list[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def encode(batch: HostBatch) -> bytearray:
-    """`size of the head | head | arrays`: the head is the batch in msgpack, with dtype and shape for each array."""
+def encode(message: Message) -> bytearray:
+    """`size of the head | head | arrays`: the head is the message in msgpack, with dtype and shape for each array."""
     arrays: list[np.ndarray] = []
 
     def spec(array: np.ndarray) -> tuple[str, tuple[int, ...]]:
         arrays.append(array)
         return array.dtype.str, array.shape
 
-    head = msgspec.msgpack.encode(batch, enc_hook=spec)
+    head = msgspec.msgpack.encode(message, enc_hook=spec)
     (_, *offsets), total = place([SIZE.size + len(head), *(array.nbytes for array in arrays)])
     data = bytearray(total)
     SIZE.pack_into(data, 0, len(head))
@@ -41,8 +53,8 @@ def encode(batch: HostBatch) -> bytearray:
     return data
 
 
-def decode(data: bytes | bytearray | memoryview) -> HostBatch:
-    """The batch that was encoded, with arrays of its own."""
+def decode(data: bytes | bytearray | memoryview) -> Message:
+    """The message that was encoded, with arrays of its own."""
     arrays: list[np.ndarray] = []
 
     def make(_: type, spec: tuple[str, tuple[int, ...]]) -> np.ndarray:
@@ -51,8 +63,8 @@ def decode(data: bytes | bytearray | memoryview) -> HostBatch:
 
     view = memoryview(data)
     (size,) = SIZE.unpack_from(view)
-    batch: HostBatch = msgspec.msgpack.decode(view[SIZE.size : SIZE.size + size], type=BATCH, dec_hook=make)
+    message: Message = msgspec.msgpack.decode(view[SIZE.size : SIZE.size + size], type=Message, dec_hook=make)
     (_, *offsets), _ = place([SIZE.size + size, *(array.nbytes for array in arrays)])
     for array, offset in zip(arrays, offsets, strict=True):
         np.copyto(array, np.frombuffer(view, array.dtype, array.size, offset).reshape(array.shape))
-    return batch
+    return message

@@ -8,20 +8,31 @@ from __future__ import annotations
 
 import torch
 from millrace_common.page_runs import runs
-from torch import Tensor
 
 from millrace_serve.engine.cache.kv_pool import KvPool
-from millrace_serve.engine.offload.host_copies import CopyJob
+from millrace_serve.engine.offload.host_copies import PageMoves
 from millrace_serve.engine.offload.page_copier import Mark, PageCopier
+from millrace_serve.engine.offload.shared_store import WAYS, SharedStore
 
 
 class CudaCopier(PageCopier):
-    def __init__(self, pool: KvPool, num_slots: int, poison: bool = False) -> None:
+    def __init__(self, pool: KvPool, num_slots: int, shared: SharedStore | None = None, poison: bool = False) -> None:
         """`poison`: pages are scrubbed on the current stream before they are filled."""
-        super().__init__(pool, num_slots)
+        super().__init__(pool, num_slots, shared)
         device = pool.buffer.device
         self._streams = {to_host: torch.cuda.Stream(device) for to_host in (True, False)}
         self._poison = poison
+        self._host = torch.from_numpy(self._host)
+        # PyTorch's own pinned memory would take the next power of two.
+        self._pinned = self._host if shared is None else torch.from_numpy(shared.memory)
+        address, nbytes = self._pinned.data_ptr(), self._pinned.nbytes
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        if shared is not None and shared.rank:
+            self._ended_words = torch.from_numpy(shared.ended)[shared.rank]
+            self._counts = torch.full((WAYS,), -1, dtype=torch.int64, device=device)
+            torch.cuda.synchronize(device)
+            for to_host in self._streams:  # to 0: what a first count loads must not wait for a step
+                self._tell(to_host)
 
     @property
     def address(self) -> int:
@@ -30,30 +41,28 @@ class CudaCopier(PageCopier):
     def close(self) -> None:
         for stream in self._streams.values():
             stream.synchronize()
-        if self.num_slots:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr()))
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr()))
         self._in_flight, self._host = [], None
 
-    def _allocate(self, num_slots: int) -> Tensor:
-        """PyTorch's own pinned memory would take the next power of two."""
-        memory = torch.empty((num_slots, self._page_bytes), dtype=torch.uint8)
-        if num_slots:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-        return memory
-
-    def _copy(self, job: CopyJob) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        stream = self._streams[job.to_host]
-        if self._poison and not job.to_host:
+    def _copy(self, moves: PageMoves) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        stream = self._streams[moves.to_host]
+        if self._poison and not moves.to_host:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(stream):
             begin.record()
-            for page, slot, count in runs(job.pages, [copy.slot for copy in job.copies]):
+            for page, slot, count in runs(*self._part(moves)):
                 device, host = self._pool[page : page + count], self._host[slot : slot + count]
-                to, source = (host, device) if job.to_host else (device, host)
+                to, source = (host, device) if moves.to_host else (device, host)
                 to.copy_(source, non_blocking=True)
             end.record()
         return begin, end
+
+    def _tell(self, to_host: bool) -> None:
+        """The device writes the count itself, behind the copy on its stream."""
+        count, word = self._counts[int(to_host)], self._ended_words[int(to_host)]
+        with torch.cuda.stream(self._streams[to_host]):
+            word.copy_(count.add_(1), non_blocking=True)
 
     def _ended(self, mark: Mark) -> float | None:
         begin, end = mark

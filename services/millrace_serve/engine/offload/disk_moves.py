@@ -18,10 +18,7 @@ from millrace_serve.engine.offload.host_tier import Copy, HostTier
 class DiskMoves:
     def __init__(self, tier: HostTier) -> None:
         self.store: DiskTier | None = None
-        self._num_stored = 0  # pages, ever
-        self._num_loaded = 0
-        self._num_refused = 0
-        self._num_failed = 0
+        self._counts = dict.fromkeys(("store", "load", "refuse", "failed"), 0)  # pages, ever
         self._tier = tier
         self._new: deque[Copy] = deque()  # not stored yet
         self._storing: dict[int, Copy] = {}  # by slot
@@ -46,9 +43,7 @@ class DiskMoves:
         """Of Load: pages stored or found there, loaded, found but not stored so by this deployment, and moves that came
         to nothing.
         """
-        counted = {"store": self._num_stored, "load": self._num_loaded, "refuse": self._num_refused}
-        counted["failed"] = self._num_failed
-        return {f"disk_pages/{way}": count for way, count in counted.items()} if self.store else {}
+        return {f"disk_pages/{way}": count for way, count in self._counts.items()} if self.store else {}
 
     def keep(self, copies: Iterable[Copy]) -> None:
         if self.store:
@@ -87,13 +82,13 @@ class DiskMoves:
         if self.store is None:
             return
         for move in self.store.take():
-            self._num_refused += move.refused
-            self._num_failed += not move.ok
+            self._counts["refuse"] += move.refused
+            self._counts["failed"] += not move.ok
             if move.is_load:
                 self._loaded(*self._loading.pop(move.slot), move.ok)
             else:
                 self._tier.unpin(self._storing.pop(move.slot))
-                self._num_stored += move.ok
+                self._counts["store"] += move.ok
         self._store_new(self.store)
 
     def _store_new(self, store: DiskTier) -> None:
@@ -107,7 +102,7 @@ class DiskMoves:
             self._new.popleft()
 
     def _loaded(self, copy: Copy, load: DiskLoad, ok: bool) -> None:
-        self._num_loaded += ok
+        self._counts["load"] += ok
         self._tier.pin(copy)  # for the reader
         self._tier.end(copy, good=ok)
         load.left -= 1

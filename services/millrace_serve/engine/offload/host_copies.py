@@ -6,7 +6,8 @@
     save    pages of a preempted sequence are copied before they are given back
     fill    copies come back into leading pages of a new prompt, those of the third tier (disk_moves.py) by the host's
 
-One store at a time; the others are begun at once.
+One store at a time; the others are begun at once. The leader of a replica decides for all of its ranks, which have the
+same KV: each copies its share of what goes to the host, and all of what comes back.
 """
 
 from __future__ import annotations
@@ -14,10 +15,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from millrace_serve.engine.cache.kv_cache import KvCache
 from millrace_serve.engine.cache.radix import Node
 from millrace_serve.engine.offload.disk_moves import DiskMoves
 from millrace_serve.engine.offload.host_tier import Copy
+
+
+class PageMoves(msgspec.Struct, frozen=True, array_like=True):
+    """pages[i] to or from the host's slots[i]"""
+
+    to_host: bool
+    pages: list[int]
+    slots: list[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +38,11 @@ class CopyJob:
     to_host: bool
     pages: list[int]
     copies: list[Copy]
-    done: Callable[[], None]  # what follows when the bytes are there
+    done: Callable[[], None]  # what follows when the bytes are there, on every rank of the replica
+
+    @property
+    def moves(self) -> PageMoves:
+        return PageMoves(self.to_host, self.pages, [copy.slot for copy in self.copies])
 
 
 class HostCopies:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from millrace_serve.engine.cache.kv_pool import KvPool, PoolMemory
-from millrace_serve.engine.offload.host_copies import CopyJob
+from millrace_serve.engine.offload.host_copies import CopyJob, PageMoves
+from millrace_serve.engine.offload.shared_store import SharedStore
 
 # Of one store: more than 2048 prompt tokens of the 671B model (138 MiB), so that one store per step keeps up.
 # The bus bounds what a copy takes from the steps beside it: PCIe 5 has 64 GB/s, an H200's memory 4.8 TB/s.
@@ -25,16 +26,22 @@ Mark = Any  # of the end of a copy: a copier's own
 class PageCopier:
     """Jobs in flight and their totals. Not thread-safe."""
 
-    def __init__(self, pool: KvPool, num_slots: int) -> None:
-        """`num_slots`: of the host tier. 0: there is none, and `start` is never called."""
+    def __init__(self, pool: KvPool, num_slots: int, shared: SharedStore | None = None) -> None:
+        """
+        Args:
+            num_slots: of the host tier. 0: there is none, and `start` is never called.
+            shared: memory of the slots, where a replica has several ranks.
+        """
         self.num_slots = num_slots
         self.most_pages = max(STORE_BYTES // pool.layout.page_bytes, 1)  # of a store
         self._page_bytes = pool.layout.page_bytes
         self._pool = pool.rows
-        self._host = self._allocate(num_slots)
-        self._in_flight: list[tuple[CopyJob, Mark]] = []
-        self._bytes = {True: 0, False: 0}  # by whether they went to the host
-        self._seconds = {True: 0.0, False: 0.0}
+        self._shared = shared
+        self._host: PoolMemory = np.empty((num_slots, self._page_bytes), np.uint8) if shared is None else shared.slots
+        self._in_flight: list[tuple[CopyJob, int, Mark]] = []
+        self._started = {True: 0, False: 0}  # by whether they go to the host
+        names = [f"host_{what}/{way}" for what in ("bytes", "seconds") for way in ("store", "load")]
+        self._counters: dict[str, float] = dict.fromkeys(names if num_slots else (), 0)
 
     @property
     def address(self) -> int:
@@ -46,46 +53,61 @@ class PageCopier:
         return bool(self._in_flight)
 
     def start(self, job: CopyJob) -> None:
-        self._in_flight.append((job, self._copy(job)))
+        """Of a leader."""
+        self._started[job.to_host] += 1
+        self._in_flight.append((job, self._started[job.to_host], self._copy(job.moves)))
+
+    def follow(self, moves: PageMoves) -> None:
+        """Of another rank: carry out what its leader starts, and let the leader know of the end."""
+        self._copy(moves)
+        self._tell(moves.to_host)
 
     def poll(self) -> list[CopyJob]:
-        """The jobs that have ended since the last call."""
+        """The jobs that have ended since the last call, on all ranks."""
         if not self._in_flight:
             return []
-        ended = [(job, seconds) for job, mark in self._in_flight if (seconds := self._ended(mark)) is not None]
+        elsewhere = self._started if self._shared is None else self._shared.ended_elsewhere()
+        ended = [
+            (job, seconds)
+            for job, number, mark in self._in_flight
+            if number <= elsewhere[job.to_host] and (seconds := self._ended(mark)) is not None
+        ]
         for job, seconds in ended:
-            self._bytes[job.to_host] += len(job.pages) * self._page_bytes
-            self._seconds[job.to_host] += seconds
+            way = "store" if job.to_host else "load"
+            self._counters[f"host_bytes/{way}"] += len(job.pages) * self._page_bytes
+            self._counters[f"host_seconds/{way}"] += seconds
         jobs = [job for job, _ in ended]
-        self._in_flight = [(job, mark) for job, mark in self._in_flight if job not in jobs]
+        self._in_flight = [entry for entry in self._in_flight if entry[0] not in jobs]
         return jobs
 
     def counters(self) -> dict[str, float]:
-        """Of Load: bytes copied to the host tier and back, and the time that it took."""
-        if not self.num_slots:
-            return {}
-        return {
-            "host_bytes/store": self._bytes[True],
-            "host_bytes/load": self._bytes[False],
-            "host_seconds/store": self._seconds[True],
-            "host_seconds/load": self._seconds[False],
-        }
+        """Of Load: bytes copied to the host tier and back, and the time that it took on this rank."""
+        return self._counters
 
     def close(self) -> None:
         """Jobs in flight may be dropped, but nothing moves any more."""
 
-    def _allocate(self, num_slots: int) -> PoolMemory:
-        """uint8 [num_slots, page_bytes]"""
-        return np.empty((num_slots, self._page_bytes), np.uint8)
+    def _part(self, moves: PageMoves) -> tuple[list[int], list[int]]:
+        """The pages and slots of which this rank copies the bytes."""
+        if self._shared is None or not moves.to_host:
+            return moves.pages, moves.slots
+        part = self._shared.part(len(moves.pages))
+        return moves.pages[part], moves.slots[part]
 
-    def _copy(self, job: CopyJob) -> Mark:
+    def _copy(self, moves: PageMoves) -> Mark:
         """Begin, and return a mark of the end for `_ended`. Here: the seconds that it took."""
-        start, slots = time.perf_counter(), [copy.slot for copy in job.copies]
-        if job.to_host:
-            self._host[slots] = self._pool[job.pages]
+        start = time.perf_counter()
+        pages, slots = self._part(moves)
+        if moves.to_host:
+            self._host[slots] = self._pool[pages]
         else:
-            self._pool[job.pages] = self._host[slots]
+            self._pool[pages] = self._host[slots]
         return time.perf_counter() - start
+
+    def _tell(self, to_host: bool) -> None:
+        """Count a copy where the leader sees it, once its bytes are there."""
+        assert self._shared is not None, "a rank that follows has a store in common with its leader"
+        self._shared.ended[self._shared.rank, int(to_host)] += 1
 
     def _ended(self, mark: Mark) -> float | None:
         """Seconds that the copy took; None: it goes on."""

@@ -9,10 +9,12 @@ The needs are estimated before the weights are loaded, and measured after (docs/
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from millrace_serve.engine.config import GIB, Limits
+from millrace_serve.plan.facts import CGROUP, memory_limit
 
 MIB = 1 << 20
 GRAPH_BYTES = 12 * MIB  # of a captured graph, besides the scratch memory that all share
@@ -102,25 +104,30 @@ def make_plan(
     return MemoryPlan(memory, fraction, demand, page_bytes, limits.page_size, fit)
 
 
-def check_host_tier(limits: Limits, num_ranks: int, available: int) -> None:
-    """Args: num_ranks: those of this host. available: bytes of the host's memory. Raises: OverCommitted"""
-    wanted = int(limits.host_cache_gib * GIB) * num_ranks
+def check_host_tier(limits: Limits, tp: int, hosts: Sequence[str], host: str, available: int) -> None:
+    """Args: hosts: of every rank. host: this one. available: bytes of its memory. Raises: ValueError, OverCommitted"""
+    for leader in range(0, len(hosts), tp):
+        if len({*hosts[leader : leader + tp]}) > 1:
+            raise ValueError(
+                f"limits.host_cache_gib={limits.host_cache_gib:g}: the tp={tp} ranks of replica {leader // tp} must be "
+                f"in one container, whose memory they share, and are in several. Lower tp, or set it to 0"
+            )
+    num_replicas = hosts[::tp].count(host)
+    wanted = int(limits.host_cache_gib * GIB) * num_replicas
     if wanted > available:
         raise OverCommitted(
-            f"limits.host_cache_gib={limits.host_cache_gib:g} for each of the {num_ranks} ranks of this host is "
+            f"limits.host_cache_gib={limits.host_cache_gib:g} for each of the {num_replicas} replicas of this host is "
             f"{_gib(wanted)}, but only {_gib(available)} of its memory are available. Set it to "
-            f"{available * 10 // (num_ranks * GIB) / 10:g} or less"
+            f"{available * 10 // (num_replicas * GIB) / 10:g} or less"
         )
 
 
-def host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may still take: what the machine has left, and the limit of its container (cgroup v2)."""
+def host_memory(proc: Path = Path("/proc"), cgroup: Path = CGROUP) -> int:
+    """Bytes that this process may still take: what the machine has left, and the limit of its container."""
     machine = _fields(proc / "meminfo")["MemAvailable:"] * 1024
-    try:
-        limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text()) - _fields(cgroup / "memory.stat")["inactive_file"]
-    except (OSError, ValueError):  # no container, or one without a limit: "max"
+    if not (limit := memory_limit(cgroup)):
         return machine
+    used = int((cgroup / "memory.current").read_text()) - _fields(cgroup / "memory.stat")["inactive_file"]
     return min(machine, limit - used)
 
 

@@ -19,10 +19,11 @@ from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.grammar.llguidance_compiler import LlguidanceCompiler
 from millrace_serve.engine.health.progress import Progress
-from millrace_serve.engine.lockstep.join import join
+from millrace_serve.engine.lockstep.join import join, own_host
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.offload.cuda_copier import CudaCopier
 from millrace_serve.engine.offload.page_copier import PageCopier
+from millrace_serve.engine.offload.shared_store import share
 from millrace_serve.engine.schedule.factory import UNKNOWN, make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.start import compile_ahead, finite
@@ -40,7 +41,7 @@ from millrace_serve.model.checkpoint.checkpoint_hash import checkpoint_hash
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.experts.routed import Implementation
-from millrace_serve.model.parallel import ParallelDims, hosts
+from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.reduce import Fused, fused_reduce
 
 
@@ -69,8 +70,9 @@ class Rank:
 
     def follow(self) -> None:
         """Run what the leader of this replica shares, until its engine is closed."""
-        self.lockstep.follow(self.runner)
+        self.lockstep.follow(self.runner, self.copier)
         self.runner.close()
+        self.copier.close()
 
 
 def load_rank(
@@ -92,8 +94,8 @@ def load_rank(
         address: at which ranks of other hosts reach this one.
     Raises:
         ModelConfigError, CheckpointError: the checkpoint cannot be used.
-        ValueError: max_model_len, draft_tokens, redundant_experts, exchange or attention asks for what the model, the
-            ranks or the device cannot give, or the model does not divide by `dims`.
+        ValueError: max_model_len, draft_tokens, redundant_experts, exchange, attention or host_cache_gib asks for what
+            the model, the ranks or the device cannot give, or the model does not divide by `dims`.
         OverCommitted: there is too little memory.
     """
     execution, phases = execution or Execution(), phases or Phases()
@@ -121,7 +123,7 @@ def load_rank(
         pool = KvPool.create(layout, config.num_pages, device)
         if config.poison:
             pool.scrub(range(1, config.num_pages))
-        copier = _copier(config, pool, device)
+        copier = _copier(config, pool, device, dims)
     simulated = execution.simulated_acceptance
     runner = TorchRunner(model, pool, config, model_config.vocab_size, device_of(device), simulated)
     runner.announce = lockstep.progress.busy
@@ -150,13 +152,18 @@ def _watch_compilers(setup: RankSetup, progress: Progress) -> Compilations:
 def _check_host_tier(limits: Limits, dims: ParallelDims) -> None:
     """Collective, before any rank takes memory."""
     if limits.host_cache_gib:
-        here = hosts(dims)
-        check_host_tier(limits, here.count(here[dims.rank]), host_memory())
+        hosts = [host.decode() for host in dims.exchange(own_host().encode())]
+        check_host_tier(limits, dims.tp, hosts, hosts[dims.rank], host_memory())
 
 
-def _copier(config: EngineConfig, pool: KvPool, device: torch.device) -> PageCopier:
-    slots = config.host_pages(pool.layout.page_bytes)
-    return CudaCopier(pool, slots, config.poison) if device.type == "cuda" and slots else PageCopier(pool, slots)
+def _copier(config: EngineConfig, pool: KvPool, device: torch.device, dims: ParallelDims) -> PageCopier:
+    page_bytes = pool.layout.page_bytes
+    slots, shared = config.host_pages(page_bytes), None
+    if slots and dims.tp > 1:
+        shared = share(dims.rank, dims.tp, dims.exchange, slots, page_bytes)
+    if slots and device.type == "cuda":
+        return CudaCopier(pool, slots, shared, config.poison)
+    return PageCopier(pool, slots, shared)
 
 
 def _model_config(limits: Limits, path: Path) -> ModelConfig:
