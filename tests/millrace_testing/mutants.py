@@ -73,7 +73,7 @@ MUTANTS = (
        "self._slots.append(seq.slot)", "pass", *CACHE),
     # the cache
     of("radix-evicts-the-youngest", f"{ENGINE}/cache/radix.py",
-       "node = next(iter(self._idle))", "node = next(reversed(self._idle))", *CACHE),
+       "next(iter(self._idle[min(self._idle)]))", "next(reversed(self._idle[min(self._idle)]))", *CACHE),
     of("radix-ignores-the-parent", f"{ENGINE}/cache/radix.py",
        "if node is None or node.parent is not (path[-1] if path else self.root):", "if node is None:",
        "engine/schedule/test_served_pages.py", *CACHE),
