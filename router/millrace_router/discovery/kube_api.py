@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
-from millrace_common.json_values import Json
 
 import urllib3
 from kubernetes import client
 from kubernetes import config as credentials
 from kubernetes.client.exceptions import ApiException
+from millrace_common.json_values import Json
 from urllib3 import HTTPResponse
 
 from millrace_router.config import KubernetesConfig
