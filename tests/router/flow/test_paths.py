@@ -417,8 +417,13 @@ async def test_a_deadline_ends_a_request_in_every_stage(cluster: Callable, stage
     made = await cluster(FakeWorker(PREFILL, capacity=0 if stage == "queue" else 8), FakeWorker(DECODE))
     made.prefills[0].script.append(hangs() if stage == "prefill" else normal)
     made.decodes[0].script.append(hangs(after=2 if stage == "decode" else 0))
-    result = await made.generate(PROMPT, timeout=0.2)
-    assert result.error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    asked = asyncio.create_task(made.generate(PROMPT, timeout=600))
+    await made.until(lambda: [flow.stage for flow in flows(made)] == ["queued" if stage == "queue" else stage])
+    [stream] = made.router.inference.active
+    [generation] = [continuation.generation for continuation in stream.continuations]
+    generation.flow.deadline = asyncio.get_running_loop().time()
+    generation._tick()
+    assert (await asked).error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await made.quiet()
     reached = {"queue": 0, "prefill": 1, "handover": 2, "decode": 3}[stage]
     assert in_stages(made) == {
@@ -429,7 +434,7 @@ async def test_a_deadline_ends_a_request_in_every_stage(cluster: Callable, stage
         *("prefill", "kv_transfer", "decode")[:reached],
     }
     last = "kv_transfer" if stage == "handover" else stage
-    assert made.metric("millrace_stage_seconds_sum", stage=last) > 0.05
+    assert made.metric("millrace_stage_seconds_sum", stage=last) > 0
 
 
 @pytest.mark.parametrize("after", [0, 2])
