@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import glob
 import os
@@ -24,6 +25,13 @@ os.environ.setdefault("GOGC", "400")
 # Before jsonschema is imported: it would build the parsers of a format that nothing here uses, for two seconds.
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 
+
+with contextlib.suppress(ImportError):  # GPU hosts have no hypothesis
+    from hypothesis import HealthCheck, settings
+
+    # How long an example or its drawing takes says how busy the machine is.
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
 
 TOGETHER = ("tests/e2e/", "tests/helm/")  # one cluster at a time; who has rendered a chart has it for all other tests
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine.harness import request, said
-from hypothesis import HealthCheck, given
+from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Request
@@ -82,7 +82,7 @@ def drawn(draw: Any) -> tuple[dict[str, object], dict[str, object], str]:
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-@examples(10, suppress_health_check=[HealthCheck.too_slow])
+@examples(10)
 @given(drawn())
 def test_no_setting_changes_an_answer(found: tuple[dict[str, object], dict[str, object], str]) -> None:
     assert answers(*found) == plain()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Any
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 TIMES = int(os.environ.get("MILLRACE_EXAMPLES", "1"))
 
 
-def examples(few: int, **options: Any) -> settings:
-    """Settings of a property, without a limit for one example: machines are busy."""
-    return settings(max_examples=few * TIMES, deadline=None, **options)
+def examples(few: int, suppress_health_check: Collection[HealthCheck] = (), **options: Any) -> settings:
+    """Settings of a property, beside those of tests/conftest.py."""
+    checks = [HealthCheck.too_slow, *suppress_health_check]
+    return settings(max_examples=few * TIMES, suppress_health_check=checks, **options)

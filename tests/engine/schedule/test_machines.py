@@ -326,9 +326,7 @@ class Machine(RuleBasedStateMachine):
         self.driver.check_whole()
 
 
-PROFILE = examples(
-    25, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
-)
+PROFILE = examples(25, stateful_step_count=40, suppress_health_check=[HealthCheck.filter_too_much])
 
 
 def machine(of: Role) -> type:
