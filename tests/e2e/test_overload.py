@@ -102,13 +102,13 @@ async def test_burst_beyond_the_queue_is_refused_with_a_time_to_come() -> None:
 
 @pytest.mark.long
 async def test_first_burst_has_nobody_who_waits_in_vain() -> None:
-    """The pool holds two answers, each 120 steps long, and the queue's time is that of 200 steps: two get a place at
+    """The pool holds two answers, each 24 steps long, and the queue's time is that of 40 steps: two get a place at
     once, two after the first ones, and all others are refused at once. Steps are long beside what a busy machine takes.
     """
-    shape = ("limits.num_pages=21", "sim.step_s=0.1", "limits.checks=[canary]")
+    shape = ("limits.num_pages=18", "sim.step_s=0.5", "limits.checks=[canary]")
     spec = ClusterSpec(engine="sim", worker_set=shape, router_set=("timeouts.queue=20",))
-    found = await overload(spec, 30, 120)
-    check(found, 120)
+    found = await overload(spec, 30, 24)
+    check(found, 24)
     refused = [one for one in found if isinstance(one, MillraceError)]
     assert {one.reason for one in refused} == {"QUEUE_FULL"}, "OVERLOADED: they have waited"
     served = [one for one in found if isinstance(one, Answer)]
