@@ -145,16 +145,6 @@ def test_gpus_may_come_by_claims_alone() -> None:
         assert "nvidia.com/gpu" not in container["resources"]["limits"]
 
 
-def test_gpu_pods_choose_their_nodes_and_tolerate_their_taints() -> None:
-    spec = spec_of(rendered("h200-1p1d-16gpu"), DECODE)
-    terms = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
-    keys = {expression["key"] for term in terms for expression in term["matchExpressions"]}
-    assert {"nvidia.com/gpu.product", "cloud.google.com/gke-accelerator", "node.kubernetes.io/instance-type"} <= keys
-    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in spec["tolerations"]
-    tiny = spec_of(rendered("cpu-tiny"), DECODE)
-    assert "affinity" not in tiny and "tolerations" not in tiny
-
-
 def test_own_affinity_replaces_the_charts_of_that_kind_only() -> None:
     at = "workerDefaults.scheduling.affinity"
     mine = f"{at}.podAffinity.requiredDuringSchedulingIgnoredDuringExecution[0].topologyKey=rack"
