@@ -80,6 +80,11 @@ def whole(tier: HostTier, *numbers: int) -> list[Copy]:
     return copies
 
 
+def counted(**pages: int) -> dict[str, int]:
+    """What DiskMoves counts, of which the others are 0."""
+    return {f"disk_pages/{what}": pages.get(what, 0) for what in ("store", "load", "refuse", "failed")}
+
+
 def test_stored_copy_keeps_its_slot_until_the_store_has_it() -> None:
     tier, moves, store = made(1)
     moves.keep(whole(tier, 7))
@@ -87,12 +92,7 @@ def test_stored_copy_keeps_its_slot_until_the_store_has_it() -> None:
     store.end(0)
     moves.poll()
     assert tier.begin(block(8)) is not None and store.has(block(7))
-    assert moves.counters() == {
-        "disk_pages/store": 1,
-        "disk_pages/load": 0,
-        "disk_pages/refuse": 0,
-        "disk_pages/failed": 0,
-    }
+    assert moves.counters() == counted(store=1)
 
 
 @pytest.mark.parametrize("is_load", [False, True])
@@ -104,12 +104,7 @@ def test_move_that_comes_to_nothing_is_counted(is_load: bool) -> None:
         moves.keep(whole(tier, 7))
     store.end(0, ok=False)
     moves.poll()
-    assert moves.counters() == {
-        "disk_pages/store": 0,
-        "disk_pages/load": 0,
-        "disk_pages/refuse": int(is_load),
-        "disk_pages/failed": 1,
-    }
+    assert moves.counters() == counted(refuse=int(is_load), failed=1)
 
 
 def test_store_that_is_behind_refuses_pages_without_losing_a_slot() -> None:
@@ -137,12 +132,7 @@ def test_load_that_fails_in_the_middle_gives_what_came_before_it() -> None:
     moves.poll()
     [good] = came
     assert [copy.block for copy in good] == blocks(1) and not moves.loads
-    assert moves.counters() == {
-        "disk_pages/store": 0,
-        "disk_pages/load": 2,
-        "disk_pages/refuse": 1,
-        "disk_pages/failed": 1,
-    }
+    assert moves.counters() == counted(load=2, refuse=1, failed=1)
     tier.check(good)
     tier.unpin(good[0])
     assert [copy.block for copy in tier.find(blocks(1, 2))] == blocks(1) and block(3) in tier
