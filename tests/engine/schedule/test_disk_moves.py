@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
 from millrace_serve.engine.cache.changes import TierChanges
-from millrace_serve.engine.config import GIB, EngineConfig, Role
+from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import Load, Route, SequenceOutput
 from millrace_serve.engine.offload.disk_moves import DiskMoves
 from millrace_serve.engine.offload.disk_tier import DiskTier, Move
 from millrace_serve.engine.offload.host_tier import Copy, HostTier
 from millrace_serve.engine.offload.page_folder import PageFolder
-from millrace_serve.engine.sim.factory import sim_layout
 from millrace_serve.transfer.base import PageBuffer
 from millrace_testing.blocks import block, blocks
 from millrace_testing.examples import examples
@@ -182,8 +181,8 @@ class OnDisk(Driver):
     """A simulated engine with room for `host_pages` copies, and a folder below them."""
 
     def __init__(self, folder: Path, host_pages: int) -> None:
-        layout = sim_layout(EngineConfig.model_validate(TINY), SETTINGS)
-        super().__init__(Role.UNIFIED, host_cache_gib=host_pages * layout.page_bytes / GIB)
+        super().__init__(Role.UNIFIED, host_pages=host_pages)
+        layout = self.engine.pool.layout
         memory = PageBuffer(self.engine.copier.address, layout.page_bytes, host_pages)
         self.disk = DiskTier(PageFolder(folder, layout.fingerprint, memory, 1 << 30))
         self.engine.keep_in(self.disk)
