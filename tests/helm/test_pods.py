@@ -18,14 +18,9 @@ def workloads(items: list[Object]) -> dict[str, Object]:
 
 
 def test_every_object_takes_labels_and_annotations() -> None:
-    for name, more in (
-        ("extended", ()),
-        ("tls", ("labels.team=serving", "annotations.example\\.com/owner=serving")),
-        ("keda", ("labels.team=serving", "annotations.example\\.com/owner=serving")),
-        ("route", ("labels.team=serving", "annotations.example\\.com/owner=serving")),
-        ("warm", ("labels.team=serving", "annotations.example\\.com/owner=serving")),
-        ("groups", ("labels.team=serving", "annotations.example\\.com/owner=serving")),
-    ):
+    given = ("labels.team=serving", "annotations.example\\.com/owner=serving")
+    for name in ("extended", "tls", "keda", "route", "warm", "groups"):
+        more = () if name == "extended" else given  # which has them
         for item in rendered(name, *more):
             where = f"{name}: {item['kind']}/{item['metadata']['name']}"
             assert item["metadata"]["labels"]["team"] == "serving", where
