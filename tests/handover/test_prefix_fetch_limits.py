@@ -235,20 +235,19 @@ async def test_stuck_read_is_told_once(bench: Bench) -> None:
     bench.over(Reason.STALLED)
 
 
-async def test_other_tokens_are_not_read(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "reason"),
+    [
+        (KvChunk(ID, 0, [7, 8], [HASHES[0], block(1)], 128, True), Reason.KV_MISMATCH),  # of other tokens
+        (KvChunk(ID, 0, [], [], 0, True), Reason.KV_NOT_FOUND),  # all of it was evicted
+    ],
+)
+async def test_what_is_not_the_prefix_is_not_read(bench: Bench, chunk: KvChunk, reason: Reason) -> None:
     await bench.to("asked")
     bench.prefix_source.said.put_nowait([MemoryHandle("nixl", "prefix_source", b"", 0, 64, 10)])
-    bench.prefix_source.said.put_nowait(KvChunk(ID, 0, [7, 8], [HASHES[0], block(1)], 128, True))
+    bench.prefix_source.said.put_nowait(chunk)
     await bench.settle()
-    bench.over(Reason.KV_MISMATCH)
-
-
-async def test_prefix_source_that_has_evicted_all_of_it(bench: Bench) -> None:
-    await bench.to("asked")
-    bench.prefix_source.said.put_nowait([MemoryHandle("nixl", "prefix_source", b"", 0, 64, 10)])
-    bench.prefix_source.said.put_nowait(KvChunk(ID, 0, [], [], 0, True))
-    await bench.settle()
-    bench.over(Reason.KV_NOT_FOUND)
+    bench.over(reason)
 
 
 async def test_another_layout_is_not_asked_for(bench: Bench) -> None:
