@@ -208,16 +208,6 @@ def test_platform_may_choose_who_pods_run_as(name: str) -> None:
             assert "runAsUser" not in container["securityContext"], where
 
 
-@pytest.mark.parametrize("name", ["cpu-tiny", "h200-1p1d-16gpu"])
-def test_pods_cannot_fill_their_nodes_disk(name: str) -> None:
-    for where, spec in pods(rendered(name)):
-        main = spec["containers"][0]
-        assert main["resources"]["limits"]["ephemeral-storage"] and main["resources"]["requests"]["ephemeral-storage"]
-        for volume in spec["volumes"]:
-            if "emptyDir" in volume:
-                assert volume["emptyDir"]["sizeLimit"], f"{where}: {volume['name']}"
-
-
 @pytest.mark.parametrize("name", ["cpu-tiny", "h200-1p1d-16gpu", "groups", "hf", "warm"])
 def test_quotas_and_guaranteed_pods_find_resources_in_every_container(name: str) -> None:
     """A quota refuses a pod for one container without them; whole cores near the GPUs are for Guaranteed pods alone."""
