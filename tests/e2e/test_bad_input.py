@@ -121,30 +121,6 @@ async def test_weights_are_set_by_workers_alone(
     assert f"{address} {what}; this command asks a worker's gRPC port" in capsys.readouterr().out
 
 
-async def test_malformed_http(cluster: LocalCluster) -> None:
-    async with httpx.AsyncClient(base_url=cluster.http_url) as http:
-        for body in (b"{", b'{"prompt": "\xff\xfe"}', b"[]", b'{"prompt": {"a": 1}}', b"{}"):
-            answer = await http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-            assert answer.status_code == 400, (body, answer.text)
-            assert answer.json()["error"]["message"]
-        answer = await http.post("/v1/chat/completions", json={"messages": [{"role": "king", "content": "x"}]})
-        assert answer.status_code == 400 and "role" in answer.json()["error"]["message"]
-        big = await http.post("/v1/completions", json={"prompt": "x" * (12 << 20)})
-        assert big.status_code == 413
-
-
-async def test_oversized_and_expired_grpc(cluster: LocalCluster) -> None:
-    async with Client(cluster.grpc_address) as client:
-        request = inference_pb2.GenerateRequest(prompt=inference_pb2.Prompt(text="hello"))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in client.stub.Generate(request, timeout=0.0):
-                pass
-        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        roles = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="king", content="x")])
-        error = await refused_by_grpc(client, inference_pb2.GenerateRequest(prompt=inference_pb2.Prompt(chat=roles)))
-    assert from_rpc_error(error).reason == "INVALID_ARGUMENT" and "role" in error.details()
-
-
 async def test_no_work_is_done_for_a_refused_request(cluster: LocalCluster) -> None:
     async with Client(cluster.grpc_address, cluster.admin_address) as client:
         before = prompt_tokens(await client.wait_whole())

@@ -202,28 +202,6 @@ async def test_decode_worker_whose_reads_fail_in_a_row_ends(tmp_path: Path, monk
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_worker_hangs(role: str, two_of_each: ControlledCluster) -> None:
-    """SIGSTOP: sockets stay open and nothing answers. The router gives the worker up and takes another."""
-    cluster, before = two_of_each, await retries(two_of_each)
-    async with await client_of(cluster) as client:
-        prompt = make_prompt(4, 2000) if role == "prefill" else make_prompt(9, 100)
-        task = asyncio.create_task(client.generate(prompt, max_tokens=100, timeout=60))
-        victim = name_of(
-            cluster,
-            await busy(
-                client, PREFILL if role == "prefill" else DECODE, lambda worker: worker.load.replicas[0].running > 0
-            ),
-        )
-        cluster.send(victim, signal.SIGSTOP)
-        await finish(task, prompt, 100)
-        assert sum((await more_retries(cluster, before)).values()) == 1
-        cluster.send(victim, signal.SIGCONT)
-        await cluster.wait_routable(victim)
-        await client.wait_whole(timeout=60)
-
-
-@pytest.mark.long
 async def test_router_dies_and_workers_drop_its_requests() -> None:
     async with ControlledCluster(spec(*SLOW_DECODE, prefill=1, decode=1)) as cluster:
         async with await client_of(cluster) as client:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import types
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -91,6 +91,31 @@ class Peer:
     def renewed(self) -> None: ...
 
 
+def frontend_of(
+    config: WorkerConfig, requests: Any, engine: list[Any], send_reader: Callable[[int, Any], None], leave: Any = None
+) -> Any:
+    """Of a worker whose ranks are a test: `engine` gets what the engine is told."""
+    layout = types.SimpleNamespace(fingerprint="f", page_bytes=64)
+    ranks = types.SimpleNamespace(
+        ready_info=types.SimpleNamespace(layout=layout, vocab_size=1000),
+        of_replica=lambda replica: range(config.tp * replica, config.tp * (replica + 1)),
+        send=lambda replica, message: engine.append(message),
+        send_reader=send_reader,
+    )
+    return types.SimpleNamespace(
+        config=config,
+        epoch="ours",
+        ranks=ranks,
+        requests=requests,
+        spans=WorkerSpans(OFF),
+        metrics=catalogue.Metrics(catalogue.WORKER, CollectorRegistry()),
+        board=LoadBoard(1, lambda: worker_pb2.WORKER_STATE_READY, "ours"),
+        identity=None,
+        secret=b"",
+        leave=leave,
+    )
+
+
 class Bench:
     """One import of two pages on a replica of two ranks."""
 
@@ -100,13 +125,6 @@ class Bench:
         self.failed: list[Failure] = []
         self.outputs: list[SequenceOutput] = []
         self.left: list[str] = []
-        layout = types.SimpleNamespace(fingerprint="f", page_bytes=64)
-        ranks: Any = types.SimpleNamespace(
-            ready_info=types.SimpleNamespace(layout=layout, vocab_size=1000),
-            of_replica=lambda replica: range(2 * replica, 2 * replica + 2),
-            send=lambda replica, message: self.engine.append(message),
-            send_reader=lambda rank, message: self.transfer.append((rank, message)),
-        )
 
         class Requests(set[RequestId]):
             deliver = self.outputs.extend
@@ -115,20 +133,9 @@ class Bench:
             submit = staticmethod(lambda request, route, link: self.engine.append(request))
 
         self.requests: Any = Requests([ID])
-        self.metrics = catalogue.Metrics(catalogue.WORKER, CollectorRegistry())
-        config = WorkerConfig(engine="sim", tp=2)
-        frontend: Any = types.SimpleNamespace(
-            config=config,
-            epoch="ours",
-            ranks=ranks,
-            requests=self.requests,
-            spans=WorkerSpans(OFF),
-            metrics=self.metrics,
-            board=LoadBoard(1, lambda: worker_pb2.WORKER_STATE_READY, "ours"),
-            identity=None,
-            secret=b"",
-            leave=self.left.append,
-        )
+        config, transfer = WorkerConfig(engine="sim", tp=2), lambda *message: self.transfer.append(message)
+        frontend = frontend_of(config, self.requests, self.engine, transfer, self.left.append)
+        self.metrics = frontend.metrics
         self.role = DecodeRole(frontend)
         self.imports = self.role.imports
         self.peer = Peer()

@@ -8,12 +8,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from handover.test_imports import Peer
+from handover.test_imports import Peer, frontend_of
 from millrace.v1 import prefill_pb2, worker_pb2
-from millrace_common import metrics as catalogue
 from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
-from millrace_common.spans import OFF
 from millrace_rpc.errors import MillraceError
 from millrace_serve.engine.core import (
     Events,
@@ -37,11 +35,8 @@ from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.messages import ReadDone, ReadPages, ReadStuck
 from millrace_serve.worker.config import WorkerConfig, WorkerTimeouts
 from millrace_serve.worker.frontend import load
-from millrace_serve.worker.frontend.load import LoadBoard
 from millrace_serve.worker.frontend.requests import ABORTED
-from millrace_serve.worker.frontend.spans import WorkerSpans
 from millrace_testing.blocks import block
-from prometheus_client import CollectorRegistry
 
 ID = RequestId(9, 1)
 PROMPT = list(range(200))  # 3 full pages and a bit
@@ -54,33 +49,18 @@ class Bench:
     def __init__(self) -> None:
         self.engine: list[Any] = []
         self.reads: list[ReadPages] = []
-        layout = types.SimpleNamespace(fingerprint="f", page_bytes=64)
-        ranks: Any = types.SimpleNamespace(
-            ready_info=types.SimpleNamespace(layout=layout, vocab_size=1000),
-            of_replica=lambda replica: range(1),
-            send=lambda replica, message: self.engine.append(message),
-            send_reader=lambda rank, message: self.reads.append(message) if isinstance(message, ReadPages) else None,
-        )
         self.requests: Any = types.SimpleNamespace(submit=self._submit, count_stale=lambda kind: None)
-        self.metrics = catalogue.Metrics(catalogue.WORKER, CollectorRegistry())
-        self.board = LoadBoard(1, lambda: worker_pb2.WORKER_STATE_READY, "ours")
-        frontend: Any = types.SimpleNamespace(
-            config=WorkerConfig(engine="sim"),
-            epoch="ours",
-            ranks=ranks,
-            requests=self.requests,
-            spans=WorkerSpans(OFF),
-            metrics=self.metrics,
-            board=self.board,
-            identity=None,
-            secret=b"",
-            leave=None,
-        )
+        frontend = frontend_of(WorkerConfig(engine="sim"), self.requests, self.engine, self._transfer)
+        self.metrics, self.board = frontend.metrics, frontend.board
         self.role = PrefillRole(frontend)
         self.prefix_source = Peer()
         peers = self.role.imports._peers
         peers._peers["p:1", "e"] = self.prefix_source  # type: ignore[assignment]
         peers._watch(self.prefix_source)  # type: ignore[arg-type]
+
+    def _transfer(self, rank: int, message: Any) -> None:
+        if isinstance(message, ReadPages):
+            self.reads.append(message)
 
     def _submit(self, wire: worker_pb2.EngineRequest, route: Route, link: object, fetches_prefix: bool) -> Request:
         id = RequestId(wire.id.room, wire.id.attempt)
@@ -255,20 +235,19 @@ async def test_stuck_read_is_told_once(bench: Bench) -> None:
     bench.over(Reason.STALLED)
 
 
-async def test_other_tokens_are_not_read(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "reason"),
+    [
+        (KvChunk(ID, 0, [7, 8], [HASHES[0], block(1)], 128, True), Reason.KV_MISMATCH),  # of other tokens
+        (KvChunk(ID, 0, [], [], 0, True), Reason.KV_NOT_FOUND),  # all of it was evicted
+    ],
+)
+async def test_what_is_not_the_prefix_is_not_read(bench: Bench, chunk: KvChunk, reason: Reason) -> None:
     await bench.to("asked")
     bench.prefix_source.said.put_nowait([MemoryHandle("nixl", "prefix_source", b"", 0, 64, 10)])
-    bench.prefix_source.said.put_nowait(KvChunk(ID, 0, [7, 8], [HASHES[0], block(1)], 128, True))
+    bench.prefix_source.said.put_nowait(chunk)
     await bench.settle()
-    bench.over(Reason.KV_MISMATCH)
-
-
-async def test_prefix_source_that_has_evicted_all_of_it(bench: Bench) -> None:
-    await bench.to("asked")
-    bench.prefix_source.said.put_nowait([MemoryHandle("nixl", "prefix_source", b"", 0, 64, 10)])
-    bench.prefix_source.said.put_nowait(KvChunk(ID, 0, [], [], 0, True))
-    await bench.settle()
-    bench.over(Reason.KV_NOT_FOUND)
+    bench.over(reason)
 
 
 async def test_another_layout_is_not_asked_for(bench: Bench) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-import yaml
-from millrace_chart.render import CHART, NAMESPACE, Object, objects, preset_file, presets, run, template
+from millrace_chart.render import CHART, NAMESPACE, Object, objects, presets, run, template
 from millrace_router.config import RouterConfig
 from millrace_serve.worker.config import WorkerConfig
 from millrace_testing.charts import (
@@ -52,22 +51,6 @@ def test_chart_testing_finds_nothing_in_the_yaml() -> None:
         assert not [str(problem) for problem in linter.run(path.read_text(), config)], path.name
 
 
-@pytest.mark.parametrize("name", [name for name in presets() if name != "cpu-tiny"])
-def test_preset_replaces_the_default_whole(name: str) -> None:
-    """Nothing of the default's pools is in it: neither a pool nor a variable."""
-    values = yaml.safe_load(preset_file(name).read_text())
-    items = rendered(name)
-    pools = {item["metadata"]["labels"].get("millrace/pool") for item in of_kind(items, *WORKLOADS)} - {None}
-    assert pools == set(values["workers"])
-    default = yaml.safe_load(CPU.read_text())["workers"]["decode"]
-    for where, spec in pods(items):
-        names = {entry["name"] for container in spec["containers"] for entry in container.get("env", ())}
-        assert not names & default["env"].keys(), where
-        for container in spec["containers"]:
-            if container["name"] == "worker":
-                assert container["resources"]["requests"]["memory"] == "256Gi", where
-
-
 def test_defaults_pools_can_be_changed_together() -> None:
     items = objects(template((CHART / "values.yaml",), ("workerDefaults.replicas=2",)))
     replicas = {item["metadata"]["name"]: item["spec"]["replicas"] for item in of_kind(items, "Deployment")}
@@ -82,16 +65,6 @@ def test_presets_need_no_folder_of_a_node(name: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- images
-
-
-def test_gpu_pools_run_another_image_than_cpu_pools() -> None:
-    registry = "registry.example/millrace"
-    cpu, gpu = (
-        {c["image"] for where, spec in pods(rendered(name)) if "decode" in where for c in spec["containers"]}
-        for name in ("cpu-tiny", "h200-1p1d-16gpu")
-    )
-    assert cpu == {f"{registry}/millrace-worker:0.1.0-cpu"}
-    assert gpu == {f"{registry}/millrace-worker-gpu:0.1.0-cuda13"}
 
 
 def test_images_that_are_on_the_nodes_need_no_registry() -> None:
@@ -282,16 +255,6 @@ def test_cache_folder_of_a_node_is_made_and_given_to_the_worker() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- groups
-
-
-def test_large_preset_has_no_experts_over_several_nodes() -> None:
-    items = rendered("h200-4p-9d")
-    workers = {
-        item["metadata"]["name"].rsplit("-", 1)[1]: item["spec"]["replicas"]
-        for item in of_kind(items, "Deployment")
-        if "millrace/pool" in item["metadata"]["labels"]
-    }
-    assert workers == {"prefill": 4, "decode": 9}
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from millrace_chart.render import NAMESPACE
-from millrace_router.config import KubernetesConfig, RouterConfig
+from millrace_router.config import KubernetesConfig
 from millrace_router.discovery import kubernetes
-from millrace_testing.charts import config_of, of_kind, rendered
+from millrace_testing.charts import of_kind, rendered
 from millrace_testing.kube_server import KubeServer
 
 pytestmark = pytest.mark.helm
@@ -73,23 +73,3 @@ def test_account_of_routers_has_the_role_in_its_namespace_alone() -> None:
     assert binding["subjects"] == [{"kind": "ServiceAccount", "name": name, "namespace": NAMESPACE}]
     assert account["metadata"]["name"] == name and account["automountServiceAccountToken"] is False
     assert not of_kind(items, "ClusterRole", "ClusterRoleBinding")
-
-
-def test_discovery_selects_the_pods_of_workers_and_no_others() -> None:
-    items = rendered("cpu-tiny")
-    router = RouterConfig.model_validate(config_of(items, "demo-millrace-router"))
-    selector = router.discovery.kubernetes.selector
-    found = {
-        item["metadata"]["name"] for item in of_kind(items, "Deployment", "StatefulSet") if selects(selector, item)
-    }
-    assert found == {"demo-millrace-prefill", "demo-millrace-decode"}
-
-
-def selects(selector: str, item: dict) -> bool:
-    """A label selector of `a=b` and `a in (b,c)` on an object's pods."""
-    labels = item["spec"]["template"]["metadata"]["labels"]
-    equal, _, among = selector.partition(" in ")
-    *pairs, name = equal.split(",")
-    return labels[name] in among.strip("()").split(",") and all(
-        labels.get(key) == value for key, _, value in (pair.partition("=") for pair in pairs)
-    )

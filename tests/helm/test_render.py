@@ -130,9 +130,3 @@ def test_changed_configuration_rolls_its_pods_and_no_others() -> None:
     changed = ("workers.decode.config.timeouts.lease=31",)
     before, after = (templates(rendered("cpu-tiny", GIVEN, *more)) for more in ((), changed))
     assert {name for name in before if before[name] != after[name]} == {"demo-millrace-decode"}
-
-
-def test_pod_template_has_no_version_of_the_chart() -> None:
-    for item in rendered("cpu-tiny"):
-        text = json.dumps(item.get("spec", {}).get("template", {}).get("metadata", {}))
-        assert "helm.sh/chart" not in text and "app.kubernetes.io/version" not in text

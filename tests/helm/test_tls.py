@@ -130,14 +130,6 @@ def test_upgrade_keeps_certificates_and_issues_missing_ones(tmp_path: Path) -> N
         assert signers == {again["demo-millrace-ca"]["tls.crt"]}
 
 
-def test_authoritys_key_is_in_no_pod() -> None:
-    items = rendered("h200-1p1d-16gpu")
-    assert "demo-millrace-ca" in secrets(items)
-    for where, spec in pods(items):
-        mounted = {volume.get("secret", {}).get("secretName") for volume in spec.get("volumes", ())}
-        assert "demo-millrace-ca" not in mounted, where
-
-
 @pytest.mark.parametrize("name", presets())
 def test_presets_for_gpus_have_tls_and_need_nothing_of_the_cluster_for_it(name: str) -> None:
     items = rendered(name)

@@ -23,7 +23,6 @@ from typing import Any
 
 import grpc
 import httpx
-import psutil
 from millrace.v1 import common_pb2, inference_pb2
 from millrace_cli.cluster import TINY, ClusterSpec, LocalCluster
 from millrace_load.record import percentile
@@ -35,7 +34,7 @@ from millrace_serve.engine.sim.runner import SPECIAL_TOKENS, SimSettings
 from millrace_testing.client import Client
 from millrace_testing.oracle import oracle_outputs
 from millrace_testing.paths import ROOT
-from millrace_testing.unharmed import CHECKER
+from millrace_testing.unharmed import processes
 
 MOST = 1.2  # times the 99th percentile of the turns without the hostile tenant
 OUTPUTS, PROMPTS = 40, (50, 300)  # tokens
@@ -200,7 +199,7 @@ async def beside_hostile(folder: Path, minutes: float, clients: int, seed: int) 
         worker_set=WORKER_SET,
     )
     async with LocalCluster(spec) as cluster:
-        before = _processes(cluster)
+        before = processes(cluster)
         honest = Honest(cluster, report, clients, seed)
         for turn in range(max(round(60 * minutes / TURN_S / 2), 1) * 2):
             async with AsyncExitStack() as stack:
@@ -211,7 +210,7 @@ async def beside_hostile(folder: Path, minutes: float, clients: int, seed: int) 
                 await asyncio.sleep(TURN_S)
                 honest.seen = None
         await honest.stop()
-        after = _processes(cluster)
+        after = processes(cluster)
         report.ended = [f"{name} has ended, or was started again" for name, one in before.items() if after[name] != one]
         async with Client(cluster.grpc_address, cluster.admin_address) as client:
             await client.wait_whole(timeout=60)
@@ -241,13 +240,3 @@ class _Hostile:
         self._process.send_signal(signal.SIGTERM)
         said, _ = await asyncio.wait_for(self._process.communicate(), 60)
         self._report.take(json.loads(said))
-
-
-def _processes(cluster: LocalCluster) -> dict[str, set[tuple[int, float]]]:
-    """By name, with their children; the compilers of grammars come and go."""
-    found = {}
-    for name, process in cluster.processes.items():
-        main = psutil.Process(process.pid)
-        family = [one for one in (main, *main.children(recursive=True)) if CHECKER not in " ".join(one.cmdline())]
-        found[name] = {(one.pid, one.create_time()) for one in family}
-    return found

@@ -25,7 +25,7 @@ class Unharmed:
         self._cluster = cluster
 
     async def __aenter__(self) -> Unharmed:
-        self._family, self._logged = self._processes(), self._logs()
+        self._family, self._logged = processes(self._cluster), self._logs()
         self._answer = await self._ask()
         return self
 
@@ -40,7 +40,7 @@ class Unharmed:
         told = {name: text[len(self._logged[name]) :] for name, text in self._logs().items()}
         trouble = {name: text[found.start() :][:3000] for name, text in told.items() if (found := TROUBLE.search(text))}
         assert not trouble, trouble
-        assert self._processes() == self._family
+        assert processes(self._cluster) == self._family
         assert await self._ask() == self._answer
         async with Client(self._cluster.grpc_address, self._cluster.admin_address) as client:
             await client.wait_whole()
@@ -52,10 +52,15 @@ class Unharmed:
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["text"]
 
-    def _processes(self) -> set[tuple[int, float]]:
-        mains = [psutil.Process(process.pid) for process in self._cluster.processes.values()]
-        everybody = [one for main in mains for one in (main, *main.children(recursive=True))]
-        return {(one.pid, one.create_time()) for one in everybody if CHECKER not in " ".join(one.cmdline())}
-
     def _logs(self) -> dict[str, str]:
         return {name: one.log_path.read_text(errors="replace") for name, one in self._cluster.processes.items()}
+
+
+def processes(cluster: LocalCluster) -> dict[str, set[tuple[int, float]]]:
+    """By name, with their children: pid and start of each."""
+    found = {}
+    for name, process in cluster.processes.items():
+        main = psutil.Process(process.pid)
+        family = [one for one in (main, *main.children(recursive=True)) if CHECKER not in " ".join(one.cmdline())]
+        found[name] = {(one.pid, one.create_time()) for one in family}
+    return found

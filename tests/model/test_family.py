@@ -122,13 +122,18 @@ def driver(path: Path, *, keep_quantised: bool = False) -> Driver:
 def test_logits_and_greedy_tokens(member: Member) -> None:
     is_v3 = member.hf.config.model_type == "deepseek_v3" and member.hf.config.n_routed_experts == 256
     assert (len(list(member.folder.glob("*.safetensors"))) > 1) is is_v3
-    prompt, found = random_prompt(130, VOCAB, 130), driver(member.folder)
-    assert_close(found.step([(Seq(prompt), 130)]), member.logits(prompt), MODEL_TOLERANCE)
+    check_answers(driver(member.folder), member.logits)
+
+
+def check_answers(found: Driver, logits: Callable[[list[int]], Tensor]) -> None:
+    """The logits of a prompt and the greedy tokens of three are those of transformers."""
+    prompt = random_prompt(130, VOCAB, 130)
+    assert_close(found.step([(Seq(prompt), 130)]), logits(prompt), MODEL_TOLERANCE)
     prompts = [random_prompt(n, VOCAB, n) for n in (3, 70, 130)]
     answers = found.greedy(prompts, 16)
     assert len(set(answers[0])) > 4, "worth comparing"
     for prompt, tokens in zip(prompts, answers, strict=True):
-        likeliest = member.logits(prompt + tokens[:-1])[len(prompt) - 1 :].argmax(-1)
+        likeliest = logits(prompt + tokens[:-1])[len(prompt) - 1 :].argmax(-1)
         assert len(tokens) == 16 and tokens == likeliest.tolist()
 
 

@@ -14,14 +14,12 @@ from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.moe import Moe
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import FP8, PLAIN, kept_forms, runs_quantised, stack_rows
-from millrace_serve.model.weights import Checkpoint, Part
 from millrace_testing.paths import TINY
 from millrace_testing.tolerances import FP8_MODEL_TOLERANCE
 from model.checkpoints import InForm
 from model.harness import Driver, Seq, random_prompt
 
 CPU = torch.device("cpu")
-Q_B = "model.layers.0.self_attn.q_b_proj.weight"
 
 
 def load(path: Path, keep_quantised: bool, dims: ParallelDims | None = None) -> DeepseekV3:
@@ -54,17 +52,6 @@ def test_which_weights_stay_in_fp8(random_fp8: Path, random_bf16: Path) -> None:
     plain = load(random_bf16, keep_quantised=True).layers[1].self_attn
     assert not isinstance(plain.o_proj, Fp8) and plain.w_uk_fp8 is plain.w_uv_fp8 is None
     assert not isinstance(load(random_fp8, keep_quantised=False).layers[1].self_attn.o_proj, Fp8)
-
-
-def test_shard_inside_of_a_block_is_dequantised(random_fp8: Path) -> None:
-    ckpt = Checkpoint(random_fp8, ModelConfig.load(random_fp8), CPU, torch.float32, keep_quantised=True)
-    whole = ckpt.matrix(Q_B, (768, 128))
-    assert isinstance(whole, Fp8)
-    plain, part = ckpt.tensor(Q_B, (768, 128)), ckpt.matrix(Q_B, (768, 128), Part(rows=(128, 384)))
-    assert isinstance(part, Fp8) and torch.equal(dequant_blocks(*part, torch.float32), plain[128:384])
-    for odd in (Part(rows=(64, 384)), Part(cols=(0, 64))):
-        found = ckpt.matrix(Q_B, (768, 128), odd)
-        assert isinstance(found, torch.Tensor) and torch.equal(found, ckpt.tensor(Q_B, (768, 128), odd))
 
 
 def test_rows_on_top_of_each_other() -> None:

@@ -21,11 +21,9 @@ from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import kept_forms, plain, unpack_int4
 from millrace_serve.model.weights import Checkpoint, CheckpointError, Part
 from millrace_testing.int4 import pack, rounded, write_int4
-from millrace_testing.tolerances import MODEL_TOLERANCE, assert_close
 from model.checkpoints import Tensors, tensors_of, variant
 from model.harness import Driver, Reference, Seq, random_prompt, random_reference
-from model.test_family import CPU, MEMBERS, MLA, REDUCED, VOCAB
-from torch import Tensor
+from model.test_family import CPU, MEMBERS, MLA, REDUCED, VOCAB, check_answers
 
 PUBLISHED = {**REDUCED, **MLA, **MEMBERS["kimi-k2"], "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 GATE = "model.layers.1.mlp.experts.0.gate_proj.weight"
@@ -71,18 +69,7 @@ def test_first_value_in_the_lowest_bits() -> None:
 
 @torch.no_grad()
 def test_logits_and_greedy_tokens(thinking: Thinking) -> None:
-    prompts = [random_prompt(n, VOCAB, n) for n in (3, 70, 130)]
-
-    def logits(tokens: list[int]) -> Tensor:
-        return thinking.hf(torch.tensor([tokens])).logits[0]
-
-    driver = Driver(thinking.model)
-    found = driver.step([(Seq(prompts[2]), 130)])
-    assert_close(found, logits(prompts[2]), MODEL_TOLERANCE)
-    answers = driver.greedy(prompts, 16)
-    assert len(set(answers[0])) > 4, "worth comparing"
-    for prompt, tokens in zip(prompts, answers, strict=True):
-        assert tokens == logits(prompt + tokens[:-1])[len(prompt) - 1 :].argmax(-1).tolist()
+    check_answers(Driver(thinking.model), lambda tokens: thinking.hf(torch.tensor([tokens])).logits[0])
 
 
 def test_parts_of_ranks(thinking: Thinking) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from millrace_kernels.fp8 import Fp8
 from millrace_kernels.int8 import Int8
 from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
 from millrace_serve.model.config import ModelConfig
@@ -28,7 +29,7 @@ GATE_UP = [("model.layers.1.mlp.experts.0.gate_proj.weight", "model.layers.1.mlp
 @pytest.fixture(scope="module")
 def drawn(random_bf16: Path, in_form: InForm) -> dict[str, Path]:
     """Random weights with other shapes than the trained ones, by form."""
-    return {form: in_form(random_bf16, form) for form in FORMS}
+    return {form: in_form(random_bf16, form) for form in (*FORMS, "fp8")}
 
 
 def load(path: Path, keep: bool, dtype: torch.dtype = torch.float32) -> DeepseekV3:
@@ -65,20 +66,21 @@ def test_which_weights_stay_in_int8(form: str, drawn: dict[str, Path]) -> None:
     )
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, "fp8"])
 def test_parts_of_ranks(form: str, drawn: dict[str, Path]) -> None:
-    """With scales by row every part stays INT8, with blocks those of whole blocks."""
+    """With scales by row every part stays quantised, with blocks those of whole blocks."""
     ckpt = Checkpoint(drawn[form], ModelConfig.load(drawn[form]), CPU, torch.float32, keep_quantised=True)
+    kind = Fp8 if form == "fp8" else Int8
     name, shape = "model.layers.0.self_attn.q_b_proj.weight", (768, 128)
     whole = ckpt.tensor(name, shape)
     for part, stays in ((Part(rows=(128, 384)), True), (Part(rows=(64, 384)), False), (Part(cols=(0, 64)), False)):
         found = ckpt.matrix(name, shape, part)
         (r0, r1), (c0, c1) = part.of(shape)
-        assert isinstance(found, Int8) is (stays or form == "int8")
+        assert isinstance(found, kind if stays or form == "int8" else torch.Tensor)
         assert torch.equal(plain(found, torch.float32), whole[r0:r1, c0:c1])
     stack = ckpt.stack(GATE_UP, (128, 256), Part(rows=(0, 64)))
     gate, up = (ckpt.tensor(name, (128, 256), Part(rows=(0, 64))) for name in GATE_UP[0])
-    one = Int8(stack.data[0], stack.scales[0]) if isinstance(stack, Int8) else stack[0]
+    one = kind(stack.data[0], stack.scales[0]) if isinstance(stack, kind) else stack[0]
     assert torch.equal(plain(one, torch.float32), torch.cat((gate, up)))
     mixed = stack_rows((ckpt.matrix(name, shape), torch.ones(3, 128)), torch.float32)
     assert isinstance(mixed, torch.Tensor) and torch.equal(mixed[:768], whole)

@@ -37,7 +37,7 @@ GRAMMARS = (
 def reference(tmp_path_factory: pytest.TempPathFactory) -> list[Continuation]:
     async def run() -> list[Continuation]:
         async with workers(tmp_path_factory.mktemp("one"), "unified", sets=MODEL) as [one], FakeLink(one) as link:
-            return await generate(link, 1)
+            return await generate(link)
 
     found = asyncio.run(run())
     tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
@@ -52,10 +52,9 @@ def requests() -> list[worker_pb2.EngineRequest]:
     return free + [request(PROMPTS[0], grammar=grammar, **fields, **sampling) for grammar, sampling in GRAMMARS]
 
 
-async def generate(link: FakeLink, replicas: int) -> list[Continuation]:
+async def generate(link: FakeLink) -> list[Continuation]:
     batch = requests()
-    for i, r in enumerate(batch):
-        r.replica = i % replicas
+    for r in batch:
         link.submit(r)
     return [await said(link, r) for r in batch]
 
@@ -63,16 +62,6 @@ async def generate(link: FakeLink, replicas: int) -> list[Continuation]:
 async def said(link: FakeLink, r: worker_pb2.EngineRequest) -> Continuation:
     await link.finish(r, timeout_s=60)
     return Continuation(link.tokens(r), [token.sampled.logprob for output in link.of(r) for token in output.logprobs])
-
-
-@pytest.mark.long
-async def test_data_parallel_replicas_step_together(tmp_path: Path, reference: list[Continuation]) -> None:
-    async with (
-        workers(tmp_path, "unified", sets=(*MODEL, "dp=2", "redundant_experts=1")) as [worker],
-        FakeLink(worker) as link,
-    ):
-        assert_same(await generate(link, 2), reference)
-        await worker.whole()
 
 
 @pytest.mark.long

@@ -107,15 +107,19 @@ def loops(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Loop]
     with zmq.Context() as context:
         made = [Loop(one, tmp_path, i, context) for i, one in enumerate(join_all(1, request.param))]
         yield made
-        for loop in made:
-            loop.outbox.send(Stop())
-        for loop in made:
-            loop.thread.join(120)
-        alive = [loop.thread.is_alive() for loop in made]
-        for loop in made:
-            loop.outbox.close()
-            loop.inbox.close()
-        assert not any(alive), "they did not end together"
+        end(*made)
+
+
+def end(*loops: Loop) -> None:
+    for loop in loops:
+        loop.outbox.send(Stop())
+    for loop in loops:
+        loop.thread.join(120)
+    alive = [loop.thread.is_alive() for loop in loops]
+    for loop in loops:
+        loop.outbox.close()
+        loop.inbox.close()
+    assert not any(alive), "they did not end together"
 
 
 def ask(loop: Loop, room: int, count: int) -> None:
@@ -168,12 +172,7 @@ def test_loop_that_is_called_while_a_step_runs_does_not_spin(hosts: str, tmp_pat
             loops[0].tokens.get(timeout=120)
         assert loops[0].num_steps - steps >= 5
         assert loops[0].num_waits - waits < 10 * (loops[0].num_steps - steps)
-        for loop in loops:
-            loop.outbox.send(Stop())
-        for loop in loops:
-            loop.thread.join(120)
-            loop.outbox.close()
-            loop.inbox.close()
+        end(*loops)
 
 
 def test_prompt_is_in_the_step_behind_the_one_that_runs(tmp_path: Path) -> None:
@@ -192,10 +191,7 @@ def test_prompt_is_in_the_step_behind_the_one_that_runs(tmp_path: Path) -> None:
             loop.outbox.send(Submit(request(room, [30, 31, 32], max_tokens=1)))
             rooms = [loop.tokens.get(timeout=120) for _ in range(9)]
             before.append(rooms.index(room))
-        loop.outbox.send(Stop())
-        loop.thread.join(120)
-        loop.outbox.close()
-        loop.inbox.close()
+        end(loop)
     assert min(before) == 2, before
 
 
@@ -207,10 +203,7 @@ def test_one_slow_step_does_not_slow_those_behind_it(tmp_path: Path, monkeypatch
         loop = Loop(Lockstep(), tmp_path, 0, context)
         loop.thread.start()
         ask(loop, 1, 20)
-        loop.outbox.send(Stop())
-        loop.thread.join(120)
-        loop.outbox.close()
-        loop.inbox.close()
+        end(loop)
     assert sum(seconds > 0.25 for seconds in loop.delays) <= 1, loop.delays
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-from engine.harness import SETTINGS, TINY, Driver, fill_pages, request
+from engine.harness import TINY, Driver, fill_pages, request
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.page_hash import page_hashes
 from millrace_serve.engine.cache.block_pool import InvariantError
 from millrace_serve.engine.cache.changes import TierChanges
-from millrace_serve.engine.config import GIB, EngineConfig, Role
+from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import (
     Abort,
     FinishReason,
@@ -26,7 +27,6 @@ from millrace_serve.engine.core import (
     SequenceOutput,
 )
 from millrace_serve.engine.offload.host_tier import Copy, HostTier
-from millrace_serve.engine.sim.factory import sim_layout
 from millrace_testing.blocks import block, blocks
 from millrace_testing.examples import examples
 from pydantic import ValidationError
@@ -38,9 +38,8 @@ class Tiered(Driver):
     """A simulated engine with room for `host_pages` copies. `held`: no copy ends."""
 
     def __init__(self, role: Role = Role.UNIFIED, host_pages: int = 100, **config: Any) -> None:
-        page_bytes = sim_layout(EngineConfig.model_validate({**TINY, **config}), SETTINGS).page_bytes
         self.firsts: dict[RequestId, SequenceOutput] = {}
-        super().__init__(role, host_cache_gib=host_pages * page_bytes / GIB, **config)
+        super().__init__(role, host_pages=host_pages, **config)
         self.held = False
         self.host = self.scheduler.host
         copier = self.engine.copier
@@ -89,6 +88,15 @@ class Tiered(Driver):
         assert self.host.used == 0  # check_whole flushes
 
 
+def evicted(make: Callable[..., Tiered] = Tiered, prompt: list[int] = PROMPT, **config: Any) -> Tiered:
+    """The prefix cache had the prompt; now the host tier alone has it."""
+    driver = make(max_model_len=60, **config)
+    driver.ask(1, prompt)
+    driver.end_leases()
+    driver.push_out()
+    return driver
+
+
 @pytest.fixture(params=[True, False], ids=["overlap", "synchronous"])
 def overlap(request: pytest.FixtureRequest) -> bool:
     return request.param
@@ -96,10 +104,7 @@ def overlap(request: pytest.FixtureRequest) -> bool:
 
 @pytest.mark.parametrize("role", [Role.UNIFIED, Role.PREFILL])
 def test_evicted_prefix_comes_back(role, overlap):
-    driver = Tiered(role, overlap=overlap, max_model_len=60)
-    driver.ask(1, PROMPT)
-    driver.end_leases()
-    driver.push_out()
+    driver = evicted(role=role, overlap=overlap)
     driver.ask(2, PROMPT)
     driver.end_leases()
     load = driver.engine.load()
@@ -116,10 +121,7 @@ def test_evicted_prefix_comes_back(role, overlap):
 @pytest.mark.parametrize("role", [Role.UNIFIED, Role.PREFILL])
 @pytest.mark.parametrize("why", ["abort", "deadline", "flush"])
 def test_what_happens_during_a_fill(role, why):
-    driver = Tiered(role, max_model_len=60)
-    driver.ask(1, PROMPT)
-    driver.end_leases()
-    driver.push_out()
+    driver = evicted(role=role)
     driver.held = True
     driver.submit(request(2, PROMPT, Route.EXPORT if role is Role.PREFILL else Route.LOCAL, timeout_s=5.0))
     driver.run()
@@ -211,10 +213,7 @@ def test_preempted_sequence_that_ends_while_it_is_saved(steps):
 
 @pytest.mark.parametrize("num_offered", [2, 3])
 def test_what_another_worker_serves_is_not_needed(num_offered):
-    driver = Tiered(Role.PREFILL, max_model_len=60)
-    driver.ask(1, PROMPT)
-    driver.end_leases()
-    driver.push_out()
+    driver = evicted(role=Role.PREFILL)
     id = RequestId(2, 0)
     driver.submit(msgspec.structs.replace(request(2, PROMPT, Route.EXPORT), fetches_prefix=True))
     driver.tell(KvOffered(id, num_offered))
@@ -227,10 +226,7 @@ def test_what_another_worker_serves_is_not_needed(num_offered):
 
 
 def test_another_worker_serves_more_than_the_tier_has():
-    driver = Tiered(Role.PREFILL, max_model_len=60)
-    driver.ask(1, PROMPT[:8])
-    driver.end_leases()
-    driver.push_out()
+    driver = evicted(prompt=PROMPT[:8], role=Role.PREFILL)
     id = RequestId(2, 0)
     driver.submit(msgspec.structs.replace(request(2, PROMPT, Route.EXPORT), fetches_prefix=True))
     driver.tell(KvOffered(id, 3))
@@ -245,10 +241,7 @@ def test_another_worker_serves_more_than_the_tier_has():
 
 @pytest.mark.parametrize("role", [Role.UNIFIED, Role.PREFILL])
 def test_wrong_bytes_fail_one_request_and_empty_the_tier(role, overlap):
-    driver = Tiered(role, overlap=overlap, max_model_len=60)
-    driver.ask(1, PROMPT)
-    driver.end_leases()
-    driver.push_out()
+    driver = evicted(role=role, overlap=overlap)
     driver.engine.copier._host[:] = 7
     driver.ask(2, PROMPT)
     driver.end_leases()

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from engine.cache.test_host_tier import PROMPT, Tiered
+from engine.cache.test_host_tier import PROMPT, Tiered, evicted
 from engine.harness import SETTINGS, eager, request
 from engine.joined import join_all, together
 from hypothesis import given
@@ -23,10 +23,9 @@ from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import GIB, Limits, Role
 from millrace_serve.engine.core import Abort, FlushCache, RequestId, Submit
 from millrace_serve.engine.lockstep import packing
-from millrace_serve.engine.lockstep.followers import FRAMES
+from millrace_serve.engine.lockstep.links import RankLost
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.lockstep.packing import Copies
-from millrace_serve.engine.lockstep.shared_memory import RankLost
 from millrace_serve.engine.offload.disk_tier import DiskTier
 from millrace_serve.engine.offload.host_copies import PageMoves
 from millrace_serve.engine.offload.page_copier import PageCopier
@@ -44,6 +43,7 @@ from model.ranks import run_jobs
 LIMITS = {"page_size": 16, "max_model_len": 256, "max_running": 4, "max_prefill_tokens": 64, "checks": ("canary",)}
 PROMPTS = [[10 + (7 * i + 31 * room) % 500 for i in range(140)] for room in range(6)]
 OUTPUTS, PAGE_BYTES = 50, 147520
+MOST_BEHIND = 4  # messages, of a follower in these tests
 
 
 def stores(tp: int, dp: int, num_slots: int, page_bytes: int) -> list[SharedStore]:
@@ -89,7 +89,7 @@ class Replica(Tiered):
         """The leader's outlet. The oracle, which stands for the model, goes along."""
         oracle: Any = self.engine._runner
         self._sent.append((bytes(data), oracle._prompt_hash.copy(), oracle._eos_from.copy()))
-        self._follow(FRAMES)
+        self._follow(MOST_BEHIND)
 
     def receive(self) -> bytes:
         """The follower's inlet."""
@@ -110,7 +110,7 @@ class Replica(Tiered):
 
     def step(self) -> Any:
         events = super().step()
-        self._follow(min(self.behind, FRAMES))
+        self._follow(min(self.behind, MOST_BEHIND))
         self.copier.carry_out(self.behind)
         return events
 
@@ -121,10 +121,7 @@ class Replica(Tiered):
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "synchronous"])
 def test_evicted_prefix_comes_back_to_both_ranks(overlap: bool) -> None:
-    driver = Replica(overlap=overlap, max_model_len=60)
-    driver.ask(1, PROMPT)
-    driver.run()
-    driver.push_out()
+    driver = evicted(Replica, overlap=overlap)
     driver.ask(2, PROMPT)
     driver.run()
     load = driver.engine.load()
@@ -135,10 +132,7 @@ def test_evicted_prefix_comes_back_to_both_ranks(overlap: bool) -> None:
 
 def test_copy_counts_when_the_last_rank_has_carried_it_out() -> None:
     """Until then no step reads what is loaded, and no slot gets other bytes."""
-    driver = Replica(max_model_len=60)
-    driver.ask(1, PROMPT)
-    driver.run()
-    driver.push_out()
+    driver = evicted(Replica)
     driver.behind = 100
     driver.ask(2, PROMPT)
     driver.ask(3, [77] * 3)
@@ -176,10 +170,7 @@ def test_replicas_have_a_store_each_without_a_name() -> None:
 
 def test_follower_that_ends_during_a_load_ends_the_replica() -> None:
     """Nothing is computed from pages that it may not have."""
-    driver = Replica(max_model_len=60)
-    driver.ask(1, PROMPT)
-    driver.run()
-    driver.push_out()
+    driver = evicted(Replica)
     leader, follower = join_all(2, "aa")
     driver.engine._lockstep = leader
     driver.ask(2, PROMPT)

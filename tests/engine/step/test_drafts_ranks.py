@@ -4,24 +4,15 @@ answers, and those of tensor-parallel ranks, are test_parity_ranks.py's.
 
 from __future__ import annotations
 
-import threading
-
 from engine import drafting
 from engine.drafting import Arrivals, serve
 from engine.harness import SETTINGS, TINY, FakeReplicas, request
+from engine.schedule.test_context_parallel import recorded, run_threads
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import Request
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.sim.factory import build_sim_engine
-from millrace_serve.engine.step.batch import HostBatch
-
-
-def recorded(one: Engine) -> list[HostBatch]:
-    """Every batch from now on."""
-    launch, batches = one._runner.launch, []
-    one._runner.launch = lambda batch: (batches.append(batch), launch(batch))[1]
-    return batches
 
 
 def sim_engine(drafts: int, lockstep: Lockstep | None = None) -> Engine:
@@ -49,11 +40,7 @@ def test_replicas_take_the_number_of_drafts_of_the_largest() -> None:
         batches[rank] = recorded(one)
         said[rank] = drafting.tokens(serve(one, SIM[rank], 90))
 
-    threads = [threading.Thread(target=replica, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    run_threads(replica, 2)
     alone = [drafting.tokens(serve(sim_engine(0), arrivals, 100)) for arrivals in SIM]
     assert said == alone and all(alone)
     seen = set()
