@@ -42,8 +42,6 @@ Texts = Annotated[Items[TextBlock], or_text(_as_block, list[TextBlock])]
 
 
 class ThinkingBlock(Lenient):
-    """`signature` is not looked at."""
-
     type: Literal["thinking"]
     thinking: str
     """For templates that show earlier reasoning. No signature is looked at."""
@@ -57,8 +55,6 @@ class ToolUseBlock(Lenient):
 
 
 class ToolResultBlock(Lenient):
-    """`is_error` is not shown to the model: the content says it."""
-
     type: Literal["tool_result"]
     tool_use_id: str
     content: Texts = Field([])
@@ -153,8 +149,6 @@ class ToolChoice(Strict):
 
 
 class ThinkingConfig(Strict):
-    """`budget_tokens` is not enforced: `max_tokens` bounds reasoning and answer. `omitted`: no reasoning is sent."""
-
     type: Literal["enabled", "disabled", "adaptive"]
     """The argument `thinking` of the template is false with `disabled`, else true."""
     budget_tokens: int | None = None
@@ -168,8 +162,6 @@ class OutputFormat(JsonSchema):
 
 
 class OutputConfig(Strict):
-    """`effort` is ignored: the model knows none."""
-
     effort: str | None = None
     """Changes nothing."""
     format: OutputFormat | None = None

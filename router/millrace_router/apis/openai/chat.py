@@ -75,10 +75,6 @@ def called(id: str, name: str, arguments: str) -> JsonObject:
 
 
 class Turn(Strict):
-    """Templates of models that think between calls (Kimi K2 Thinking, V3.2) read `reasoning_content`, Kimi K2's read
-    `name`: the sender's, or the function's of a result.
-    """
-
     IGNORED: ClassVar = HABITS | {"annotations", "id", "parsed", "refusal", "status"}
     UNSUPPORTED: ClassVar = {
         "audio": "only text is read",
@@ -113,8 +109,6 @@ class Turn(Strict):
 
 
 class Function(Strict):
-    """`parameters` absent: the function has none."""
-
     IGNORED: ClassVar = HABITS | {"additionalProperties"}
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
@@ -258,8 +252,6 @@ class Conversation(Strict):
 
 
 class ChatRequest(Conversation, Common):
-    """`reasoning_effort`: reasoning or none, for templates that have the choice."""
-
     max_completion_tokens: int | None = None
     """Goes before `max_tokens`."""
     modalities: Items[Literal["text"]] = Field([])

@@ -15,8 +15,6 @@ from millrace_router.queue.tenant import caller
 
 
 class TokenizeRequest(Asking):
-    """Either `prompt` or `messages`, with the further inputs of the chat template."""
-
     model: str = ""
     prompt: str | None = None
     """Either this or `messages`."""

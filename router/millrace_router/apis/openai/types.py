@@ -168,8 +168,6 @@ class StreamOptions(Strict, frozen=True):  # pydantic copies a default that may 
 
 
 class JsonSchema(Strict):
-    """`schema` absent: any JSON object. `strict` changes nothing: the output always satisfies the schema."""
-
     name: str = ""
     """Changes nothing."""
     description: str | None = None
@@ -191,8 +189,6 @@ ANY_OBJECT = JsonSchema()
 
 
 class ResponseFormat(Strict, frozen=True):
-    """`regex` is an extension: the pattern that the whole output matches."""
-
     type: Literal["text", "json_object", "json_schema", "regex"] = "text"
     """The output follows the grammar. `regex` is beyond OpenAI."""
     json_schema: JsonSchema | None = None
