@@ -32,7 +32,7 @@ from millrace_serve.engine.core import (
     SequenceOutput,
 )
 from millrace_serve.handover import prefix_fetches
-from millrace_serve.prefill.service import PrefillRole
+from millrace_serve.handover.role import HandoverRole
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.messages import ReadDone, ReadPages, ReadStuck
 from millrace_serve.worker.config import WorkerConfig, WorkerTimeouts
@@ -76,7 +76,7 @@ class Bench:
             secret=b"",
             leave=None,
         )
-        self.role = PrefillRole(frontend)
+        self.role = HandoverRole(frontend)
         self.prefix_source = Peer()
         peers = self.role.imports._peers
         peers._peers["p:1", "e"] = self.prefix_source  # type: ignore[assignment]

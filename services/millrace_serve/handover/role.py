@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import grpc
-from millrace.v1 import decode_pb2, kv_pb2_grpc, prefill_pb2, worker_pb2
+from millrace.v1 import decode_pb2, decode_pb2_grpc, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from millrace_rpc.access import token
 
+from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Events, Failure, Request, RequestId, Route
 from millrace_serve.handover.exports import Exports
 from millrace_serve.handover.failed_reads import READER_ALONE, SOURCE_ALONE, FailedReads
@@ -28,6 +29,8 @@ class HandoverRole(RoleLogic):
     def __init__(self, frontend: Frontend) -> None:
         config, self._ranks, self._requests = frontend.config, frontend.ranks, frontend.requests
         self._role = config.role
+        kind = "Prefill" if config.role is Role.PREFILL else "Decode"
+        self.service_names = (f"millrace.v1.{kind}Service", "millrace.v1.KvService")
         drop_source = lambda rank, agent: frontend.ranks.send_reader(rank, DropSource(agent))  # noqa: E731
         self._peers = Peers(drop_source, frontend.identity, token(frontend.secret))
         own_reads = FailedReads("reads of other workers' KV pages", READER_ALONE, frontend.leave)
@@ -41,6 +44,10 @@ class HandoverRole(RoleLogic):
         self._requests.on_start, self._requests.on_abort = self._on_start, self._on_abort
 
     def register(self, server: grpc.aio.Server, links: Links) -> None:
+        if self._role is Role.PREFILL:
+            prefill_pb2_grpc.add_PrefillServiceServicer_to_server(links, server)
+        else:
+            decode_pb2_grpc.add_DecodeServiceServicer_to_server(links, server)
         kv_pb2_grpc.add_KvServiceServicer_to_server(self._kv, server)
 
     # ------------------------------------------------------------------------------------------ requests
