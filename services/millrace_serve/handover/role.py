@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import grpc
 from millrace.v1 import decode_pb2, decode_pb2_grpc, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from millrace_rpc.access import token
+from millrace_rpc.errors import FieldError
 
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Events, Failure, Request, RequestId, Route
@@ -70,7 +71,7 @@ class HandoverRole(RoleLogic):
 
     def _submit_import(self, link: RouterLink, message: decode_pb2.DecodeRequest) -> None:
         if Route.IMPORT not in self._role.routes:
-            raise convert.invalid("source", f"is set, but a {self._role} worker imports nothing")
+            raise FieldError("source", f"is set, but a {self._role} worker imports nothing")
         check_layout(message.source.fingerprint, message.source.address, self._ranks)
         self._check_new(message.request)
         if request := self._requests.submit(message.request, Route.IMPORT, link):
@@ -80,7 +81,7 @@ class HandoverRole(RoleLogic):
         """Raises MillraceError for an attempt that is over but whose pages are still read, here or elsewhere."""
         id = convert.request_id(wire.id)
         if (id in self.exports or id in self.imports) and id not in self._requests:
-            raise convert.invalid("id", f"{id} was submitted here before")
+            raise FieldError("id", f"{id} was submitted here before")
 
     def _on_start(self, request: Request, replica: int) -> None:
         if request.route is Route.EXPORT:
@@ -120,7 +121,7 @@ class HandoverRole(RoleLogic):
 
     async def warm_pair(self, source: worker_pb2.KvSourceRef) -> None:
         if Route.IMPORT not in self._role.routes:
-            raise convert.invalid("source", f"is set, but a {self._role} worker imports nothing")
+            raise FieldError("source", f"is set, but a {self._role} worker imports nothing")
         await self._pairs.warm_up(source)
 
     async def disconnect(self) -> None:

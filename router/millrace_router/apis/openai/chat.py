@@ -10,14 +10,13 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from millrace_common.json_values import Json, JsonObject
 from millrace_common.quoted import cut
-from millrace_rpc.errors import Path
+from millrace_rpc.errors import FieldError, Path
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, Tag, model_validator
 
 from millrace_router.apis.openai.types import Common, JsonSchema, Strict, present
 from millrace_router.apis.parsing import HABITS, Items, OneOf, String, at_most, mistake
 from millrace_router.apis.tool_parameters import Parameters
 from millrace_router.flow.ask import Ask, Chat
-from millrace_router.flow.validate import invalid
 from millrace_router.text.call_arguments import NONE
 from millrace_router.text.call_grammar import Calls
 from millrace_router.text.chat_format import ChatFormat, Tool
@@ -101,9 +100,9 @@ class Turn(Strict):
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
         calls = [called(it.id, it.function.name, it.function.arguments) for it in self.tool_calls or ()]
         if self.content is None and self.role != "assistant":
-            raise invalid(("messages", i, "content"), "is required")
+            raise FieldError(("messages", i, "content"), "is required")
         if calls and self.role != "assistant":
-            raise invalid(("messages", i, "tool_calls"), f"are for the role assistant, not {cut(self.role)!r}")
+            raise FieldError(("messages", i, "tool_calls"), f"are for the role assistant, not {cut(self.role)!r}")
         more = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
         return message(self.role, text, calls, **more)
 
@@ -199,10 +198,10 @@ class ChosenTools(NamedTuple):
         if self.name is not None:
             named = tuple(tool for tool in tools if tool.name == self.name)
             if not named:
-                raise invalid(self.path, f"{cut(self.name)!r} is not among the ", ("tools",))
+                raise FieldError(self.path, f"{cut(self.name)!r} is not among the ", ("tools",))
             return named[:1]
         if self.how == "required" and not tools:
-            raise invalid("tool_choice", "is required, but there are no ", ("tools",))
+            raise FieldError("tool_choice", "is required, but there are no ", ("tools",))
         return tools if self.how == "required" else ()
 
 
@@ -270,7 +269,7 @@ class ChatRequest(Conversation, Common):
 
     def ask(self, request_id: str) -> Ask:
         if self.top_logprobs and not self.logprobs:
-            raise invalid("top_logprobs", "needs ", ("logprobs",), " to be true")
+            raise FieldError("top_logprobs", "needs ", ("logprobs",), " to be true")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         ask = self.ask_for(self.as_chat(), request_id, max_tokens, logprobs)
@@ -288,7 +287,7 @@ def in_format(ask: Ask, form: ChatFormat) -> Ask:
     if not isinstance(chat, Chat) or not chat.tools:
         return ask
     if form.style is None:
-        raise invalid("tools", "are not supported: the model's chat template has no tool calls")
+        raise FieldError("tools", "are not supported: the model's chat template has no tool calls")
     if chat.required or ask.grammar is not None or any(tool.strict for tool in chat.tools):
         named = len(chat.required) == 1 and len(chat.tools) > 1
         answer = None if chat.required else ask.grammar

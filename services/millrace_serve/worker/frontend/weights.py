@@ -19,10 +19,9 @@ from collections.abc import Coroutine
 from pathlib import Path
 
 from millrace_common.reasons import Reason
-from millrace_rpc.errors import MillraceError
+from millrace_rpc.errors import FieldError, MillraceError
 
 from millrace_serve.engine.core import Failure, Pause
-from millrace_serve.worker.frontend import convert
 from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.lifecycle import State
 from millrace_serve.worker.frontend.wakeup import within
@@ -79,12 +78,12 @@ class HotWeights:
         async with self._turn:
             self._check_paused()
             if not path:
-                raise convert.invalid("path", "must name the folder of a checkpoint")
+                raise FieldError("path", "must name the folder of a checkpoint")
             version, path = _version(path, version), await self._below_root(path)
             if refused := await self._ranks.set_weights(SetWeights(path, version, check=True)):
-                raise convert.invalid("path", f"{path} cannot be loaded: {refused}")
+                raise FieldError("path", f"{path} cannot be loaded: {refused}")
             await self._frontend.forget(f"weights {version} are being loaded")
-            await self._quiet()  # also the copies of cached pages
+            await self._said(paused=True)  # also the copies of cached pages
             await self._set(SetWeights(path, version))
             self._path = Path(path)
 
@@ -153,7 +152,7 @@ class HotWeights:
         except ValueError:  # a zero byte
             below = False
         if not below:
-            raise convert.invalid("path", f"{path} is not below weights_root, which is {root or 'not configured'}")
+            raise FieldError("path", f"{path} is not below weights_root, which is {root or 'not configured'}")
         return real
 
     def _check_paused(self) -> None:
@@ -165,5 +164,5 @@ class HotWeights:
 
 def _version(path: str, given: str) -> str:
     if len(given) > LONGEST_VERSION:
-        raise convert.invalid("version", f"has {len(given)} characters; at most {LONGEST_VERSION} are allowed")
+        raise FieldError("version", f"has {len(given)} characters; at most {LONGEST_VERSION} are allowed")
     return given or Path(path).name
