@@ -62,7 +62,7 @@ class HotWeights:
             if drop:
                 for id in requests:
                     requests.fail(id, Failure(Reason.NOT_READY, "the worker is paused"))
-            await self._quiet()
+            await self._said(paused=True)
 
     async def resume(self) -> None:
         async with self._turn:
@@ -108,7 +108,7 @@ class HotWeights:
             try:
                 await self._frontend.start_ranks(self._path)
                 self._tell_engines(Pause(on=True))
-                await self._quiet()
+                await self._said(paused=True)
             except Exception:  # also of a process that cannot be started: some ranks may be up already
                 await self._frontend.stop_ranks()
                 raise
@@ -133,9 +133,6 @@ class HotWeights:
     def _tell_engines(self, message: Pause) -> None:
         for replica in range(self._frontend.config.dp):
             self._ranks.send(replica, message)
-
-    async def _quiet(self) -> None:
-        await self._said(paused=True)
 
     async def _said(self, paused: bool) -> None:
         board, what = self._frontend.board, "the end of steps and copies" if paused else "the end of the pause before"
