@@ -114,7 +114,7 @@ MAY_IMPORT = {
     },
     f"{WORKER}.rank": {COMMON, MODEL, ENGINE, TRANSFER, PLAN, *BOTH_PROCESSES},
     HANDOVER: {
-        *(STUBS, COMMON, RPC, CORE, TRANSFER, f"{WORKER}.config"),
+        *(STUBS, COMMON, RPC, CORE, LIMITS, TRANSFER, f"{WORKER}.config"),
         *(f"{WORKER}.{part}" for part in ("frontend", "messages")),
     },
     "millrace_serve.prefill": {STUBS, COMMON, RPC, ENGINE, TRANSFER, WORKER, HANDOVER},

@@ -118,8 +118,8 @@ def _batches(kind: str, ranks: int, steps: int) -> Row:
 
     def make(rank: int, exchange: Exchange) -> Step:
         lockstep = joined(rank, ranks, 1, 1, exchange)
-        inlet = lockstep._inlet
-        return (lambda: lockstep.share(batch)) if inlet is None else lambda: packing.decode(inlet.receive())
+        leader = lockstep._leader
+        return (lambda: lockstep.share(batch)) if leader is None else lambda: packing.decode(leader.receive_message())
 
     def make_gloo(rank: int, exchange: Exchange) -> Step:
         _init_gloo(rank, ranks, exchange)

@@ -28,3 +28,15 @@ def derive(secret: bytes, use: str, text: str = "") -> bytes:
     """
     key = hashlib.blake2b(secret, digest_size=32, person=b"millrace").digest()
     return hashlib.blake2b(text.encode(), key=key, digest_size=32, person=use.encode()).digest()
+
+
+def cache_salt(secret: bytes, group: str) -> bytes:
+    """Of the prefix caches: 32 bytes, equal for requests that may share cached pages. Routers decide that, and workers
+    obey. Without a secret whoever knows a group's name can compute them.
+    """
+    return derive(secret, "cache salt", group)
+
+
+def cache_key_id(secret: bytes) -> bytes:
+    """Tells workers whether all routers have one secret. With different ones their prompts share no pages."""
+    return derive(secret, "cache id")[:8]

@@ -4,7 +4,7 @@
 
 A block is a digest of the salt and of all tokens up to the end of its page. Nobody can find two prefixes of equal
 blocks, so equal blocks prove equal tokens. The salt separates the prompts of tenants who do not share a cache; a router
-derives it from its secret key (millrace_router/policy/cache_key.py), and workers take it as it comes.
+derives it from its secret (deployment_secret.py), and workers take it as it comes.
 """
 
 from __future__ import annotations

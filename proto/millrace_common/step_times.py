@@ -58,12 +58,10 @@ class StepTimes:
             return most
         return min(max(self.tokens_within(AIM * limit_s, sequences, keys, start), least), most)
 
-    def prompt_s(
-        self, tokens: int, start: int = 0, chunk: int = 1 << 30, sequences: float = 0, keys: float = 0
-    ) -> float:
+    def prompt_s(self, tokens: int, start: int = 0, chunk: int = 1 << 30) -> float:
         """Seconds until the tokens from `start` on of a prompt of `start + tokens` are computed, in steps of at most
-        `chunk` prompt tokens beside the decode sequences.
+        `chunk` prompt tokens.
         """
         steps = max(-(-tokens // max(chunk, 1)), 1)
         pairs = tokens * (start + tokens / 2)
-        return steps * (self.step_s(sequences, keys) + self.chunk_s) + self.token_s * tokens + self.pair_s * pairs
+        return steps * (self.fixed_s + self.chunk_s) + self.token_s * tokens + self.pair_s * pairs

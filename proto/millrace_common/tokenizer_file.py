@@ -88,6 +88,20 @@ def byte_characters() -> str:
     return "".join(chr(byte if byte in printable else next(others)) for byte in range(256))
 
 
+def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
+    """The bytes of every token id. A token is written with one printable character per byte (GPT-2's table); one with
+    any other character, which only added tokens have, stands for itself.
+    """
+    alphabet = {character: byte for byte, character in enumerate(byte_characters())}
+    table = [b""] * (max(tokenizer.get_vocab().values(), default=-1) + 1)
+    for token, i in tokenizer.get_vocab().items():
+        try:
+            table[i] = bytes([alphabet[character] for character in token])
+        except KeyError:
+            table[i] = token.encode()
+    return table
+
+
 def _ranks(data: bytes) -> Iterator[tuple[bytes, int]]:
     for line in data.splitlines():
         if line:

@@ -6,8 +6,11 @@ import abc
 import asyncio
 import contextlib
 import functools
+import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -202,6 +205,13 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
         error = MillraceError.unexpected(error)
     status = error.to_status()
     await context.abort(status.code, status.details, status.trailing_metadata)
+
+
+def announce(path: Path, facts: Mapping[str, object]) -> None:
+    """Write JSON for whoever started this process: bound ports and more. By a rename: no reader sees half a file."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps({**facts, "pid": os.getpid()}))
+    partial.replace(path)
 
 
 def run(main: Coroutine[object, object, T]) -> T:

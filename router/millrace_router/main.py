@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
-import os
 import secrets
 import signal
 import time
@@ -32,7 +30,7 @@ from millrace_rpc.access import Access
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.http_connection import ConnectionLimits
 from millrace_rpc.http_server import HttpServer
-from millrace_rpc.server import Server, run
+from millrace_rpc.server import Server, announce, run
 from millrace_rpc.tls import identity_of
 
 from millrace_router.admin import http as admin_http
@@ -195,18 +193,16 @@ class Router:
             self._public.set_serving(ready)
 
 
-async def serve(config: RouterConfig, announce: Path | None = None) -> int:
-    """Run until SIGTERM or SIGINT. The ports are written to `announce` as JSON once they are bound."""
+async def serve(config: RouterConfig, announced: Path | None = None) -> int:
+    """Run until SIGTERM or SIGINT. The ports are written to `announced` as JSON once they are bound."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     router = Router(config)
     await router.start()
     log.info("listening: %s; workers by %s", router.ports, config.discovery.kind)
-    if announce is not None:
-        partial = announce.with_name(announce.name + ".partial")
-        partial.write_text(json.dumps(router.ports | {"pid": os.getpid()}))
-        partial.replace(announce)
+    if announced is not None:
+        announce(announced, router.ports)
     await stopping.wait()
     log.info("stopping: %d requests are running", len(router.inference.active))
     await router.stop()

@@ -39,10 +39,6 @@ class Counts:
     failed: int = 0  # answered by an error
     left: int = 0
 
-    @property
-    def exit_code(self) -> int:
-        return 1 if self.failed or self.left else 0
-
     def summary(self, before: int) -> str:
         parts = [f"{self.succeeded} answered"]
         parts += [f"{self.failed} answered by an error"] if self.failed else []
@@ -71,7 +67,7 @@ async def run(client: httpx.AsyncClient, file: Path, out: Path, concurrency: int
             await _check(client)
             counts = await _send_all(client, todo, output, concurrency)
     Console(stderr=True, highlight=False).print(counts.summary(len(lines) - len(todo)), style="dim")
-    return counts.exit_code
+    return 1 if counts.failed or counts.left else 0
 
 
 @contextlib.contextmanager

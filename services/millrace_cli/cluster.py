@@ -22,9 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from millrace.v1 import worker_pb2
 from millrace_common.deployment_secret import read
 from millrace_common.tls_config import Tls
 from millrace_rpc.access import token
+from millrace_rpc.enums import name_of
 from millrace_rpc.tls import Identity
 
 from millrace_cli import probe
@@ -296,7 +298,7 @@ class LocalCluster:
         )
         for name, info in zip(workers, infos, strict=True):
             if info is not None:
-                self.processes[name].note(probe.state_name(info.state), info.state_message)
+                self.processes[name].note(name_of(worker_pb2.WorkerState, info.state), info.state_message)
         ready = True
         for name in self.routers:
             serving = await probe.is_serving(self.address(name), self._identity)

@@ -11,7 +11,6 @@ import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 from millrace_rpc.client import channel
-from millrace_rpc.enums import name_of
 from millrace_rpc.tls import Identity
 
 TIMEOUT_S = 2.0
@@ -78,8 +77,3 @@ async def workers(
     with contextlib.suppress(grpc.RpcError):
         return await listed(admin_address, identity, token)
     return None
-
-
-def state_name(state: int) -> str:
-    """WORKER_STATE_LOADING → "loading"."""
-    return name_of(worker_pb2.WorkerState, state)

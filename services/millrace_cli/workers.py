@@ -36,9 +36,10 @@ def row(worker: admin_pb2.WorkerStatus) -> dict[str, str]:
     replicas = worker.load.replicas
     free = sum(r.pages_free + r.pages_cached for r in replicas)
     drafts_accepted, accept_length = _drafts(replicas)
+    state = name_of(worker_pb2.WorkerState, worker.load.state or worker.info.state)
     return {
         "role": name_of(worker_pb2.Role, worker.info.role),
-        "state": probe.state_name(worker.load.state or worker.info.state) if worker.reachable else "unreachable",
+        "state": state if worker.reachable else "unreachable",
         "routable": "yes" if worker.routable else "no",
         "running": str(sum(r.running for r in replicas)),
         "waiting": str(sum(r.waiting for r in replicas)),

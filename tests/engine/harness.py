@@ -79,10 +79,10 @@ class FakeRing:
     def __init__(self) -> None:
         self._sent: list[bytes] = []
 
-    def send(self, data: bytes | bytearray) -> None:
+    def send_message(self, data: bytes | bytearray) -> None:
         self._sent.append(bytes(data))
 
-    def receive(self) -> bytes:
+    def receive_message(self) -> bytes:
         return self._sent.pop(0)
 
 

@@ -84,9 +84,8 @@ def _rank_main(rank: int, tp: int, hosts: str, pipe: Connection) -> None:
 
 def step(lockstep: Lockstep, state: ReplicaState, data: bytes) -> tuple[list[Said], bytes]:
     """What the replicas said, of a leader, and the batch that the replica's leader sent, of a follower."""
-    if lockstep._inlet is not None:
-        return [], bytes(lockstep._inlet.receive())
+    if lockstep._leader is not None:
+        return [], bytes(lockstep._leader.receive_message())
     said = [] if lockstep._replicas is None else lockstep._replicas.all_gather(state, ring=True)
-    if lockstep._outlet is not None:
-        lockstep._outlet.send(data)
+    lockstep._send(data)
     return said, b""

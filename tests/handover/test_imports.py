@@ -19,7 +19,6 @@ from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
 from millrace_common.spans import OFF
 from millrace_rpc.errors import MillraceError, from_rpc_error
-from millrace_serve.decode.service import DecodeRole
 from millrace_serve.engine.core import (
     Failure,
     FinishReason,
@@ -34,6 +33,7 @@ from millrace_serve.engine.core import (
     SequenceOutput,
     TokenOutput,
 )
+from millrace_serve.handover.role import HandoverRole
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.messages import AddSource, DropSource, ReadDone, ReadPages, ReadStuck
 from millrace_serve.worker.config import WorkerConfig
@@ -136,7 +136,7 @@ class Bench:
         config, transfer = WorkerConfig(engine="sim", tp=2), lambda *message: self.transfer.append(message)
         frontend = frontend_of(config, self.requests, self.engine, transfer, self.left.append)
         self.metrics = frontend.metrics
-        self.role = DecodeRole(frontend)
+        self.role = HandoverRole(frontend)
         self.imports = self.role.imports
         self.peer = Peer()
         self.imports._peers._peers["p:1", "e"] = self.peer  # type: ignore[assignment]

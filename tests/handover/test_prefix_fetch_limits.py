@@ -30,7 +30,7 @@ from millrace_serve.engine.core import (
     SequenceOutput,
 )
 from millrace_serve.handover import prefix_fetches
-from millrace_serve.prefill.service import PrefillRole
+from millrace_serve.handover.role import HandoverRole
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.messages import ReadDone, ReadPages, ReadStuck
 from millrace_serve.worker.config import WorkerConfig, WorkerTimeouts
@@ -52,7 +52,7 @@ class Bench:
         self.requests: Any = types.SimpleNamespace(submit=self._submit, count_stale=lambda kind: None)
         frontend = frontend_of(WorkerConfig(engine="sim"), self.requests, self.engine, self._transfer)
         self.metrics, self.board = frontend.metrics, frontend.board
-        self.role = PrefillRole(frontend)
+        self.role = HandoverRole(frontend)
         self.prefix_source = Peer()
         peers = self.role.imports._peers
         peers._peers["p:1", "e"] = self.prefix_source  # type: ignore[assignment]

@@ -33,16 +33,14 @@ class PatternError(ValueError):
     """The pattern cannot be used. The message is the end of a sentence."""
 
 
-def searched(pattern: str, *, quoted: bool = True) -> str:
-    """The expression that whole texts match in which the pattern matches somewhere, as in a JSON schema. `quoted`: the
-    texts stand in strings of JSON.
-    """
-    return _Reader(pattern, quoted).read(ANY)
+def searched(pattern: str) -> str:
+    """The expression that whole strings of JSON match in which the pattern matches somewhere, as in a JSON schema."""
+    return _Reader(pattern, quoted=True).read(ANY)
 
 
 def whole(pattern: str) -> str:
     """The expression that the same whole texts match."""
-    return _Reader(pattern, False).read("")
+    return _Reader(pattern, quoted=False).read("")
 
 
 def literal(text: str) -> str:

@@ -35,7 +35,6 @@ from millrace_router.fleet.link import DECODE, PREFILL, ROLES, UNIFIED
 from millrace_router.fleet.warmups import Warmups
 from millrace_router.fleet.worker import Worker
 from millrace_router.health.workers import WorkerHealth
-from millrace_router.policy.cache_key import CacheKey
 from millrace_router.policy.choose import Decision
 from millrace_router.policy.placer import Placer
 from millrace_router.policy.snapshot import Pace, PlacementRequest, Replica, View
@@ -59,8 +58,9 @@ class Registry:
         self._config = config
         secret = deployment_secret.read(config.secret)
         self._token = token(secret)
-        self.cache_key = CacheKey(secret)
-        self._hello = worker_pb2.LinkHello(router_id=secrets.token_hex(8), cache_key_id=self.cache_key.id)
+        self.cache_salt = functools.partial(deployment_secret.cache_salt, secret)  # of a group of tenants
+        key_id = deployment_secret.cache_key_id(secret)
+        self._hello = worker_pb2.LinkHello(router_id=secrets.token_hex(8), cache_key_id=key_id)
         self._routable: frozenset[str] = frozenset()  # epochs
         self._able: list[tuple[Worker, frozenset[str]]] = []  # of every model, by address, with their sources' epochs
         self._first: str | None = None  # the revision that is asked first, while there are others

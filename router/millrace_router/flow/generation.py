@@ -103,7 +103,7 @@ class Generation:
         self._backend = backend
         self.slo = job.tenant.limits(config.routing.slo.slo)
         self._health = backend.registry.health
-        self._cache_salt = backend.registry.cache_key.salt(job.tenant.cache_group)
+        self._cache_salt = backend.registry.cache_salt(job.tenant.cache_group)
         self._spans = spans
         self._ticket: Ticket | None = None
         self._placed: dict[SubRequest, Replica] = {}

@@ -19,10 +19,9 @@ from millrace.v1 import common_pb2
 from millrace_common.grammar.checker import Checker
 from millrace_common.grammar.source import GrammarError
 from millrace_common.reasons import Reason
-from millrace_rpc.errors import MillraceError
+from millrace_rpc.errors import FieldError, MillraceError
 
 from millrace_router.flow.ask import Ask
-from millrace_router.flow.validate import invalid
 from millrace_router.text.call_grammar import Calls, call_grammar
 
 PROCESSES = 2
@@ -96,9 +95,9 @@ class RequestGrammars:
         try:
             grammar = await self._in_turn(tenant, call_grammar, ask.calls, token_of)
         except GrammarError as error:
-            raise invalid("tools", f"cannot be used: {error}") from error
+            raise FieldError("tools", f"cannot be used: {error}") from error
         if problem := await self._problem("lark", grammar.lark, tenant):
-            raise invalid("tools", f"cannot be used: {await self._whose(ask.calls, tenant)}{problem}")
+            raise FieldError("tools", f"cannot be used: {await self._whose(ask.calls, tenant)}{problem}")
         return replace(ask, grammar=grammar, origins={**ask.origins, ("grammar",): ("tools",)})
 
     def close(self) -> None:
@@ -111,7 +110,7 @@ class RequestGrammars:
         kind = grammar.WhichOneof("kind")
         assert kind is not None, "validate.py has checked it"
         if problem := await self._problem(kind, getattr(grammar, kind), tenant):
-            raise invalid("grammar", f"has a {kind} that cannot be used: {problem}")
+            raise FieldError("grammar", f"has a {kind} that cannot be used: {problem}")
 
     async def _whose(self, calls: Calls, tenant: str) -> str:
         """The tool whose parameters do not compile by themselves, and where."""

@@ -53,9 +53,9 @@ def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], config
         ("session_id", ask.session_id, MAX_SESSION_ID_CHARS),
     ):
         if len(text) > most:
-            raise invalid(name, f"must have at most {most} characters")
+            raise FieldError(name, f"must have at most {most} characters")
     if ask.timeout_s is not None and math.isnan(ask.timeout_s):
-        raise invalid("timeout_s", f"must be a number of seconds, not {ask.timeout_s}")
+        raise FieldError("timeout_s", f"must be a number of seconds, not {ask.timeout_s}")
     if ask.timeout_s is not None and ask.timeout_s <= 0:
         text = "the deadline had passed when the request arrived: raise timeout_s"
         raise MillraceError(Reason.DEADLINE_EXCEEDED, text, param="timeout_s")
@@ -73,17 +73,17 @@ def check_model(name: str, names: Collection[str]) -> None:
 
 def check_prompt(prompt: Prompt | None, model: worker_pb2.WorkerInfo) -> None:
     if prompt is None or prompt in ("", []):
-        raise invalid("prompt", "must not be empty")
+        raise FieldError("prompt", "must not be empty")
     if isinstance(prompt, list):
         check_ids("prompt", prompt, model)
     elif isinstance(prompt, Chat):
         if not prompt.messages:
-            raise invalid("messages", "must not be empty")
+            raise FieldError("messages", "must not be empty")
         if len(prompt.messages) > model.max_context:
             raise _too_long(model, f"{len(prompt.messages)} messages")
         for i, message in enumerate(prompt.messages):
             if message["role"] not in ROLES:
-                raise invalid(
+                raise FieldError(
                     ("messages", i, "role"), f"must be one of {', '.join(ROLES)}, not {cut(message['role'])!r}"
                 )
 
@@ -97,7 +97,7 @@ def check_ids(name: str, ids: Sequence[int], model: worker_pb2.WorkerInfo) -> No
 
 def _check_id(path: Path, token: int, model: worker_pb2.WorkerInfo) -> None:
     if not 0 <= token < model.vocab_size:
-        raise invalid(path, f"must be a token id from 0 to {model.vocab_size - 1}, not {token}")
+        raise FieldError(path, f"must be a token id from 0 to {model.vocab_size - 1}, not {token}")
 
 
 def check_text_length(text: str, longest_token: int, model: worker_pb2.WorkerInfo) -> None:
@@ -121,7 +121,7 @@ def fit(ask: Ask, prompt_tokens: int, model: worker_pb2.WorkerInfo) -> common_pb
     if max_tokens > room:
         raise _too_long(model, f"{prompt_tokens} tokens and ", ("max_tokens",), f" {max_tokens} together exceed it")
     if ask.numbers.get("min_tokens", 0) > max_tokens:
-        raise invalid("min_tokens", "must be at most ", ("max_tokens",), f", which is {max_tokens}")
+        raise FieldError("min_tokens", "must be at most ", ("max_tokens",), f", which is {max_tokens}")
     # Any: a field of SamplingParams is an int or a float
     numbers: dict[str, Any] = {"seed": secrets.randbits(64), **ask.numbers, "max_tokens": max_tokens}
     return common_pb2.SamplingParams(
@@ -138,7 +138,7 @@ def _check_tools(tools: Sequence[Tool]) -> None:
     names = set()
     for tool in tools:
         if tool.name in names:
-            raise invalid((*tool.path, "name"), f"{cut(tool.name)!r} is used by another tool")
+            raise FieldError((*tool.path, "name"), f"{cut(tool.name)!r} is used by another tool")
         names.add(tool.name)
 
 
@@ -155,16 +155,16 @@ def _check_constrained(ask: Ask, model: worker_pb2.WorkerInfo) -> None:
             continue
         kind = grammar.WhichOneof("kind")
         if kind is None:
-            raise invalid("grammar", "needs a kind: json_schema or regex")
+            raise FieldError("grammar", "needs a kind: json_schema or regex")
         if kind == grammar_text.LARK or grammar.marks or grammar.forbidden_before:
-            raise invalid("grammar", "must be a json_schema or a regex; only routers make other kinds")
+            raise FieldError("grammar", "must be a json_schema or a regex; only routers make other kinds")
         if problem := grammar_text.problem(kind, getattr(grammar, kind)):
-            raise invalid("grammar", f"has a {kind} that cannot be used: {problem}")
+            raise FieldError("grammar", f"has a {kind} that cannot be used: {problem}")
         if grammar.HasField("after_token_id"):
             _check_id(("grammar", "after_token_id"), grammar.after_token_id, model)
     for name, given in (("ignore_eos", ask.ignore_eos), ("min_tokens", ask.numbers.get("min_tokens", 0) > 0)):
         if given:
-            raise invalid(name, "cannot be combined with ", ("grammar",), ", which decides where the output may end")
+            raise FieldError(name, "cannot be combined with ", ("grammar",), ", which decides where the output may end")
 
 
 def _check_tokens(ask: Ask, model: worker_pb2.WorkerInfo) -> None:
@@ -178,25 +178,20 @@ def _check_tokens(ask: Ask, model: worker_pb2.WorkerInfo) -> None:
 
 def _check_stop(stop: Sequence[str]) -> None:
     if len(stop) > MAX_STOP:
-        raise invalid("stop", f"must have at most {MAX_STOP} strings, not {len(stop)}")
+        raise FieldError("stop", f"must have at most {MAX_STOP} strings, not {len(stop)}")
     for i, text in enumerate(stop):
         if not 1 <= len(text) <= MAX_STOP_CHARS:
-            raise invalid(("stop", i), f"must have 1 to {MAX_STOP_CHARS} characters, not {len(text)}")
+            raise FieldError(("stop", i), f"must have 1 to {MAX_STOP_CHARS} characters, not {len(text)}")
 
 
 def _check_count(name: str, count: int, most: int) -> None:
     if count > most:
-        raise invalid(name, f"must have at most {most} entries, not {count}")
+        raise FieldError(name, f"must have at most {most} entries, not {count}")
 
 
 def _within(path: str | Path, value: float, allowed: Range) -> None:
     if not allowed.holds(value):
-        raise invalid(path, f"must be {allowed}, not {cut(value)}")
-
-
-def invalid(path: str | Path, *words: str | Path) -> FieldError:
-    """As for FieldError. `words` go on with the sentence that begins with the field's path."""
-    return FieldError(path, *words)
+        raise FieldError(path, f"must be {allowed}, not {cut(value)}")
 
 
 def _too_long(model: worker_pb2.WorkerInfo, *what: str | Path) -> FieldError:

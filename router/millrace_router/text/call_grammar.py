@@ -125,18 +125,12 @@ class _Rules:
 
     def _answer(self, answer: common_pb2.Grammar) -> None:
         kind = answer.WhichOneof("kind")
-        if kind == "regex":
-            if fault := problem(kind, answer.regex):
-                raise GrammarError(fault)
-            try:
-                self._rule("answer", terminal(pattern.whole(answer.regex)))
-            except pattern.PatternError as error:
-                raise GrammarError(str(error)) from error
-            return
-        if fault := problem("json_schema", answer.json_schema):
+        assert kind is not None, "validate.py has checked it"
+        given = getattr(answer, kind)
+        if fault := problem(kind, given):
             raise GrammarError(fault)
         try:
-            schema, _ = normal(json.loads(answer.json_schema))
-        except Refused as error:
+            made = terminal(pattern.whole(given)) if kind == "regex" else inline(normal(json.loads(given))[0])
+        except (Refused, pattern.PatternError) as error:
             raise GrammarError(str(error)) from error
-        self._rule("answer", inline(schema))
+        self._rule("answer", made)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from millrace_common.grammar import pattern
 from millrace_common.grammar.schema import Refused, below
-from millrace_common.grammar.source import inline
+from millrace_common.grammar.source import inline, terminal
 from millrace_common.json_values import Json, JsonObject
 
 from millrace_router.text import dsml
@@ -110,7 +110,7 @@ class Parameters:
             strings = [value for value in values if isinstance(value, str)]
             others = [value for value in values if not isinstance(value, str)]
             if strings:
-                yield True, f"({' | '.join(_terminal_of(value) for value in strings)})"
+                yield True, f"({' | '.join(terminal(pattern.literal(value)) for value in strings)})"
             if others:
                 yield False, {**{key: schema[key] for key in ("type",) if key in schema}, "enum": others}
         elif types == ["string"] and keys <= OF_STRINGS:
@@ -139,7 +139,3 @@ class Parameters:
             if isinstance(schema, dict) and set(schema) - {"$defs"} == {"$ref"}:
                 schema = self._defs[schema["$ref"].removeprefix("#/$defs/")]
         return schema
-
-
-def _terminal_of(text: str) -> str:
-    return f"/{pattern.literal(text)}/" if text else '""'

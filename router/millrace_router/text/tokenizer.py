@@ -19,7 +19,7 @@ from millrace_common.config import ConfigError
 from millrace_common.json_values import Json, JsonObject
 from millrace_common.model_files import read_object, read_text
 from millrace_common.quoted import cut
-from millrace_common.tokenizer_file import CONFIG, byte_characters, load_tokenizer
+from millrace_common.tokenizer_file import CONFIG, load_tokenizer, token_bytes
 from millrace_rpc.errors import FieldError
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders
@@ -51,7 +51,10 @@ class Tokenizer:
         self._hf = tokenizer
         self._hf.post_processor = None  # it would add tokens, which no text here wants, and move the places of others
         self._clients = ClientText(tokenizer, special_tokens_in)
-        self._bytes = _token_bytes(tokenizer)
+        if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+            kind = type(tokenizer.decoder).__name__
+            raise ConfigError(f"model: the tokenizer's decoder is {kind}, but only ByteLevel is supported")
+        self._bytes = token_bytes(tokenizer)
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._shown = [b"" if i in special else data for i, data in enumerate(self._bytes)]
@@ -184,23 +187,6 @@ class Tokenizer:
         else:  # `encode` would also find the place of each token in the text
             ids = self._hf.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return [self.bos, *ids] if add_bos and self.bos is not None else ids
-
-
-def _token_bytes(tokenizer: HfTokenizer) -> list[bytes]:
-    """The bytes of every token id. A token is written with one printable character per byte (GPT-2's table); one with
-    any other character, which only added tokens have, stands for itself.
-    """
-    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
-        kind = type(tokenizer.decoder).__name__
-        raise ConfigError(f"model: the tokenizer's decoder is {kind}, but only ByteLevel is supported")
-    alphabet = {character: byte for byte, character in enumerate(byte_characters())}
-    table = [b""] * (max(tokenizer.get_vocab().values(), default=-1) + 1)
-    for token, i in tokenizer.get_vocab().items():
-        try:
-            table[i] = bytes([alphabet[character] for character in token])
-        except KeyError:
-            table[i] = token.encode()
-    return table
 
 
 def _with_system(messages: Sequence[Mapping[str, Json]], text: str) -> list[Mapping[str, Json]]:

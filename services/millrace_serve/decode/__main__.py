@@ -12,8 +12,8 @@ if __name__ == "__main__":  # rank processes import this file and must not run i
 
     prepare(os.environ)
 
-    from millrace_serve.decode.service import DecodeRole
     from millrace_serve.engine.config import Role
+    from millrace_serve.handover.role import HandoverRole
     from millrace_serve.worker.main import main
 
-    sys.exit(main(DecodeRole, (Role.DECODE, Role.UNIFIED, Role.FLEXIBLE), os.environ))
+    sys.exit(main(HandoverRole, (Role.DECODE, Role.UNIFIED, Role.FLEXIBLE), os.environ))

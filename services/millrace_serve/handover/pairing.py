@@ -60,15 +60,10 @@ class Pairs:
         length = min(limits.page_size + 1, limits.max_model_len - warmup.MAX_TOKENS)
         request = warmup.tiny_request(length, self._ranks.ready_info.vocab_size, Route.IMPORT)
         wire = worker_pb2.EngineRequest(
-            id=convert.attempt_id(request.id),
-            token_ids=request.token_ids,
-            replica=theirs,
-            request_id="warm-up",
+            id=convert.attempt_id(request.id), token_ids=request.token_ids, replica=theirs, request_id="warm-up"
         )
-        wire.sampling.max_tokens = request.sampling.max_tokens
-        wire.sampling.temperature = request.sampling.temperature
-        wire.sampling.seed = request.sampling.seed
-        wire.sampling.ignore_eos = request.sampling.ignore_eos
+        for name in ("max_tokens", "temperature", "seed", "ignore_eos"):
+            setattr(wire.sampling, name, getattr(request.sampling, name))
         done = asyncio.Event()
         begin = functools.partial(self._imports.start, request, ours, source)
         prefill = asyncio.create_task(_prefill(peer, wire, flexible, done))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import grpc
-from millrace.v1 import decode_pb2, kv_pb2_grpc, prefill_pb2, worker_pb2
+from millrace.v1 import decode_pb2, decode_pb2_grpc, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from millrace_rpc.access import token
+from millrace_rpc.errors import FieldError
 
+from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Events, Failure, Request, RequestId, Route
 from millrace_serve.handover.exports import Exports
 from millrace_serve.handover.failed_reads import READER_ALONE, SOURCE_ALONE, FailedReads
@@ -28,6 +30,8 @@ class HandoverRole(RoleLogic):
     def __init__(self, frontend: Frontend) -> None:
         config, self._ranks, self._requests = frontend.config, frontend.ranks, frontend.requests
         self._role = config.role
+        kind = "Prefill" if config.role is Role.PREFILL else "Decode"
+        self.service_names = (f"millrace.v1.{kind}Service", "millrace.v1.KvService")
         drop_source = lambda rank, agent: frontend.ranks.send_reader(rank, DropSource(agent))  # noqa: E731
         self._peers = Peers(drop_source, frontend.identity, token(frontend.secret))
         own_reads = FailedReads("reads of other workers' KV pages", READER_ALONE, frontend.leave)
@@ -41,6 +45,10 @@ class HandoverRole(RoleLogic):
         self._requests.on_start, self._requests.on_abort = self._on_start, self._on_abort
 
     def register(self, server: grpc.aio.Server, links: Links) -> None:
+        if self._role is Role.PREFILL:
+            prefill_pb2_grpc.add_PrefillServiceServicer_to_server(links, server)
+        else:
+            decode_pb2_grpc.add_DecodeServiceServicer_to_server(links, server)
         kv_pb2_grpc.add_KvServiceServicer_to_server(self._kv, server)
 
     # ------------------------------------------------------------------------------------------ requests
@@ -63,7 +71,7 @@ class HandoverRole(RoleLogic):
 
     def _submit_import(self, link: RouterLink, message: decode_pb2.DecodeRequest) -> None:
         if Route.IMPORT not in self._role.routes:
-            raise convert.invalid("source", f"is set, but a {self._role} worker imports nothing")
+            raise FieldError("source", f"is set, but a {self._role} worker imports nothing")
         check_layout(message.source.fingerprint, message.source.address, self._ranks)
         self._check_new(message.request)
         if request := self._requests.submit(message.request, Route.IMPORT, link):
@@ -73,7 +81,7 @@ class HandoverRole(RoleLogic):
         """Raises MillraceError for an attempt that is over but whose pages are still read, here or elsewhere."""
         id = convert.request_id(wire.id)
         if (id in self.exports or id in self.imports) and id not in self._requests:
-            raise convert.invalid("id", f"{id} was submitted here before")
+            raise FieldError("id", f"{id} was submitted here before")
 
     def _on_start(self, request: Request, replica: int) -> None:
         if request.route is Route.EXPORT:
@@ -113,7 +121,7 @@ class HandoverRole(RoleLogic):
 
     async def warm_pair(self, source: worker_pb2.KvSourceRef) -> None:
         if Route.IMPORT not in self._role.routes:
-            raise convert.invalid("source", f"is set, but a {self._role} worker imports nothing")
+            raise FieldError("source", f"is set, but a {self._role} worker imports nothing")
         await self._pairs.warm_up(source)
 
     async def disconnect(self) -> None:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import grpc
 from millrace.v1 import kv_pb2, kv_pb2_grpc
 from millrace_common.page_hash import BLOCK_BYTES
-from millrace_rpc.errors import MillraceError
+from millrace_rpc.errors import FieldError, MillraceError
 
 from millrace_serve.engine.core import KvChunk, RequestId
 from millrace_serve.handover.exports import Export, Exports
@@ -63,11 +63,11 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
         self._frontend.requests.check_admission()
         replicas = self._frontend.config.dp
         if prefix.replica >= replicas:
-            raise convert.invalid("prefix.replica", f"is {prefix.replica}; the worker has {replicas}")
+            raise FieldError(("prefix", "replica"), f"is {prefix.replica}; the worker has {replicas}")
         if not prefix.blocks:
-            raise convert.invalid("prefix.blocks", "must not be empty")
+            raise FieldError(("prefix", "blocks"), "must not be empty")
         if any(len(block) != BLOCK_BYTES for block in prefix.blocks):
-            raise convert.invalid("prefix.blocks", f"must have {BLOCK_BYTES} bytes each")
+            raise FieldError(("prefix", "blocks"), f"must have {BLOCK_BYTES} bytes each")
         id = self._exports.serve_prefix(prefix.replica, list(prefix.blocks))
         context.add_done_callback(lambda _: self._exports.fail(id, ABORTED))
         return id

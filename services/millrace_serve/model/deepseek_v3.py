@@ -89,7 +89,8 @@ class DeepseekV3:
         self.mtp = None
         if config.num_nextn_predict_layers:
             self.mtp = built(lambda ckpt: Mtp(ckpt, config, dims, self.reduce, experts_of(ckpt)))
-        moes = {index: layer.mlp for index, layer in enumerate(self._decoder_layers) if isinstance(layer.mlp, Moe)}
+        layers = self.layers if self.mtp is None else [*self.layers, self.mtp.layer]
+        moes = {index: layer.mlp for index, layer in enumerate(layers) if isinstance(layer.mlp, Moe)}
         self.balancer = Balancer(dims, placement, moes) if dims.redundant_experts else None
         last = self.layers[-1]
         last.sampled_only = self.mtp is None and last.mlp.local and last.mlp.tp_partial
@@ -156,10 +157,6 @@ class DeepseekV3:
     def captures_chunks(self) -> bool:
         """Whether a step with prompt chunks can be a graph but for its attention."""
         return all(layer.mlp.routed.captures_chunks for layer in self.layers if isinstance(layer.mlp, Moe))
-
-    @property
-    def _decoder_layers(self) -> list[DecoderLayer]:
-        return self.layers if self.mtp is None else [*self.layers, self.mtp.layer]
 
 
 def load_model(

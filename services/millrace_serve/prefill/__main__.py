@@ -11,7 +11,7 @@ if __name__ == "__main__":  # rank processes import this file and must not run i
     prepare(os.environ)
 
     from millrace_serve.engine.config import Role
-    from millrace_serve.prefill.service import PrefillRole
+    from millrace_serve.handover.role import HandoverRole
     from millrace_serve.worker.main import main
 
-    sys.exit(main(PrefillRole, (Role.PREFILL,), os.environ))
+    sys.exit(main(HandoverRole, (Role.PREFILL,), os.environ))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -30,7 +29,7 @@ from millrace_rpc.access import Access
 from millrace_rpc.errors import MillraceError
 from millrace_rpc.http_connection import ConnectionLimits
 from millrace_rpc.http_server import HttpServer
-from millrace_rpc.server import Server, run
+from millrace_rpc.server import Server, announce, run
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -54,7 +53,7 @@ STOP_GRACE_S = 1.0  # for streams to take their last messages
 MakeRole = Callable[[Frontend], RoleLogic]
 
 
-async def serve(config: WorkerConfig, make_role: MakeRole, announce: Path | None) -> int:
+async def serve(config: WorkerConfig, make_role: MakeRole, announced: Path | None) -> int:
     """Run a worker; its exit code."""
     frontend = Frontend(config, uuid.uuid4().hex, make_launcher(config.launcher), make_role)
     server = _server(frontend)
@@ -67,8 +66,8 @@ async def serve(config: WorkerConfig, make_role: MakeRole, announce: Path | None
             ports["health"] = await server.start_health(f"{config.host}:{config.health_port}")
         ports["grpc"] = await server.start(f"{config.host}:{config.grpc_port}", frontend.identity)
         ports["metrics"] = http.start(f"{config.host}:{config.metrics_port}")
-        if announce is not None:
-            _announce(announce, frontend, ports)
+        if announced is not None:
+            announce(announced, {**ports, "epoch": frontend.epoch})
         code, message = await _live(frontend, stop, f"{config.host}:{ports['grpc']}")
         log.info("stopping: %s", message)
     finally:
@@ -150,14 +149,6 @@ def _signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number.name)
     return stop
-
-
-def _announce(path: Path, frontend: Frontend, ports: dict[str, int]) -> None:
-    """Write the bound ports and the identity; by a rename, so that a reader never sees half a file."""
-    facts = {**ports, "pid": os.getpid(), "epoch": frontend.epoch}
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(facts))
-    partial.replace(path)
 
 
 def _log_plan(config: WorkerConfig) -> None:

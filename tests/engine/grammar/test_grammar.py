@@ -360,7 +360,7 @@ def test_requests_whose_grammar_is_being_compiled_are_counted() -> None:
 def test_followers_are_given_the_same_masks() -> None:
     """A tensor-parallel leader's batches, masks included, are all that its followers need."""
     ring, driver = FakeRing(), GrammarDriver(Role.UNIFIED)
-    driver.engine._lockstep = Lockstep(outlet=ring)
+    driver.engine._lockstep = Lockstep(followers=[ring])
     driver.submit(constrained(1, [20, 21, 22], max_tokens=6))
     driver.finish_compiling()
     driver.run()
@@ -374,5 +374,5 @@ def test_followers_are_given_the_same_masks() -> None:
             tokens.extend(handle.result().tokens[:, 0].tolist())
             return handle
 
-    Lockstep(inlet=ring).follow(Recording())  # type: ignore[arg-type]
+    Lockstep(leader=ring).follow(Recording())  # type: ignore[arg-type]
     assert tokens == driver.tokens[RequestId(1, 0)] == expected(6)

@@ -115,7 +115,7 @@ def test_idle_replica_steps_as_long_as_another_works():
 def test_follower_runs_what_the_leader_shares():
     config = EngineConfig.model_validate(TINY)
     ring = FakeRing()
-    engine = build_sim_engine(config, Role.UNIFIED, SETTINGS, Lockstep(outlet=ring))
+    engine = build_sim_engine(config, Role.UNIFIED, SETTINGS, Lockstep(followers=[ring]))
     engine.submit(Submit(request(1, [20, 21, 22], max_tokens=5)))
     leader: list[int] = []
     while engine.has_work():
@@ -132,7 +132,7 @@ def test_follower_runs_what_the_leader_shares():
             results.append(handle.result())
             return handle
 
-    Lockstep(inlet=ring).follow(Recording())  # type: ignore[arg-type]
+    Lockstep(leader=ring).follow(Recording())  # type: ignore[arg-type]
     assert [int(token) for result in results for token in result.tokens[:, 0]] == leader and len(leader) == 5
     assert all(isinstance(result, StepOutput) and not result.corrupt for result in results)
 
@@ -151,7 +151,7 @@ def test_pause_is_no_step_of_a_follower():
         limits.append(one.progress.limit_s)
         return SimpleNamespace(done=lambda: True, result=lambda: None)
 
-    one._inlet = SimpleNamespace(receive=receive)  # type: ignore[assignment]
+    one._leader = SimpleNamespace(receive_message=receive)  # type: ignore[assignment]
     one.follow(SimpleNamespace(launch=launch))  # type: ignore[arg-type]
     assert limits[-3:] == [LEAST_S] * 3
 

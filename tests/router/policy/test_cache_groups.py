@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace.v1 import admin_pb2, inference_pb2
-from millrace_common.deployment_secret import LEAST_BYTES, read
+from millrace_common.deployment_secret import LEAST_BYTES, cache_key_id, cache_salt, read
 from millrace_common.page_hash import MAX_SALT_BYTES
 from millrace_router.config import RouterConfig
 from millrace_router.http.api_keys import Keys
 from millrace_router.main import Router
-from millrace_router.policy.cache_key import CacheKey
 from millrace_testing.examples import examples
 from router.fake_worker import DECODE, PREFILL, FakeWorker, dies, expected
 from router.harness import Cluster
@@ -55,11 +54,10 @@ def sharing(salts: dict[str, bytes]) -> set[frozenset[str]]:
 
 def test_tenants_share_in_a_group_only(keys: Path) -> None:
     tenants = Keys(keys, lambda: 0.0, lambda _: None)
-    for secret_of_ours in (b"", b"of this deployment"):
-        key = CacheKey(secret_of_ours)
-        salts = {name: key.salt(tenants.tenant(f"Bearer {secret(name)}").cache_group) for name in TENANTS}
+    for ours in (b"", b"of this deployment"):
+        salts = {name: cache_salt(ours, tenants.tenant(f"Bearer {secret(name)}").cache_group) for name in TENANTS}
         assert sharing(salts) == SHARING
-        assert key.salt("") not in salts.values(), "nobody shares with callers without a key"
+        assert cache_salt(ours, "") not in salts.values(), "nobody shares with callers without a key"
 
 
 @examples(25)
@@ -67,10 +65,10 @@ def test_tenants_share_in_a_group_only(keys: Path) -> None:
 def test_salts_are_of_the_secret_and_the_group(cases: list[tuple[bytes, str]]) -> None:
     seen: dict[bytes, tuple[bytes, str]] = {}
     for ours, group in cases:
-        salt = CacheKey(ours).salt(group)
+        salt = cache_salt(ours, group)
         assert seen.setdefault(salt, (ours, group)) == (ours, group)
-        assert len(salt) <= MAX_SALT_BYTES and salt == CacheKey(ours).salt(group), "a restart changes nothing"
-        assert CacheKey(ours).id == CacheKey(ours).id != CacheKey(ours + b"x").id
+        assert len(salt) <= MAX_SALT_BYTES and salt == cache_salt(ours, group), "a restart changes nothing"
+        assert cache_key_id(ours) == cache_key_id(ours) != cache_key_id(ours + b"x")
 
 
 def test_the_file_of_the_secret(tmp_path: Path) -> None:
@@ -138,5 +136,5 @@ async def test_workers_are_told_which_key_it_is_and_never_the_key(cluster: Calla
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), secret=str(path))
     for worker in made.workers:
         [hello] = worker.hellos
-        assert hello.cache_key_id == CacheKey(b"0123456789abcdef").id
+        assert hello.cache_key_id == cache_key_id(b"0123456789abcdef")
         assert b"0123456789abcdef" not in hello.SerializeToString()

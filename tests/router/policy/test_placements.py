@@ -8,15 +8,15 @@ from collections.abc import Callable
 import grpc
 import pytest
 from millrace.v1 import admin_pb2, worker_pb2
+from millrace_common.deployment_secret import cache_salt
 from millrace_common.page_hash import page_hashes
 from millrace_router.policy import placer
-from millrace_router.policy.cache_key import CacheKey
 from router.fake_worker import CONTEXT, DECODE, PREFILL, UNIFIED, FakeWorker, expected
 from router.harness import Cluster
 
 PAGE = 4
 PROMPT = list(range(64, 84))  # 5 pages
-BLOCKS = page_hashes(PROMPT, PAGE, salt=CacheKey(b"").salt(""))  # of callers without a key
+BLOCKS = page_hashes(PROMPT, PAGE, salt=cache_salt(b"", ""))  # of callers without a key
 
 
 class Caching(FakeWorker):

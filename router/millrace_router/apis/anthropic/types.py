@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from millrace_common.json_values import JsonObject
 from millrace_common.quoted import cut
-from millrace_rpc.errors import Path
+from millrace_rpc.errors import FieldError, Path
 from pydantic import Field
 
 from millrace_router.apis.openai.chat import (
@@ -25,7 +25,6 @@ from millrace_router.apis.openai.types import ApiRequest, JsonSchema, Lenient, S
 from millrace_router.apis.parsing import HABITS, Items, OfType, or_text
 from millrace_router.apis.tool_parameters import Parameters
 from millrace_router.flow.ask import Ask, Chat
-from millrace_router.flow.validate import invalid
 from millrace_router.text.chat_format import Tool
 
 
@@ -42,8 +41,6 @@ Texts = Annotated[Items[TextBlock], or_text(_as_block, list[TextBlock])]
 
 
 class ThinkingBlock(Lenient):
-    """`signature` is not looked at."""
-
     type: Literal["thinking"]
     thinking: str
     """For templates that show earlier reasoning. No signature is looked at."""
@@ -57,8 +54,6 @@ class ToolUseBlock(Lenient):
 
 
 class ToolResultBlock(Lenient):
-    """`is_error` is not shown to the model: the content says it."""
-
     type: Literal["tool_result"]
     tool_use_id: str
     content: Texts = Field([])
@@ -105,7 +100,7 @@ class InputMessage(Strict):
         for j, block in enumerate(self.content):
             if not isinstance(block, BLOCKS[self.role]):
                 path = ("messages", i, "content", j, "type")
-                raise invalid(path, f"must not be {cut(block.type)!r} in a message of the {self.role}")
+                raise FieldError(path, f"must not be {cut(block.type)!r} in a message of the {self.role}")
         texts = [block.text for block in self.content if isinstance(block, TextBlock)]
         for block in self.content:
             if isinstance(block, ToolResultBlock):
@@ -148,13 +143,11 @@ class ToolChoice(Strict):
     def chosen(self) -> ChosenTools:
         if (self.name is not None) is not (self.type == "tool"):
             needed = "is required" if self.name is None else "has no meaning"
-            raise invalid(("tool_choice", "name"), f"{needed} with type {self.type}")
+            raise FieldError(("tool_choice", "name"), f"{needed} with type {self.type}")
         return ChosenTools({"any": "required"}.get(self.type, self.type), self.name, ("tool_choice", "name"))
 
 
 class ThinkingConfig(Strict):
-    """`budget_tokens` is not enforced: `max_tokens` bounds reasoning and answer. `omitted`: no reasoning is sent."""
-
     type: Literal["enabled", "disabled", "adaptive"]
     """The argument `thinking` of the template is false with `disabled`, else true."""
     budget_tokens: int | None = None
@@ -168,8 +161,6 @@ class OutputFormat(JsonSchema):
 
 
 class OutputConfig(Strict):
-    """`effort` is ignored: the model knows none."""
-
     effort: str | None = None
     """Changes nothing."""
     format: OutputFormat | None = None
@@ -213,7 +204,7 @@ class CountRequest(ApiRequest):
     def as_chat(self) -> Chat:
         if self.messages and self.messages[-1].role == "assistant":
             role = ("messages", len(self.messages) - 1, "role")
-            raise invalid(role, "must not be assistant in the last message: the model does not continue texts")
+            raise FieldError(role, "must not be assistant in the last message: the model does not continue texts")
         blocks = ((i, j, it) for i, one in enumerate(self.messages) for j, it in enumerate(one.content))
         ignored = {f"messages[{i}].content[{j}]": it.type for i, j, it in blocks if isinstance(it, HostedBlock)}
         parallel = not self.tool_choice.disable_parallel_tool_use
@@ -237,7 +228,7 @@ class CountRequest(ApiRequest):
     def _arguments(self) -> JsonObject:
         thinking = None if self.thinking is None else self.thinking.type != "disabled"
         if len({**self.chat_template_kwargs, **present({"thinking": thinking})}) > MAX_ARGUMENTS:
-            raise invalid("chat_template_kwargs", f"must have at most {MAX_ARGUMENTS} entries with ", ("thinking",))
+            raise FieldError("chat_template_kwargs", f"must have at most {MAX_ARGUMENTS} entries with ", ("thinking",))
         return template_arguments(self.chat_template_kwargs, thinking, self.output_config.format)
 
 

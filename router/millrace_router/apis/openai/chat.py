@@ -10,14 +10,13 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from millrace_common.json_values import Json, JsonObject
 from millrace_common.quoted import cut
-from millrace_rpc.errors import Path
+from millrace_rpc.errors import FieldError, Path
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, Tag, model_validator
 
 from millrace_router.apis.openai.types import Common, JsonSchema, Strict, present
 from millrace_router.apis.parsing import HABITS, Items, OneOf, String, at_most, mistake
 from millrace_router.apis.tool_parameters import Parameters
 from millrace_router.flow.ask import Ask, Chat
-from millrace_router.flow.validate import invalid
 from millrace_router.text.call_arguments import NONE
 from millrace_router.text.call_grammar import Calls
 from millrace_router.text.chat_format import ChatFormat, Tool
@@ -75,10 +74,6 @@ def called(id: str, name: str, arguments: str) -> JsonObject:
 
 
 class Turn(Strict):
-    """Templates of models that think between calls (Kimi K2 Thinking, V3.2) read `reasoning_content`, Kimi K2's read
-    `name`: the sender's, or the function's of a result.
-    """
-
     IGNORED: ClassVar = HABITS | {"annotations", "id", "parsed", "refusal", "status"}
     UNSUPPORTED: ClassVar = {
         "audio": "only text is read",
@@ -105,16 +100,14 @@ class Turn(Strict):
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
         calls = [called(it.id, it.function.name, it.function.arguments) for it in self.tool_calls or ()]
         if self.content is None and self.role != "assistant":
-            raise invalid(("messages", i, "content"), "is required")
+            raise FieldError(("messages", i, "content"), "is required")
         if calls and self.role != "assistant":
-            raise invalid(("messages", i, "tool_calls"), f"are for the role assistant, not {cut(self.role)!r}")
+            raise FieldError(("messages", i, "tool_calls"), f"are for the role assistant, not {cut(self.role)!r}")
         more = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
         return message(self.role, text, calls, **more)
 
 
 class Function(Strict):
-    """`parameters` absent: the function has none."""
-
     IGNORED: ClassVar = HABITS | {"additionalProperties"}
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
@@ -205,10 +198,10 @@ class ChosenTools(NamedTuple):
         if self.name is not None:
             named = tuple(tool for tool in tools if tool.name == self.name)
             if not named:
-                raise invalid(self.path, f"{cut(self.name)!r} is not among the ", ("tools",))
+                raise FieldError(self.path, f"{cut(self.name)!r} is not among the ", ("tools",))
             return named[:1]
         if self.how == "required" and not tools:
-            raise invalid("tool_choice", "is required, but there are no ", ("tools",))
+            raise FieldError("tool_choice", "is required, but there are no ", ("tools",))
         return tools if self.how == "required" else ()
 
 
@@ -258,8 +251,6 @@ class Conversation(Strict):
 
 
 class ChatRequest(Conversation, Common):
-    """`reasoning_effort`: reasoning or none, for templates that have the choice."""
-
     max_completion_tokens: int | None = None
     """Goes before `max_tokens`."""
     modalities: Items[Literal["text"]] = Field([])
@@ -278,7 +269,7 @@ class ChatRequest(Conversation, Common):
 
     def ask(self, request_id: str) -> Ask:
         if self.top_logprobs and not self.logprobs:
-            raise invalid("top_logprobs", "needs ", ("logprobs",), " to be true")
+            raise FieldError("top_logprobs", "needs ", ("logprobs",), " to be true")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         ask = self.ask_for(self.as_chat(), request_id, max_tokens, logprobs)
@@ -296,7 +287,7 @@ def in_format(ask: Ask, form: ChatFormat) -> Ask:
     if not isinstance(chat, Chat) or not chat.tools:
         return ask
     if form.style is None:
-        raise invalid("tools", "are not supported: the model's chat template has no tool calls")
+        raise FieldError("tools", "are not supported: the model's chat template has no tool calls")
     if chat.required or ask.grammar is not None or any(tool.strict for tool in chat.tools):
         named = len(chat.required) == 1 and len(chat.tools) > 1
         answer = None if chat.required else ask.grammar

@@ -165,16 +165,12 @@ class TextFormat(JsonSchema):
 
 
 class TextConfig(Strict):
-    """`verbosity` is ignored: the model knows none."""
-
     format: TextFormat = TextFormat()
     verbosity: str | None = None
     """Changes nothing."""
 
 
 class ReasoningConfig(Strict):
-    """`effort`: reasoning or none, for templates that have the choice. It comes whole: the rest is ignored."""
-
     effort: Effort | None = None
     """As `reasoning_effort` in chat."""
     summary: str | None = None
@@ -187,7 +183,6 @@ class ReasoningConfig(Strict):
     """Changes nothing."""
 
 
-# Reasoning comes in plain text, and nothing comes of the vendor's own tools.
 Include = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from millrace_rpc.errors import FieldError
+
 from millrace_router.apis.openai import objects
 from millrace_router.apis.openai.chat import Arguments, Conversation, FunctionTool, Turn
 from millrace_router.apis.openai.types import Asking, Strict
@@ -15,8 +17,6 @@ from millrace_router.queue.tenant import caller
 
 
 class TokenizeRequest(Asking):
-    """Either `prompt` or `messages`, with the further inputs of the chat template."""
-
     model: str = ""
     prompt: str | None = None
     """Either this or `messages`."""
@@ -30,7 +30,7 @@ class TokenizeRequest(Asking):
 
     def _prompt(self) -> Prompt:
         if (self.prompt is None) is (self.messages is None):
-            raise validate.invalid("prompt", "or ", ("messages",), " is required, and not both")
+            raise FieldError("prompt", "or ", ("messages",), " is required, and not both")
         if self.prompt is not None:
             return self.prompt
         return Conversation(

@@ -13,7 +13,7 @@ from millrace.v1 import common_pb2
 from millrace_common.grammar import text as grammar_text
 from millrace_common.json_values import Json, JsonObject
 from millrace_common.sampling_limits import MAX_LOGIT_BIAS, NUMBERS
-from millrace_rpc.errors import Path
+from millrace_rpc.errors import FieldError, Path
 from pydantic import (
     ConfigDict,
     Discriminator,
@@ -41,7 +41,6 @@ from millrace_router.apis.parsing import (
     kind,
 )
 from millrace_router.flow.ask import Ask, Chat, Prompt
-from millrace_router.flow.validate import invalid
 
 T = TypeVar("T")
 KEPT_S = {None: 0, "in_memory": 300, "in-memory": 300, "30m": 1800, "24h": 24 * 3600}
@@ -168,8 +167,6 @@ class StreamOptions(Strict, frozen=True):  # pydantic copies a default that may 
 
 
 class JsonSchema(Strict):
-    """`schema` absent: any JSON object. `strict` changes nothing: the output always satisfies the schema."""
-
     name: str = ""
     """Changes nothing."""
     description: str | None = None
@@ -191,8 +188,6 @@ ANY_OBJECT = JsonSchema()
 
 
 class ResponseFormat(Strict, frozen=True):
-    """`regex` is an extension: the pattern that the whole output matches."""
-
     type: Literal["text", "json_object", "json_schema", "regex"] = "text"
     """The output follows the grammar. `regex` is beyond OpenAI."""
     json_schema: JsonSchema | None = None
@@ -209,7 +204,7 @@ class ResponseFormat(Strict, frozen=True):
         for field in ("json_schema", "regex"):
             if (getattr(self, field) is not None) is not (self.type == field):
                 needed = "is required" if self.type == field else "has no meaning"
-                raise invalid(("response_format", field), f"{needed} with type {self.type}")
+                raise FieldError(("response_format", field), f"{needed} with type {self.type}")
         if self.type == "regex":
             return common_pb2.Grammar(regex=self.regex or "")
         return None if self.schema_of is None else self.schema_of.grammar()
@@ -273,7 +268,7 @@ class Common(VendorRequest):
         if self.guided_regex is None:
             return grammar, "response_format"
         if grammar is not None:
-            raise invalid("guided_regex", "cannot be combined with ", ("response_format",))
+            raise FieldError("guided_regex", "cannot be combined with ", ("response_format",))
         return common_pb2.Grammar(regex=self.guided_regex), "guided_regex"
 
 
@@ -310,7 +305,7 @@ class CompletionRequest(Common):
             return self.prompt, ("prompt",)
         several = [item for item in self.prompt if not isinstance(item, int)]
         if len(several) > 1:
-            raise invalid("prompt", f"must be one prompt, not a list of {len(several)}")
+            raise FieldError("prompt", f"must be one prompt, not a list of {len(several)}")
         return (several[0], ("prompt", 0)) if several else (cast("list[int]", self.prompt), ("prompt",))
 
 
@@ -327,7 +322,7 @@ def parse(model: type[R], body: bytes) -> R:
     values = json_object(body)
     for name in DEEP:
         if grammar_text.deeper_than(values.get(name), 2 * grammar_text.MAX_DEPTH):
-            raise invalid(name, f"is nested more than {2 * grammar_text.MAX_DEPTH} deep")
+            raise FieldError(name, f"is nested more than {2 * grammar_text.MAX_DEPTH} deep")
     try:
         return model.model_validate(values, context=[])
     except ValidationError as error:
@@ -338,4 +333,4 @@ def _token_id(key: str) -> int:
     with contextlib.suppress(ValueError):
         if str(token := int(key)) == key:  # one spelling only: of two, one would be dropped
             return token
-    raise invalid(("logit_bias", key), "is not a token id")
+    raise FieldError(("logit_bias", key), "is not a token id")

@@ -16,7 +16,7 @@ import numpy as np
 from millrace_common.grammar import source
 from millrace_common.grammar.checker import Checker
 from millrace_common.grammar.source import GrammarError
-from millrace_common.tokenizer_file import byte_characters, load_tokenizer
+from millrace_common.tokenizer_file import load_tokenizer, token_bytes
 from tokenizers import Tokenizer
 
 from millrace_serve.engine.core import Grammar
@@ -147,13 +147,7 @@ def _texts(model: Path, vocab_size: int) -> tuple[list[bytes], set[int]]:
         tokenizer: Tokenizer = load_tokenizer(model)
     except ValueError as error:
         raise GrammarError(f"the worker's checkpoint has no usable tokenizer: {error}") from error
-    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
-    added, texts = tokenizer.get_added_tokens_decoder(), [b""] * vocab_size
-    special = {token for token in added if token < vocab_size}
-    for text, token in tokenizer.get_vocab().items():
-        if token < vocab_size:
-            plain = token not in added and all(character in byte_of for character in text)
-            texts[token] = bytes(byte_of[character] for character in text) if plain else text.encode()
-            if not plain:
-                special.add(token)
-    return texts, special | {token for token, text in enumerate(texts) if not text}
+    texts = token_bytes(tokenizer)[:vocab_size]
+    texts += [b""] * (vocab_size - len(texts))
+    added = tokenizer.get_added_tokens_decoder()
+    return texts, {token for token, text in enumerate(texts) if token in added or not text}

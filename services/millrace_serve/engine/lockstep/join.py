@@ -15,7 +15,6 @@ from pathlib import Path
 
 import msgspec
 
-from millrace_serve.engine.lockstep.followers import Inlet, Outlet
 from millrace_serve.engine.lockstep.links import TOKEN_BYTES, Address, RankConnection, RankListener, connect
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.lockstep.replicas import Replicas
@@ -113,11 +112,11 @@ def _lockstep(place: Map, links: list[RankConnection]) -> Lockstep:
             link.close()
 
     if place.rank != place.leader:
-        return Lockstep(inlet=Inlet(links[0]), close=close)
+        return Lockstep(leader=links[0], close=close)
     followers = [link for link in links if link.rank in place.followers]
     leaders = [link for link in links if link not in followers]
     replicas = Replicas(place.rank, place.leaders, leaders, place.beside) if leaders else None
-    return Lockstep(replicas, Outlet(followers) if followers else None, close=close)
+    return Lockstep(replicas, followers, close=close)
 
 
 def own_host() -> str:

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
 HELLO = struct.Struct(f"={TOKEN_BYTES}sI")  # token, rank
+FRAME = struct.Struct("=Q")  # before a message: its size
 HELLO_S = 5.0  # a connection says hello at once
 JOIN_S = 60.0  # all ranks are here when they begin to connect
 LOCAL_BUFFER = 1 << 20  # bytes that a follower of this host may be behind, as far as the kernel allows
@@ -70,6 +71,15 @@ class RankConnection:
                 raise RankLost(f"rank {self.rank} has ended, or lost its connection")
             data += more
         return data
+
+    def send_message(self, data: bytes | bytearray) -> None:
+        """Of any size. Waits for a rank that is too far behind. Raises RankLost."""
+        self.send(FRAME.pack(len(data)) + data)
+
+    def receive_message(self) -> bytes:
+        """Waits as long as the other rank lives. Raises RankLost."""
+        (size,) = FRAME.unpack(self.receive(FRAME.size))
+        return self.receive(size)
 
     def fileno(self) -> int:
         return self._socket.fileno()

@@ -16,7 +16,7 @@ from operator import add
 
 from millrace_serve.engine.health.progress import Progress
 from millrace_serve.engine.lockstep import packing
-from millrace_serve.engine.lockstep.followers import Inlet, Outlet
+from millrace_serve.engine.lockstep.links import RankConnection
 from millrace_serve.engine.lockstep.replicas import Replicas, ReplicaState, Said
 from millrace_serve.engine.offload.page_copier import PageCopier
 from millrace_serve.engine.schedule.plan import NOTHING, ContextParallelTurn, Plan, Work
@@ -72,12 +72,12 @@ class Lockstep:
     def __init__(
         self,
         replicas: Replicas | None = None,
-        outlet: Outlet | None = None,
-        inlet: Inlet | None = None,
+        followers: Sequence[RankConnection] = (),
+        leader: RankConnection | None = None,
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`replicas`: None when dp == 1, and on a follower; `outlet`: of a leader of followers; `inlet`: of these."""
-        self._replicas, self._outlet, self._inlet, self._close = replicas, outlet, inlet, close
+        """`replicas`: None when dp == 1, and on a follower; `followers`: of a leader; `leader`: of these."""
+        self._replicas, self._followers, self._leader, self._close = replicas, followers, leader, close
         self._asleep = True  # in the last step no replica had anything to say
         self.progress = Progress()
 
@@ -102,10 +102,10 @@ class Lockstep:
 
     def share(self, message: packing.Message) -> None:
         """Give the followers their next batch, or copies."""
-        if self._outlet is not None:
+        if self._followers:
             data = packing.encode(message)
             with self.progress.waits():
-                self._outlet.send(data)
+                self._send(data)
 
     def follow(self, runner: Runner, copier: PageCopier | None = None) -> None:
         """The whole life of a follower: run what the leader shares until it closes. One step may be ahead. `copier`:
@@ -133,9 +133,9 @@ class Lockstep:
         return step
 
     def _receive(self) -> bytes:
-        assert self._inlet is not None, "a leader follows nobody"
+        assert self._leader is not None, "a leader follows nobody"
         with self.progress.waits():
-            return self._inlet.receive()
+            return self._leader.receive_message()
 
     def _finish(self, step: StepHandle | None) -> None:
         if step is not None:
@@ -145,9 +145,12 @@ class Lockstep:
 
     def close(self) -> None:
         """Of a leader, after its last step; its followers end, too."""
-        if self._outlet is not None:
-            self._outlet.send(b"")
+        self._send(b"")
         self._close()
+
+    def _send(self, data: bytes | bytearray) -> None:
+        for follower in self._followers:
+            follower.send_message(data)
 
 
 def _state(plan: Plan, last: bool) -> ReplicaState:

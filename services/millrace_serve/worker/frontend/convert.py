@@ -12,7 +12,7 @@ from millrace.v1 import common_pb2, kv_pb2, worker_pb2
 from millrace_common import sampling_limits as limits
 from millrace_common.reasons import Reason
 from millrace_common.step_times import StepTimes
-from millrace_rpc.errors import TABLE, MillraceError
+from millrace_rpc.errors import TABLE, FieldError
 
 from millrace_serve.engine.cache.kv_pool import KvLayout
 from millrace_serve.engine.config import MOST_DRAFTS
@@ -40,16 +40,12 @@ _FINISH = {reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}")
 _FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
 
 
-def invalid(param: str, message: str) -> MillraceError:
-    return MillraceError(Reason.INVALID_ARGUMENT, f"{param} {message}", param=param)
-
-
 # ---------------------------------------------------------------------------------------------------- requests
 
 
 def request_id(wire: common_pb2.AttemptId) -> RequestId:
     if wire.room == 0:
-        raise invalid("room", "must not be 0")
+        raise FieldError("room", "must not be 0")
     return RequestId(wire.room, wire.attempt)
 
 
@@ -78,7 +74,7 @@ def request(wire: worker_pb2.EngineRequest, route: Route, fetches_prefix: bool =
 
 def token_ids(wire: worker_pb2.EngineRequest) -> TokenIds:
     if len(wire.prompt) % TOKEN_BYTES:
-        raise invalid("prompt", f"has {len(wire.prompt)} bytes; a token id has {TOKEN_BYTES}")
+        raise FieldError("prompt", f"has {len(wire.prompt)} bytes; a token id has {TOKEN_BYTES}")
     return array("I", wire.prompt or wire.token_ids)
 
 
@@ -96,7 +92,7 @@ def sampling_params(wire: common_pb2.SamplingParams) -> SamplingParams:
 def _grammar(wire: common_pb2.Grammar) -> Grammar:
     kind = wire.WhichOneof("kind")
     if kind is None:
-        raise invalid("grammar", "has no kind")
+        raise FieldError("grammar", "has no kind")
     after = wire.after_token_id if wire.HasField("after_token_id") else None
     return Grammar(GrammarKind(kind), getattr(wire, kind), after, tuple(wire.forbidden_before), tuple(wire.marks))
 

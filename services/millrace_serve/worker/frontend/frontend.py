@@ -71,7 +71,7 @@ class Frontend:
             GcPauses: lambda rank, report: self.gc.observe("rank", report.pauses),
             RankHeartbeat: self._on_heartbeat,
         }
-        self.ranks = Ranks(config, launcher, handlers, self._on_lost, self._on_stray)
+        self.ranks = Ranks(config, launcher, handlers, self._on_lost, lambda kind: self.requests.count_stale(kind))
         facts = (lambda: STATES[self.lifecycle.state]), epoch, (lambda: self.ranks.busy), (lambda: self.ranks.starved)
         self.board = LoadBoard(config.dp, *facts)
         self.caches = CacheBoard(config.dp, epoch)
@@ -245,9 +245,6 @@ class Frontend:
             self.caches.update(replica, events.cache)
         if events.load is not None:
             self.board.update(replica, events.load)
-
-    def _on_stray(self, kind: str) -> None:
-        self.metrics.worker_stale.labels(kind=kind).inc()
 
     def _on_lost(self, why: str) -> None:
         failure = Failure(Reason.WORKER_LOST, why)

@@ -14,10 +14,9 @@ import logging
 from pathlib import Path
 
 from millrace_common.reasons import Reason
-from millrace_rpc.errors import MillraceError
+from millrace_rpc.errors import FieldError, MillraceError
 
 from millrace_serve.worker.config import EngineKind, WorkerConfig
-from millrace_serve.worker.frontend.convert import invalid
 from millrace_serve.worker.frontend.ranks import Ranks
 from millrace_serve.worker.messages import StartProfile, StopProfile
 
@@ -42,7 +41,7 @@ class Profiling:
         """Start, and return the folder of the traces. Raises MillraceError when this worker cannot profile."""
         seconds = DEFAULT_S if max_seconds is None else max_seconds
         if not 0 < seconds <= LONGEST_S:
-            raise invalid("max_seconds", f"is {seconds}; it must be over 0 and at most {LONGEST_S:.0f}")
+            raise FieldError("max_seconds", f"is {seconds}; it must be over 0 and at most {LONGEST_S:.0f}")
         if self._config.engine is EngineKind.SIM:
             raise MillraceError(Reason.INVALID_ARGUMENT, "a simulated engine has nothing to profile (engine=sim)")
         if (folder := self._config.profile_dir) is None:

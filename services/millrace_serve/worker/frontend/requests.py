@@ -15,7 +15,7 @@ from millrace.v1 import worker_pb2
 from millrace_common import tracing
 from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
-from millrace_rpc.errors import MillraceError
+from millrace_rpc.errors import FieldError, MillraceError
 
 from millrace_serve.engine.core import (
     Abort,
@@ -95,14 +95,14 @@ class Requests:
         """
         self.check_admission()
         if wire.replica >= self._replicas:
-            raise convert.invalid("replica", f"is {wire.replica}; the worker has {self._replicas}")
+            raise FieldError("replica", f"is {wire.replica}; the worker has {self._replicas}")
         request = convert.request(wire, route, fetches_prefix)
         known = self._live.get(request.id)
         if known is not None and known.owner is owner:
             self.count_stale("submit")
             return None
         if known is not None:
-            raise convert.invalid("id", f"{request.id} belongs to another router")
+            raise FieldError("id", f"{request.id} belongs to another router")
         self._spans.begin(request.id, route, tracing.checked(wire.traceparent), len(request.token_ids))
         self._start(request, wire.replica, owner)
         return request

@@ -1,4 +1,4 @@
-"""What depends on the role of a worker: handover/, prefill/ and decode/ implement `RoleLogic` for the frontend."""
+"""What depends on the role of a worker: handover/role.py implements `RoleLogic` for the frontend."""
 
 from __future__ import annotations
 

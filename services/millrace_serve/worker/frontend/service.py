@@ -11,6 +11,7 @@ import grpc
 from millrace.v1 import worker_pb2 as pb
 from millrace.v1 import worker_pb2_grpc
 from millrace_common.versions import WORKER_API
+from millrace_rpc.errors import FieldError
 
 from millrace_serve.engine.config import Role
 from millrace_serve.worker.frontend import convert
@@ -88,7 +89,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         default = self._frontend.config.timeouts.drain
         timeout_s = request.timeout_s if request.HasField("timeout_s") else default
         if not timeout_s >= 0:
-            raise convert.invalid("timeout_s", f"is {timeout_s}; it must be at least 0")
+            raise FieldError("timeout_s", f"is {timeout_s}; it must be at least 0")
         return pb.DrainResponse(aborted=await self._frontend.drain(timeout_s))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
@@ -112,15 +113,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             case pb.WEIGHTS_ACTION_WAKE:
                 action = weights.wake(request.path, request.version)
             case _:
-                raise convert.invalid("action", "must be one of WeightsAction")
+                raise FieldError("action", "must be one of WeightsAction")
         await weights.to_the_end(action)
         return pb.SetWeightsResponse(version=self._frontend.weights_version, seconds=time.monotonic() - started)
 
     async def SetDuty(self, request: pb.SetDutyRequest, context: Context) -> pb.SetDutyResponse:
         if (role := self._frontend.config.role) is not Role.FLEXIBLE:
-            raise convert.invalid("duty", f"is for flexible workers; this is a {role} worker")
+            raise FieldError("duty", f"is for flexible workers; this is a {role} worker")
         if request.duty not in DUTIES:
-            raise convert.invalid("duty", f"must be one of {', '.join(DUTIES.values())}")
+            raise FieldError("duty", f"must be one of {', '.join(DUTIES.values())}")
         log.info("%s by router %s: %s", DUTIES[request.duty], request.router_id, request.why)
         self._frontend.board.give(request.duty)
         return pb.SetDutyResponse()

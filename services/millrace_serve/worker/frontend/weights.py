@@ -19,10 +19,9 @@ from collections.abc import Coroutine
 from pathlib import Path
 
 from millrace_common.reasons import Reason
-from millrace_rpc.errors import MillraceError
+from millrace_rpc.errors import FieldError, MillraceError
 
 from millrace_serve.engine.core import Failure, Pause
-from millrace_serve.worker.frontend import convert
 from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.lifecycle import State
 from millrace_serve.worker.frontend.wakeup import within
@@ -63,7 +62,7 @@ class HotWeights:
             if drop:
                 for id in requests:
                     requests.fail(id, Failure(Reason.NOT_READY, "the worker is paused"))
-            await self._quiet()
+            await self._said(paused=True)
 
     async def resume(self) -> None:
         async with self._turn:
@@ -79,12 +78,12 @@ class HotWeights:
         async with self._turn:
             self._check_paused()
             if not path:
-                raise convert.invalid("path", "must name the folder of a checkpoint")
+                raise FieldError("path", "must name the folder of a checkpoint")
             version, path = _version(path, version), await self._below_root(path)
             if refused := await self._ranks.set_weights(SetWeights(path, version, check=True)):
-                raise convert.invalid("path", f"{path} cannot be loaded: {refused}")
+                raise FieldError("path", f"{path} cannot be loaded: {refused}")
             await self._frontend.forget(f"weights {version} are being loaded")
-            await self._quiet()  # also the copies of cached pages
+            await self._said(paused=True)  # also the copies of cached pages
             await self._set(SetWeights(path, version))
             self._path = Path(path)
 
@@ -109,7 +108,7 @@ class HotWeights:
             try:
                 await self._frontend.start_ranks(self._path)
                 self._tell_engines(Pause(on=True))
-                await self._quiet()
+                await self._said(paused=True)
             except Exception:  # also of a process that cannot be started: some ranks may be up already
                 await self._frontend.stop_ranks()
                 raise
@@ -135,9 +134,6 @@ class HotWeights:
         for replica in range(self._frontend.config.dp):
             self._ranks.send(replica, message)
 
-    async def _quiet(self) -> None:
-        await self._said(paused=True)
-
     async def _said(self, paused: bool) -> None:
         board, what = self._frontend.board, "the end of steps and copies" if paused else "the end of the pause before"
         async with within(self._frontend.config.timeouts.stall, what):
@@ -153,7 +149,7 @@ class HotWeights:
         except ValueError:  # a zero byte
             below = False
         if not below:
-            raise convert.invalid("path", f"{path} is not below weights_root, which is {root or 'not configured'}")
+            raise FieldError("path", f"{path} is not below weights_root, which is {root or 'not configured'}")
         return real
 
     def _check_paused(self) -> None:
@@ -165,5 +161,5 @@ class HotWeights:
 
 def _version(path: str, given: str) -> str:
     if len(given) > LONGEST_VERSION:
-        raise convert.invalid("version", f"has {len(given)} characters; at most {LONGEST_VERSION} are allowed")
+        raise FieldError("version", f"has {len(given)} characters; at most {LONGEST_VERSION} are allowed")
     return given or Path(path).name
