@@ -21,8 +21,7 @@ from millrace_common.config import load
 from millrace_rpc.access import token
 from millrace_rpc.http_connection import ConnectionLimits
 from millrace_rpc.http_server import HttpServer
-from millrace_serve.decode.service import DecodeRole
-from millrace_serve.prefill.service import PrefillRole
+from millrace_serve.handover.role import HandoverRole
 from millrace_serve.worker import main
 from millrace_serve.worker.channels import Sender, channel_key
 from millrace_serve.worker.config import WorkerConfig
@@ -85,9 +84,7 @@ class Serving:
     """What a test asks of a worker's process."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self.frontend = Frontend(
-            config, uuid.uuid4().hex, Threads(), PrefillRole if config.role == "prefill" else DecodeRole
-        )
+        self.frontend = Frontend(config, uuid.uuid4().hex, Threads(), HandoverRole)
         self.ports: dict[str, int] = {}
         self._stop = asyncio.Event()
         self._life = asyncio.create_task(self._serve(config))
