@@ -28,12 +28,12 @@ from millrace_kernels.fp8 import Operand
 from millrace_kernels.peer.reduce_norm import ReduceNorm, Ways
 from millrace_kernels.rms_norm import rms_norm
 from millrace_kernels.testing.tolerances import FP8_TOLERANCE, dequantised, rms_error
-from millrace_load.record import Record, print_record
+from millrace_load.record import Record, Row, print_record
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.model.parallel import ParallelDims
 from torch import Tensor
 
-from millrace_bench.processes import Ranks, Row, by_way, slowest
+from millrace_bench.processes import Ranks, by_way, slowest
 from millrace_bench.shard import time_ms
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)

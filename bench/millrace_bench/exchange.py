@@ -28,14 +28,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from millrace_load.record import Record, print_record
+from millrace_load.record import Record, Row, print_record
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.model.parallel import ParallelDims
 from torch import multiprocessing
 
 from millrace_bench import exchange_ways
 from millrace_bench.exchange_ways import HELD, TOP_K, Call, Case, Ours
-from millrace_bench.processes import Ranks, Row, by_way, spawn
+from millrace_bench.processes import Ranks, by_way, spawn
 from millrace_bench.shard import time_ms
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 4096)

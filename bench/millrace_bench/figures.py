@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from millrace_load.record import ROOT
+from millrace_load.record import ROOT, Row
 
 from millrace_bench import provenance, scaling
 from millrace_bench.api_fields import api_fields
@@ -34,7 +34,6 @@ from millrace_bench.figures_plan import plan_rows
 RESULTS = "bench/results"
 TEMPLATES = ROOT / "bench" / "figures"
 BLOCK = re.compile(r"(<!-- figures: ([a-z0-9-]+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL)
-Row = dict[str, Any]
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from millrace_load.record import Row
 from millrace_serve.plan import predict
 from millrace_serve.plan.predict import StepRanks
 
@@ -13,7 +14,6 @@ TWO_28, H100 = StepRanks("H200", "ep8", 2, 28), StepRanks("H100", "ep8", 2, 28)
 SEEDS = "h100/node-seeds-1-512"  # 256 sequences of each GPU, of 1 to 513 tokens
 
 
-Row = dict[str, Any]
 Read = Callable[..., Any]  # figures.row and figures.results
 
 

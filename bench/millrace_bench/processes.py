@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from millrace_load.record import Row
 from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
 from torch import multiprocessing
-
-Row = dict[str, Any]
 
 
 class Ranks(NamedTuple):

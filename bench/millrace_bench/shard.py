@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from millrace_kernels.int8 import Matrix
-from millrace_load.record import Record, print_record
+from millrace_load.record import Record, Row, print_record
 from millrace_serve.engine.step.device import Replay, device_of
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
@@ -52,7 +52,6 @@ from millrace_bench.pools import PAGE, model_pool
 from millrace_bench.stamps import milliseconds, stamp, synchronize
 
 HBM_BYTES_PER_S, FP8_FLOPS, BF16_FLOPS = 4.8e12, 1979e12, 989e12  # an H200's, by its data sheet
-Row = dict[str, Any]
 
 # kernel name -> what it does, first match
 KINDS = (

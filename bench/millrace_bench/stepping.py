@@ -29,11 +29,10 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from millrace_load.record import Record, print_record
+from millrace_load.record import Record, Row, print_record
 from millrace_serve.engine.config import Limits
 from millrace_serve.engine.lockstep import packing
 from millrace_serve.engine.lockstep.join import Exchange
@@ -50,7 +49,6 @@ NEEDS = """Needs Linux, torch for a CPU, and 1 GiB of memory: 72 ranks are 72 pr
 theirs. Two cores are enough; with more ranks than cores, wall times are waits for a core. A rank that has not answered
 for 120 s ends the run: where others load the cores, take fewer ranks (--agreements 8/1 --groups 8)."""
 SEQUENCES = 128  # of a decode step's batch
-Row = dict[str, Any]
 
 
 def run(agreements: Sequence[Sequence[int]], groups: Sequence[int], steps: int) -> Iterator[Row]:

@@ -33,6 +33,7 @@ GPU = {
 }
 SMI = ("nvidia-smi", f"--query-gpu={','.join(GPU.values())}", "--format=csv,noheader,nounits")
 Gpu = dict[str, Any]
+Row = dict[str, Any]  # of the results of a bench
 PACKAGES = ("millrace", "torch", "grpcio", "nixl", "sgl-deep-gemm", "sgl-flash-mla", "flashinfer-python")
 
 

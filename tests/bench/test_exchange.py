@@ -10,7 +10,8 @@ import pytest
 import torch
 from millrace_bench import exchange
 from millrace_bench.exchange import measure, run
-from millrace_bench.processes import Row, by_way
+from millrace_bench.processes import by_way
+from millrace_load.record import Row
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing import triton_interpreter
 from model.ranks import run_jobs
