@@ -47,6 +47,7 @@ class Stage:
     limit_s: float
     target: str = ""
     figures: str = ""  # macro of bench/figures/stages.jinja for its JSON; none: the last line that it printed
+    tiny: str = ""  # command over small shapes on a CPU; none: it needs GPUs
 
 
 @dataclass(frozen=True, slots=True)
