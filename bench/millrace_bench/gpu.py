@@ -13,20 +13,11 @@ failed, or there was no time for it. A missed target is no failure.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-import yaml
-
-from millrace_bench.stages import PYTEST, ROOT, Stage, carry_out, command_line
+from millrace_bench.stages import PYTEST, ROOT, Stage, carry_out, command_line, read_stages, small_stages
 
 TEST_LIMIT_S = 600.0
-STAGES = [Stage(**one) for one in yaml.safe_load((ROOT / "bench" / "stages" / "gpu.yaml").read_text())]
-
-
-def small_stages() -> Iterator[Stage]:
-    for stage in STAGES:
-        if stage.tiny:
-            yield replace(stage, command=stage.tiny, target="runs")
+STAGES = read_stages("gpu.yaml")
 
 
 def stages_of_tests() -> Iterator[Stage]:
@@ -45,7 +36,7 @@ def main() -> None:
     kind.add_argument("--tests", action="store_true", help="run the test files instead")
     kind.add_argument("--tiny", action="store_true", help="small shapes on a CPU: whether everything runs")
     args = parser.parse_args()
-    stages = list(stages_of_tests() if args.tests else small_stages() if args.tiny else STAGES)
+    stages = list(stages_of_tests()) if args.tests else small_stages(STAGES) if args.tiny else STAGES
     carry_out("gpu", stages, parser, args)
 
 
