@@ -23,7 +23,6 @@ import asyncio
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -105,12 +104,13 @@ class _Bench:
         measured_under_load = not load.done()
         latencies = (await latency).latencies if s.workers == "fake" else []
         messages = sum(got.messages for got in await load)
+        through_ms, direct_ms = (Summary.of(times).milliseconds for times in (ttft, straight))
         return {
-            "ttft_ms": _ms(ttft),
-            "direct_ms": _ms(straight),
-            "added_ttft_p50_ms": _ms(ttft)["p50"] - _ms(straight)["p50"],
-            "added_ttft_p99_ms": _ms(ttft)["p99"] - _ms(straight)["p99"],
-            "token_latency_ms": _ms(latencies),
+            "ttft_ms": through_ms,
+            "direct_ms": direct_ms,
+            "added_ttft_p50_ms": through_ms["p50"] - direct_ms["p50"],
+            "added_ttft_p99_ms": through_ms["p99"] - direct_ms["p99"],
+            "token_latency_ms": Summary.of(latencies).milliseconds,
             "half_tokens_per_message": s.streams // 2 * len(self._work) * 2 * s.tokens / messages,
             "half_cores": {role: used[role] / seconds for role in used},
             "under_load": measured_under_load,
@@ -136,10 +136,6 @@ def _limit(router_cores: float, routers: int, rate: float, offered: float) -> st
     if router_cores > BUSY * routers:
         return "the routers: each used its core"
     return f"the machine: {os.cpu_count()} cores for routers, workers and clients"
-
-
-def _ms(seconds: Sequence[float]) -> dict[str, float]:
-    return {name: value * 1e3 for name, value in asdict(Summary.of(seconds)).items()}
 
 
 def scaling(found: dict[str, dict[str, Any]]) -> dict[str, float]:

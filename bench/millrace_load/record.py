@@ -55,6 +55,11 @@ class Summary:
         return cls(sum(ordered) / len(ordered), *(percentile(ordered, q) for q in (0.5, 0.9, 0.95, 0.99)))
 
     @property
+    def milliseconds(self) -> dict[str, float]:
+        """Of seconds."""
+        return {name: value * 1e3 for name, value in asdict(self).items()}
+
+    @property
     def inverse(self) -> Summary:
         """Of times above 0: as rates. The mean is the harmonic one, and a percentile is what so many reach."""
         return Summary(*(1 / value if value else math.inf for value in asdict(self).values()))

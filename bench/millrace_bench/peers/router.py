@@ -91,9 +91,9 @@ async def _level(s: Settings, side: Side, streams: int, pool: ProcessPoolExecuto
         "tokens_per_s": rate,
         "cores": cores,
         "us_per_token": cores / rate * 1e6,
-        "token_ms": _ms(token_s),
-        "ttft_ms": _ms(through),
-        "direct_ms": _ms(straight),
+        "token_ms": Summary.of(token_s).milliseconds,
+        "ttft_ms": Summary.of(through).milliseconds,
+        "direct_ms": Summary.of(straight).milliseconds,
         "added_ttft_p50_ms": (statistics.median(through) - statistics.median(straight)) * MILLISECONDS,
         "load_average": os.getloadavg()[0],
     }
@@ -105,10 +105,6 @@ async def _memory(side: Side, streams: int) -> dict[str, float]:
         await asyncio.sleep(5 * SETTLE_S)
         full = side.rss_mb()
     return {"idle_mb": idle, "mb": full, "kb_per_stream": (full - idle) / streams * 1e3}
-
-
-def _ms(seconds: list[float]) -> dict[str, float]:
-    return {name: value * MILLISECONDS for name, value in asdict(Summary.of(seconds)).items()}
 
 
 # ------------------------------------------------------------------------------------- what is shown
