@@ -25,9 +25,9 @@ import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from millrace_load.options import add_options
 from millrace_load.record import Record, Summary, print_record
 
 from millrace_bench.router_load import Got, Work, direct, one_by_one, probe, start, streams, timed
@@ -170,20 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="millrace bench router", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--model", type=type(Settings().model), help="folder with the tokenizer's files")
-    parser.add_argument("--workers", choices=("fake", "sim"), help="workers of the router")
-    parser.add_argument("--api", choices=("grpc", "http"), help="protocol of the clients")
-    parser.add_argument("--routers", type=int, nargs="+", help="router processes, one run for each number")
-    parser.add_argument("--streams", type=int, help="streams of each router at full load")
-    parser.add_argument("--tokens", type=int, help="tokens per stream")
-    parser.add_argument("--step-ms", type=float, help="step time of the decode worker: one token per stream")
-    parser.add_argument("--requests", type=int, help="base number of requests of the smaller measurements")
-    parser.add_argument("--prompt-tokens", type=int, help="prompt tokens of a request")
-    parser.add_argument("--stream-interval-ms", type=float, help="the router's stream_interval")
-    parser.add_argument(
-        "--tls", type=Path, help="folder with tls.crt, tls.key and ca.crt: TLS everywhere, mutual inside"
-    )
-    parser.set_defaults(**asdict(Settings()))
+    add_options(parser, Settings)
     given = vars(parser.parse_args())
     record = run(Settings(**given | {"routers": tuple(given["routers"])}))
     found = record.results["routers"]

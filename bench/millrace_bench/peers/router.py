@@ -29,8 +29,9 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from millrace_load.options import add_options
 from millrace_load.record import ROOT, Record, Summary, print_record
 
 from millrace_bench.peers.clients import Load, first_tokens, latencies
@@ -43,13 +44,13 @@ MILLISECONDS = 1e3
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    smg: Path = SMG
-    streams: int = 256
-    step_ms: float = 10.0
-    seconds: float = 5.0
-    requests: int = 30
-    rounds: int = 3
-    memory_streams: int = 2_000
+    smg: Annotated[Path, "smg's executable"] = SMG
+    streams: Annotated[int, "streams at full load"] = 256
+    step_ms: Annotated[float, "step time of the workers: one token per stream"] = 10.0
+    seconds: Annotated[float, "seconds of each measurement"] = 5.0
+    requests: Annotated[int, "requests whose first tokens are measured"] = 30
+    rounds: Annotated[int, "rounds; the routers alternate"] = 3
+    memory_streams: Annotated[int, "streams while memory is read"] = 2_000
 
 
 def run(s: Settings) -> Record:
@@ -138,14 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m millrace_bench.peers.router", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--smg", type=Path, help="smg's executable")
-    parser.add_argument("--streams", type=int, help="streams at full load")
-    parser.add_argument("--step-ms", type=float, help="step time of the workers: one token per stream")
-    parser.add_argument("--seconds", type=float, help="seconds of each measurement")
-    parser.add_argument("--requests", type=int, help="requests whose first tokens are measured")
-    parser.add_argument("--rounds", type=int, help="rounds; the routers alternate")
-    parser.add_argument("--memory-streams", type=int, help="streams while memory is read")
-    parser.set_defaults(**asdict(Settings()))
+    add_options(parser, Settings)
     record = run(Settings(**vars(parser.parse_args())))
     print(table(dict(record.results)))
     print_record(record)
