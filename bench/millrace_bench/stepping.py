@@ -28,6 +28,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from operator import methodcaller
 from pathlib import Path
 
 import torch
@@ -136,26 +137,16 @@ def alone(replicas: int, hosts: int, steps: int = 300) -> Row:
     others = ranks[2:]
     members = [rank for rank in others if not rank._is_node_leader]
     node_leaders = [rank for rank in others if rank._is_node_leader]
+    bring, learn = methodcaller("_bring", STATE, ring=False), methodcaller("_learn", ring=False)
+    parts = [(bring, some) for some in ([member], [*members, *node_leaders], [node_leader])]
+    parts += [(learn, some) for some in (node_leaders, [node_leader], members, [member])]
     times: list[tuple[float, float]] = []
     for _ in range(steps):
         marks = [time.perf_counter()]
-        member._bring(STATE, ring=False)
-        marks.append(time.perf_counter())
-        for rank in (*members, *node_leaders):
-            rank._bring(STATE, ring=False)
-        marks.append(time.perf_counter())
-        node_leader._bring(STATE, ring=False)
-        marks.append(time.perf_counter())
-        for rank in node_leaders:
-            rank._learn(ring=False)
-        marks.append(time.perf_counter())
-        node_leader._learn(ring=False)
-        marks.append(time.perf_counter())
-        for rank in members:
-            rank._learn(ring=False)
-        marks.append(time.perf_counter())
-        member._learn(ring=False)
-        marks.append(time.perf_counter())
+        for work, some in parts:
+            for rank in some:
+                work(rank)
+            marks.append(time.perf_counter())
         spent = [end - start for start, end in itertools.pairwise(marks)]
         times.append((spent[0] + spent[6], spent[2] + spent[4]))
     for lockstep in joined_ranks:
