@@ -267,13 +267,7 @@ def say(text: str) -> None:
 
 
 def measure(
-    model: DeepseekV3,
-    kind: str,
-    count: int,
-    length: int,
-    kv_dtype: str,
-    args: argparse.Namespace,
-    who: str = "",
+    model: DeepseekV3, kind: str, count: int, length: int, kv_dtype: str, args: argparse.Namespace, who: str = ""
 ) -> Row:
     """`who`: of this process and of what it measures, before its lines on stderr."""
     what = f"{who}{kind} {count}x{length} {kv_dtype}"

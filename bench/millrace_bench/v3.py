@@ -54,12 +54,7 @@ TINY: dict[str, Any] = {
 SPARSE = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
 WIDTHS: dict[str, dict[str, Any]] = {
     "v3": {},
-    "tp8": {
-        "vocab_size": 16160,
-        "num_attention_heads": 16,
-        "intermediate_size": 2304,
-        "moe_intermediate_size": 256,
-    },
+    "tp8": {"vocab_size": 16160, "num_attention_heads": 16, "intermediate_size": 2304, "moe_intermediate_size": 256},
     "e32": {"n_routed_experts": 32, "n_group": 1, "topk_group": 1},
     "e64": {"n_routed_experts": 64},
     "e128": {"n_routed_experts": 128},

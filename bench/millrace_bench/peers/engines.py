@@ -97,11 +97,7 @@ def _converted(row: Row) -> Row:
         kinds = ", ".join(TIMES)
         raise ValueError(f'case {row["case"]!r} of the peer: it needs "ms", or KIND:BATCH:LENGTH:STEPS with {kinds}')
     step = "prefill" if kind == "prefill" else "decode"
-    return {
-        "name": row["name"],
-        "case": f"{step} {sizes[0]}x{sizes[1]}",
-        "ms": min(row[name] for name in TIMES[kind]),
-    }
+    return {"name": row["name"], "case": f"{step} {sizes[0]}x{sizes[1]}", "ms": min(row[name] for name in TIMES[kind])}
 
 
 def best(rows: Iterable[Row]) -> dict[str, Row]:
