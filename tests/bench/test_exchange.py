@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from millrace_bench import exchange
+from millrace_bench import exchange, processes
 from millrace_bench.exchange import measure, run
 from millrace_bench.processes import by_way
 from millrace_load.record import Row
@@ -35,7 +35,7 @@ def broken(args: argparse.Namespace, dims: ParallelDims, device: torch.device) -
 
 
 def job(dims: ParallelDims) -> list[list[Row]]:
-    exchange.CALLS = 1
+    processes.CALLS = 1
     exchange.FAMILIES["broken"] = broken
     return [list(measure(family, ARGS, dims, torch.device("cpu"))) for family in ("ours", "gather", "broken")]
 
