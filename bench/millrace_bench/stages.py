@@ -52,10 +52,15 @@ class Stage:
 
 
 def read_stages(name: str, **values: Any) -> list[Stage]:
-    """Of a file of bench/stages, a template for which these are the values."""
+    """Of a file of bench/stages; see `read_data`."""
+    return [Stage(**one) for one in read_data(name, **values)]
+
+
+def read_data(name: str, **values: Any) -> Any:
+    """What a file of bench/stages says, a template for which these are the values."""
     text = (ROOT / "bench" / "stages" / name).read_text()
     made = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False)
-    return [Stage(**one) for one in yaml.safe_load(made.from_string(text).render(values))]
+    return yaml.safe_load(made.from_string(text).render(values))
 
 
 def small_stages(stages: Sequence[Stage]) -> list[Stage]:
