@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 from millrace_cli.cluster import LOG_DIR
 from millrace_load.record import Record, busiest_gpus, print_record
 from millrace_serve.worker import caches
@@ -31,6 +30,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from millrace_bench.data import read_data
 from millrace_bench.figures import said
 
 ROOT = Path(__file__).parents[2]
@@ -52,15 +52,8 @@ class Stage:
 
 
 def read_stages(name: str, **values: Any) -> list[Stage]:
-    """Of a file of bench/stages; see `read_data`."""
+    """Of a file of bench/data; the values are those of a template."""
     return [Stage(**one) for one in read_data(name, **values)]
-
-
-def read_data(name: str, **values: Any) -> Any:
-    """What a file of bench/stages says, a template for which these are the values."""
-    text = (ROOT / "bench" / "stages" / name).read_text()
-    made = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False)
-    return yaml.safe_load(made.from_string(text).render(values))
 
 
 def small_stages(stages: Sequence[Stage]) -> list[Stage]:

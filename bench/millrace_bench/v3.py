@@ -1,5 +1,5 @@
 """DeepSeek-V3's shapes for benches with random weights: as keywords of ModelConfig, or as a folder that a worker starts
-from with `random_weights=true`. bench/shapes/v3.yaml has them.
+from with `random_weights=true`. bench/data/v3.yaml has them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import yaml
 from millrace_cli.cluster import TINY as TOKENIZER
-from millrace_load.record import ROOT
 
-SHAPES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "bench" / "shapes" / "v3.yaml").read_text())
+from millrace_bench.data import read_data
+
+SHAPES: dict[str, dict[str, Any]] = read_data("v3.yaml")
 V3, TINY, SPARSE, WIDTHS = (SHAPES[name] for name in ("v3", "tiny", "sparse", "widths"))
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 

@@ -33,12 +33,12 @@ from millrace_serve.model.checkpoint.export_quantised import QUANTIZATIONS, expo
 from rich.console import Console
 from rich.table import Table
 
+from millrace_bench.data import read_data
 from millrace_bench.eval.backend import Perplexity
 from millrace_bench.eval.report import comparison_table, differences_table, evaluation_table, make_console, make_table
 from millrace_bench.eval.run import Jobs, Suite, measure
 from millrace_bench.eval.score import Comparison, Evaluation
 from millrace_bench.eval.system import Kind, System
-from millrace_bench.stages import read_data
 from millrace_bench.tasks import TASKS
 
 FORMS = tuple(QUANTIZATIONS)

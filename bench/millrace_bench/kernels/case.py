@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import yaml
 from millrace_kernels import backend
-from millrace_load.record import ROOT
 from torch import Tensor
 
+from millrace_bench.data import read_data
+
 Call = Callable[[], object]
-ANCHORS = yaml.safe_load((ROOT / "bench" / "anchors" / "kernels.yaml").read_text())
+ANCHORS = read_data("anchors.yaml")
 
 
 @dataclass(frozen=True, slots=True)
