@@ -407,13 +407,8 @@ def test_rows_of_the_matrix() -> None:
     assert {row.weights for row in found.values()} == {"", "fp8", "int8", "int8-block"}
     switched = {name: " ".join(row.system.worker_set) for name, row in found.items() if row.system.worker_set}
     assert len(switched) == 16
-    assert {name: items for name, items in switched.items() if name.startswith("unified") and "=2" in name} == {
-        f"unified {ranks}": ranks
-        for ranks in (
-            *("tp=2", "dp=2", "tp=2 expert_tp=true", "tp=2 dense_tp=1", "dp=2 redundant_experts=1"),
-            "dp=2 limits.context_parallel_tokens=256",
-        )
-    }
+    several = {name: items for name, items in switched.items() if "tp=2" in items or "dp=2" in items}
+    assert len(several) == 6 and all(name == f"unified {items}" for name, items in several.items())
     for items in switched.values():
         load_config(WorkerConfig, overrides=("role=unified", f"model={TINY}", *items.split()))
 
