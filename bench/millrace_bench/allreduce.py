@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import statistics
 from collections.abc import Callable
 
 import torch
@@ -28,17 +27,15 @@ from millrace_kernels.fp8 import Operand
 from millrace_kernels.peer.reduce_norm import ReduceNorm, Ways
 from millrace_kernels.rms_norm import rms_norm
 from millrace_kernels.testing.tolerances import FP8_TOLERANCE, dequantised, rms_error
-from millrace_load.record import Record, print_record
-from millrace_serve.engine.step.device import device_of
+from millrace_load.record import Record, Row, print_record
 from millrace_serve.model.parallel import ParallelDims
 from torch import Tensor
 
-from millrace_bench.processes import Ranks, Row, by_way, slowest
-from millrace_bench.shard import time_ms
+from millrace_bench.processes import Ranks, by_way, call_us, slowest
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 FORMS = {"plain": (False, True), "fp8": (True, False), "both": (True, True)}  # quant, plain
-CALLS, EPS = 20, 1e-6
+EPS = 1e-6
 Result = tuple[Operand, Tensor]
 
 
@@ -72,7 +69,7 @@ class Rank:
         for name, call in self._ways(mine, residual, weight, *FORMS[form]).items():
             self.reduced[:num].copy_(mine)
             operand, _ = call()
-            row = {"rows": num, "form": form, "way": name, "us": round(self._time(call), 2)}
+            row = {"rows": num, "form": form, "way": name, "us": round(call_us(call, self.repeats, self.device), 2)}
             if name != "norm":
                 row |= {"error": round(_error(operand, expected), 5), "same": self._same(operand)}
             rows.append(row)
@@ -101,20 +98,6 @@ class Rank:
             found["symm_one"] = lambda: norm(one(reduced, "sum", group.group_name))
             found["symm_two"] = lambda: norm(two(reduced, "sum", group.group_name))
         return found
-
-    def _time(self, call: Callable[[], object]) -> float:
-        """Microseconds of a call."""
-
-        def calls() -> None:
-            for _ in range(CALLS):
-                call()
-
-        device = device_of(self.device)
-        calls()
-        device.synchronize()
-        replay = device.capture(calls)
-        dist.barrier()
-        return statistics.median(time_ms(replay, self.repeats, self.device)) / CALLS * 1e3
 
     def _same(self, operand: Operand) -> bool:
         mine = [] if operand.plain is None else [operand.plain]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from millrace_load.record import Record, print_record
+from millrace_load.record import Record, Row, print_record
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
@@ -33,7 +33,6 @@ from millrace_serve.model.moe import Gate, Moe
 from millrace_serve.model.parallel import ParallelDims
 
 from millrace_bench.heldout_texts import TEXTS
-from millrace_bench.processes import Row
 
 LAYERS, EXPERTS, TOP_K, STEPS = 8, 256, 8, 20
 EXPONENTS = (0.25, 0.5, 1.0)

@@ -20,10 +20,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from millrace_cli.cluster import TINY
-from millrace_load.record import Record, print_record
+from millrace_load.record import Record, Row, print_record
 from rich.table import Table
 
 from millrace_bench.eval.backend import Answer, Job
@@ -34,7 +33,6 @@ from millrace_bench.heldout_texts import TEXTS
 from millrace_bench.tasks import TASKS, Item, Match
 
 TEXT = "text"  # the name of continuing held-out texts, beside the tasks'
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

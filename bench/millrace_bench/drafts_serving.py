@@ -19,10 +19,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from millrace_cli.cluster import ClusterSpec, LocalCluster, StartError
-from millrace_load.record import Record, print_record
+from millrace_load.record import Record, Row, print_record
 from millrace_load.report import Report, Slo
 from millrace_load.serving import collect
 from millrace_load.serving_options import Settings
@@ -30,8 +29,6 @@ from rich.console import Console
 
 from millrace_bench import v3
 from millrace_bench.engine import ACCEPTANCE
-
-Row = dict[str, Any]
 
 
 def main() -> None:

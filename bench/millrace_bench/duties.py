@@ -19,12 +19,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 import numpy as np
 from millrace_common.split import Capacity, Slo, Workload, best
 from millrace_common.step_times import StepTimes
-from millrace_load.record import ROOT, Record, Summary, print_record
+from millrace_load.record import ROOT, Record, Row, Summary, print_record
 from millrace_load.workload import poisson_arrivals
 from millrace_router.config import Policy
 from millrace_serve.plan.facts import steps
@@ -35,7 +34,6 @@ from millrace_bench.fleet_worker import Machine
 from millrace_bench.pd import LOADS, workers
 from millrace_bench.pd_load import Load, Segment, changing
 
-Row = dict[str, Any]
 THINK_S, DRAIN_S = 1.0, 60.0
 CHANGING = "changing"
 LIMIT = Slo(1.0, 0.04)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace_common.config import load
-from millrace_load.record import Record, command, print_record
+from millrace_load.record import Record, Row, command, print_record
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 BATCHES = (1, 16, 64, 256)
 VARIANTS = {"eager": ("graphs=off",), "graph": ("graphs=on",), "compile": ("graphs=on", "compile_max_batch=16")}
 ACCEPTANCE = (0.85, 0.5, 0.25)  # so a step with 1, 2, 3 drafts gives 1.85, 2.35, 2.6 tokens of a sequence
-Row = dict[str, Any]
 
 
 def run(batches: tuple[int, ...] = BATCHES, steps: int = 300) -> list[Row]:

@@ -8,9 +8,8 @@ the drawn ones differ from them by some per cent in a hundred steps.
 from __future__ import annotations
 
 from itertools import takewhile
-from typing import Any
 
-Row = dict[str, Any]
+from millrace_load.record import Row
 
 
 def ratios(rows: list[Row]) -> list[Row]:

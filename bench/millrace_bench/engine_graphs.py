@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from millrace_load.record import Row
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.engine.step.graphs import Key
-
-Row = dict[str, Any]
 
 
 def replay_ms(engine: Engine, batch: int, repeats: int = 20) -> float | None:

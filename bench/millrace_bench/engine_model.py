@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from millrace_load.record import Row
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import (
     Events,
@@ -47,7 +48,7 @@ from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
 
 from millrace_bench import shard
-from millrace_bench.engine_graphs import Row, captures, collections, replay_is_exact, replay_ms
+from millrace_bench.engine_graphs import captures, collections, replay_is_exact, replay_ms
 from millrace_bench.stamps import Stamp, milliseconds, stamp
 
 TOKEN_IDS = (16, 1000)  # that every vocabulary has

@@ -20,26 +20,21 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from millrace_load.record import Record, print_record
-from millrace_serve.engine.step.device import device_of
+from millrace_load.record import Record, Row, print_record
 from millrace_serve.model.parallel import ParallelDims
 from torch import multiprocessing
 
 from millrace_bench import exchange_ways
 from millrace_bench.exchange_ways import HELD, TOP_K, Call, Case, Ours
-from millrace_bench.processes import Ranks, Row, by_way, spawn
-from millrace_bench.shard import time_ms
+from millrace_bench.processes import Ranks, by_way, call_us, spawn
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 4096)
-CALLS = 20
 
 
 def case(num: int, dims: ParallelDims, args: argparse.Namespace, device: torch.device) -> Case:
@@ -51,16 +46,7 @@ def case(num: int, dims: ParallelDims, args: argparse.Namespace, device: torch.d
 
 
 def timed(call: Call, graph: bool, args: argparse.Namespace, device: torch.device) -> Row:
-    def calls() -> None:
-        for _ in range(CALLS):
-            call()
-
-    calls()
-    device_of(device).synchronize()
-    replay = device_of(device).capture(calls) if graph else calls
-    dist.barrier()
-    times = time_ms(replay, args.repeats, device)
-    return {"us": round(statistics.median(times) / CALLS * 1e3, 2), "graph": graph}
+    return {"us": round(call_us(call, args.repeats, device, graph), 2), "graph": graph}
 
 
 def ours(args: argparse.Namespace, dims: ParallelDims, device: torch.device) -> Iterator[Row]:

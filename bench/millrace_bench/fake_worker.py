@@ -37,6 +37,11 @@ class Sequence:
     end: int
     timed: bool  # log-probabilities were asked for
 
+    @classmethod
+    def of(cls, request: worker_pb2.EngineRequest) -> Sequence:
+        sampling = request.sampling
+        return cls(request.id, request.num_prior_outputs, sampling.max_tokens, sampling.HasField("logprobs"))
+
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, role: str, step_s: float) -> None:
@@ -97,13 +102,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             elif kind == "abort":
                 sequences.pop((message.abort.id.room, message.abort.id.attempt), None)
             elif self.role == worker_pb2.ROLE_PREFILL:
-                outgoing.put_nowait(_step([_first(message.submit.request)]))
+                outgoing.put_nowait(_step([_next(Sequence.of(message.submit.request))]))
             else:
-                request = message.submit.request
-                key = request.id.room, request.id.attempt
-                sampling = request.sampling
-                timed = sampling.HasField("logprobs")
-                sequences[key] = Sequence(request.id, request.num_prior_outputs, sampling.max_tokens, timed)
+                sequence = Sequence.of(message.submit.request)
+                sequences[sequence.id.room, sequence.id.attempt] = sequence
 
     async def _steps(
         self, sequences: dict[tuple[int, int], Sequence], outgoing: asyncio.Queue[worker_pb2.LinkResponse]
@@ -117,15 +119,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
 def _step(outputs: list[worker_pb2.SequenceOutput]) -> worker_pb2.LinkResponse:
     return worker_pb2.LinkResponse(outputs=worker_pb2.StepOutputs(outputs=outputs))
-
-
-def _first(request: worker_pb2.EngineRequest) -> worker_pb2.SequenceOutput:
-    at = request.num_prior_outputs
-    finish = LENGTH if at + 1 >= request.sampling.max_tokens else None
-    logprobs = [now()] if request.sampling.HasField("logprobs") else []
-    return worker_pb2.SequenceOutput(
-        id=request.id, first_index=at, token_ids=[TOKEN], logprobs=logprobs, finish_reason=finish
-    )
 
 
 def _next(sequence: Sequence) -> worker_pb2.SequenceOutput:

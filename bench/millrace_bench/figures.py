@@ -25,16 +25,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from millrace_load.record import ROOT
+from millrace_load.record import ROOT, Row
+from millrace_serve.plan import predict
 
 from millrace_bench import provenance, scaling
 from millrace_bench.api_fields import api_fields
-from millrace_bench.figures_plan import plan_rows
 
 RESULTS = "bench/results"
 TEMPLATES = ROOT / "bench" / "figures"
 BLOCK = re.compile(r"(<!-- figures: ([a-z0-9-]+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL)
-Row = dict[str, Any]
 
 
 @functools.cache
@@ -82,6 +81,12 @@ def computed(gpus: int) -> dict[str, scaling.Step]:
     return {step.name: step for step in steps if step.gpus == gpus}
 
 
+def predicted_ms(kind: str, ranks: tuple[str, str, int, int], *sizes: int) -> float | None:
+    """Of a step, or of a token of a prompt, as `millrace plan` predicts it; None: it does not. ranks: of StepRanks."""
+    found = getattr(predict, kind)(predict.StepRanks(*ranks), *sizes)
+    return found and float(found.ms)
+
+
 def fail(why: str) -> NoReturn:
     raise ValueError(why)
 
@@ -95,8 +100,8 @@ def environment(templates: Path = TEMPLATES) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    functions = (results, rows, row, of_runs, by, source, short, computed, fail, min, max, dict, api_fields, plan_rows)
-    made.globals |= {function.__name__: function for function in functions} | {
+    figures = (results, rows, row, of_runs, by, source, short, computed, predicted_ms, fail, api_fields)
+    made.globals |= {function.__name__: function for function in (*figures, min, max, dict)} | {
         "median": statistics.median,
         "nan": math.nan,
     }

@@ -72,11 +72,7 @@ async def generate(stub: inference_pb2_grpc.InferenceStub, prompt: list[int]) ->
 async def run(spec: ClusterSpec, prompts: list[list[int]]) -> tuple[list[list[int]], list[float], list[float]]:
     """Tokens, transfer and handover seconds of each prompt; a unified worker has no seconds."""
     tokens, transfers, handovers = [], [], []
-    async with (
-        LocalCluster(spec) as cluster,
-        httpx.AsyncClient() as http,
-        channel(cluster.grpc_address) as ch,
-    ):
+    async with LocalCluster(spec) as cluster, httpx.AsyncClient() as http, channel(cluster.grpc_address) as ch:
         stub = inference_pb2_grpc.InferenceStub(ch)
         stages = [STAGE.format(part=part) for part in ("sum", "count")]
         router = Histogram(f"{cluster.http_url}/metrics", *stages)

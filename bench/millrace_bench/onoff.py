@@ -16,10 +16,9 @@ import gc
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from millrace_load.record import Record, print_record
+from millrace_load.record import Record, Row, print_record
 
 from millrace_bench import onoff_steps
 from millrace_bench.kernels.__main__ import wake
@@ -27,7 +26,6 @@ from millrace_bench.kernels.driver import COLD_BYTES, MAX_SETS
 from millrace_bench.kernels.timing import time_us
 from millrace_bench.onoff_pairs import PAIRS, Pair, sizes
 
-Row = dict[str, Any]
 SEEDS = (*PAIRS, *onoff_steps.STEPS)
 
 

@@ -30,21 +30,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 from millrace.v1 import worker_pb2
 from millrace_cli import probe
 from millrace_cli.cluster import TINY, ClusterSpec, LocalCluster, StartError, count_gpus
 from millrace_load import plots
-from millrace_load.record import Record, print_record
+from millrace_load.record import Record, Row, print_record
 from millrace_load.report import Slo
 from millrace_rpc.enums import name_of
 
 from millrace_bench import preset, v3
 from millrace_bench.pd_load import Clients, Load, Segment, by_second, changing, windowed
 
-Row = dict[str, Any]
 PRESET = "preset"  # the topology of --preset
 ROLES = {"p": "prefill", "d": "decode", "u": "unified", "flex": "flexible"}
 LOADS = ("4096/256@0.5,1,1.5,2", "1024/512@1,2,3,4", "500/100x5@1,2,4,6")

@@ -19,11 +19,12 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from millrace.v1.worker_pb2 import CacheChange
 from millrace_common.page_hash import BLOCK_BYTES, page_hashes
 from millrace_common.step_times import StepTimes
+from millrace_load.options import add_options
 from millrace_load.record import Record, Summary, print_record
 from millrace_router.config import Policy, RouterConfig, Routing, SloConfig
 from millrace_router.flow.metrics import build
@@ -39,13 +40,13 @@ TIMES = StepTimes(fixed_s=0.018, sequence_s=1e-4, key_s=2e-8, chunk_s=0.008, tok
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    workers: int = 64
-    replicas: int = 1
-    blocks: int = 100_000
-    tokens: int = 4096
-    requests: int = 2000
-    memory_blocks: int = 1_000_000
-    seed: int = 1
+    workers: Annotated[int, "workers, half prefill and half decode"] = 64
+    replicas: Annotated[int, "replicas of each worker"] = 1
+    blocks: Annotated[int, "blocks in the index while decisions are timed"] = 100_000
+    tokens: Annotated[int, "tokens of a prompt"] = 4096
+    requests: Annotated[int, "decisions for each policy"] = 2000
+    memory_blocks: Annotated[int, "blocks of the memory measurement"] = 1_000_000
+    seed: Annotated[int, "seed of all that is drawn"] = 1
 
 
 def run(settings: Settings) -> Record:
@@ -208,14 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="millrace bench policy", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--workers", type=int, help="workers, half prefill and half decode")
-    parser.add_argument("--replicas", type=int, help="replicas of each worker")
-    parser.add_argument("--blocks", type=int, help="blocks in the index while decisions are timed")
-    parser.add_argument("--tokens", type=int, help="tokens of a prompt")
-    parser.add_argument("--requests", type=int, help="decisions for each policy")
-    parser.add_argument("--memory-blocks", type=int, help="blocks of the memory measurement")
-    parser.add_argument("--seed", type=int)
-    parser.set_defaults(**asdict(Settings()))
+    add_options(parser, Settings)
     record = run(Settings(**vars(parser.parse_args())))
     found = record.results
     print(

@@ -5,16 +5,22 @@ from __future__ import annotations
 import gc
 import json
 import os
+import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from millrace_load.record import Row
+from millrace_serve.engine.step.device import device_of
 from millrace_serve.model.parallel import ParallelDims, init_parallel, leave_parallel
 from torch import multiprocessing
 
-Row = dict[str, Any]
+from millrace_bench.shard import time_ms
+
+CALLS = 20
 
 
 class Ranks(NamedTuple):
@@ -61,6 +67,20 @@ def _main(rank: int, function: Callable[..., None], args: tuple[Any, ...]) -> No
     function(rank, *args)
     gc.collect()  # models are full of cycles
     leave_parallel()
+
+
+def call_us(call: Callable[[], object], repeats: int, device: torch.device, graph: bool = True) -> float:
+    """Median microseconds of one of CALLS calls back to back, in a graph or launched each. Collective."""
+
+    def calls() -> None:
+        for _ in range(CALLS):
+            call()
+
+    calls()
+    device_of(device).synchronize()
+    replay = device_of(device).capture(calls) if graph else calls
+    dist.barrier()
+    return statistics.median(time_ms(replay, repeats, device)) / CALLS * 1e3
 
 
 def slowest(of_ranks: list[list[Row]], key: str) -> list[Row]:

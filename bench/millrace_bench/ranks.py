@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from millrace_load.record import Record, print_record
+from millrace_load.record import Record, Row, print_record
 from millrace_serve.engine.start.exchange import PEER_BYTES
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
@@ -35,7 +35,7 @@ from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import FP8
 
 from millrace_bench import v3
-from millrace_bench.processes import Ranks, Row
+from millrace_bench.processes import Ranks
 from millrace_bench.shard import FoldedExperts, measure, say
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 from millrace_common.config import load
-from millrace_load.record import Record, print_record
+from millrace_load.record import Record, Row, print_record
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
 from millrace_serve.engine.engine import Engine
@@ -47,7 +47,7 @@ from millrace_bench import v3
 from millrace_bench.balance import SKEWS, skew
 from millrace_bench.engine import ACCEPTANCE
 from millrace_bench.engine_model import TOKEN_IDS, Work, import_context, submit
-from millrace_bench.processes import Ranks, Row
+from millrace_bench.processes import Ranks
 from millrace_bench.shard import fill, say
 
 INTERVAL = 64  # steps between two placements of experts: a worker takes 256

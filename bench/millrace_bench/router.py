@@ -23,12 +23,11 @@ import asyncio
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from millrace_load.options import add_options
 from millrace_load.record import Record, Summary, print_record
 
 from millrace_bench.router_load import Got, Work, direct, one_by_one, probe, start, streams, timed
@@ -105,12 +104,13 @@ class _Bench:
         measured_under_load = not load.done()
         latencies = (await latency).latencies if s.workers == "fake" else []
         messages = sum(got.messages for got in await load)
+        through_ms, direct_ms = (Summary.of(times).milliseconds for times in (ttft, straight))
         return {
-            "ttft_ms": _ms(ttft),
-            "direct_ms": _ms(straight),
-            "added_ttft_p50_ms": _ms(ttft)["p50"] - _ms(straight)["p50"],
-            "added_ttft_p99_ms": _ms(ttft)["p99"] - _ms(straight)["p99"],
-            "token_latency_ms": _ms(latencies),
+            "ttft_ms": through_ms,
+            "direct_ms": direct_ms,
+            "added_ttft_p50_ms": through_ms["p50"] - direct_ms["p50"],
+            "added_ttft_p99_ms": through_ms["p99"] - direct_ms["p99"],
+            "token_latency_ms": Summary.of(latencies).milliseconds,
             "half_tokens_per_message": s.streams // 2 * len(self._work) * 2 * s.tokens / messages,
             "half_cores": {role: used[role] / seconds for role in used},
             "under_load": measured_under_load,
@@ -136,10 +136,6 @@ def _limit(router_cores: float, routers: int, rate: float, offered: float) -> st
     if router_cores > BUSY * routers:
         return "the routers: each used its core"
     return f"the machine: {os.cpu_count()} cores for routers, workers and clients"
-
-
-def _ms(seconds: Sequence[float]) -> dict[str, float]:
-    return {name: value * 1e3 for name, value in asdict(Summary.of(seconds)).items()}
 
 
 def scaling(found: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -174,20 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="millrace bench router", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--model", type=type(Settings().model), help="folder with the tokenizer's files")
-    parser.add_argument("--workers", choices=("fake", "sim"), help="workers of the router")
-    parser.add_argument("--api", choices=("grpc", "http"), help="protocol of the clients")
-    parser.add_argument("--routers", type=int, nargs="+", help="router processes, one run for each number")
-    parser.add_argument("--streams", type=int, help="streams of each router at full load")
-    parser.add_argument("--tokens", type=int, help="tokens per stream")
-    parser.add_argument("--step-ms", type=float, help="step time of the decode worker: one token per stream")
-    parser.add_argument("--requests", type=int, help="base number of requests of the smaller measurements")
-    parser.add_argument("--prompt-tokens", type=int, help="prompt tokens of a request")
-    parser.add_argument("--stream-interval-ms", type=float, help="the router's stream_interval")
-    parser.add_argument(
-        "--tls", type=Path, help="folder with tls.crt, tls.key and ca.crt: TLS everywhere, mutual inside"
-    )
-    parser.set_defaults(**asdict(Settings()))
+    add_options(parser, Settings)
     given = vars(parser.parse_args())
     record = run(Settings(**given | {"routers": tuple(given["routers"])}))
     found = record.results["routers"]

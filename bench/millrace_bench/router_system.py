@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import httpx
 from millrace_cli.cluster import TINY, server_command
@@ -26,17 +26,17 @@ PAGE_SIZE = 64
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    model: Path = TINY
-    workers: Literal["fake", "sim"] = "fake"
-    api: Literal["grpc", "http"] = "grpc"
-    routers: tuple[int, ...] = (1, 2)
-    streams: int = 256
-    tokens: int = 400
-    step_ms: float = 10.0
-    requests: int = 400
-    prompt_tokens: int = 512
-    stream_interval_ms: float = 0.0
-    tls: Path | None = None  # folder with tls.crt, tls.key and ca.crt
+    model: Annotated[Path, "folder with the tokenizer's files"] = TINY
+    workers: Annotated[Literal["fake", "sim"], "workers of the router"] = "fake"
+    api: Annotated[Literal["grpc", "http"], "protocol of the clients"] = "grpc"
+    routers: Annotated[tuple[int, ...], "router processes, one run for each number"] = (1, 2)
+    streams: Annotated[int, "streams of each router at full load"] = 256
+    tokens: Annotated[int, "tokens per stream"] = 400
+    step_ms: Annotated[float, "step time of the decode worker: one token per stream"] = 10.0
+    requests: Annotated[int, "base number of requests of the smaller measurements"] = 400
+    prompt_tokens: Annotated[int, "prompt tokens of a request"] = 512
+    stream_interval_ms: Annotated[float, "the router's stream_interval"] = 0.0
+    tls: Annotated[Path | None, "folder with tls.crt, tls.key and ca.crt: TLS everywhere, mutual inside"] = None
 
 
 @dataclass(frozen=True, slots=True)

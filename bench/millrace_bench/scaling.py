@@ -1,25 +1,16 @@
 """Steps of 8 and 72 GPUs, from what two were measured to take.
 
-python -m millrace_bench.scaling [--results bench/results/h200]
-
-It reads exchange.json (dispatch and combine by rows) and ranks.json (steps of two ranks with and without an exchange),
-and prints what docs/explanation/scaling.md shows. The assumptions are the constants below; that page has their reasons.
+The figures of docs/explanation/scaling.md come from exchange.json (dispatch and combine by rows) and ranks.json (steps
+of two ranks with and without an exchange). The assumptions are the constants below; that page has their reasons.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from millrace_load.record import Record, print_record
 
-from millrace_bench.eval.report import make_console, make_table
-
-RESULTS = Path(__file__).parents[1] / "results" / "h200"
 MOE_LAYERS, TOP_K, EXPERTS, WIDTH, EXPERT_WIDTH = 58, 8, 256, 7168, 2048
 EXPERT_BYTES = 3 * WIDTH * EXPERT_WIDTH  # FP8
 FLOPS_PER_ROW = 2 * EXPERT_BYTES
@@ -97,30 +88,3 @@ def _between_hosts(name: str, tokens: int, alone: float, waiting: float, gpus: i
     wire = MOE_LAYERS * tokens * remote * sum(ROW_BYTES) / NIC_BYTES_PER_S * 1e3
     exchange = waiting + wire
     return Step(name, gpus, alone - MOE_LAYERS * fewer / 1e3 + exchange, exchange, tokens)
-
-
-def _load(path: Path) -> list[dict[str, Any]]:
-    return list(json.loads(path.read_text())["results"]["rows"])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Steps of 8 and 72 GPUs, computed from measurements of two.")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON (%(default)s)")
-    args = parser.parse_args()
-    fit = Fit.of(_load(args.results / "exchange.json"))
-    found = steps(fit, _load(args.results / "ranks.json"))
-    shown = make_table("Computed, but for 2 GPUs", "step", "GPUs", "ms", "exchange", "tokens/s of a GPU")
-    for step in found:
-        share = f"{step.exchange_ms / step.ms:.1%}"
-        shown.add_row(step.name, str(step.gpus), f"{step.ms:,.1f}", share, f"{step.tokens_per_s:,.0f}")
-    console = make_console()
-    console.print(f"dispatch + combine: {fit.fixed:.1f} us + {fit.per_row * 1e3:.1f} ns a row and remote rank")
-    console.print(shown)
-    rows = [
-        {"step": s.name, "gpus": s.gpus, "ms": round(s.ms, 2), "exchange_ms": round(s.exchange_ms, 2)} for s in found
-    ]
-    print_record(Record("scaling", vars(args), {"rows": rows}))
-
-
-if __name__ == "__main__":
-    main()

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from millrace_kernels.int8 import Matrix
-from millrace_load.record import Record, print_record
+from millrace_load.record import Record, Row, print_record
 from millrace_serve.engine.step.device import Replay, device_of
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
@@ -48,28 +48,12 @@ from millrace_serve.model.sparse_step import IndexPool
 from torch import Tensor
 
 from millrace_bench import v3
+from millrace_bench.data import read_data
 from millrace_bench.pools import PAGE, model_pool
 from millrace_bench.stamps import milliseconds, stamp, synchronize
 
 HBM_BYTES_PER_S, FP8_FLOPS, BF16_FLOPS = 4.8e12, 1979e12, 989e12  # an H200's, by its data sheet
-Row = dict[str, Any]
-
-# kernel name -> what it does, first match
-KINDS = (
-    (r"^dispatch_kernel|^combine_|nccl|deep_ep", "exchange"),
-    (r"mqa_logits|^_rows|^_slots|[tT]op[kK]|radix", "indexer"),
-    (r"deep_gemm::", "fp8 gemm"),  # those of experts too; its names have the word cutlass
-    (r"nvjet|cublas|cutlass.*gemm|_absorb|_project|_logits", "bf16 gemm"),
-    (r"flash_fwd|sparse_attn|Prefill|^_attend|^_merge", "attention"),
-    (
-        r"_gate_up|_down|_gate_kernel|_combine_kernel|_permute|_count|_place|_route|_silu_mul_quant_kernel",
-        "experts, our kernels",
-    ),
-    (r"fp8_gemm|_fp8_linear|_gemv|^_gemm", "fp8 gemm"),
-    (r"norm", "norm"),
-    (r"quant|silu", "quantisation and silu"),
-    (r"rotate|kv_|expand|mla_metadata", "attention glue"),
-)
+KINDS: list[list[str]] = read_data("kernels.yaml")  # patterns of a kernel's name and what it does, first match
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,13 +252,7 @@ def say(text: str) -> None:
 
 
 def measure(
-    model: DeepseekV3,
-    kind: str,
-    count: int,
-    length: int,
-    kv_dtype: str,
-    args: argparse.Namespace,
-    who: str = "",
+    model: DeepseekV3, kind: str, count: int, length: int, kv_dtype: str, args: argparse.Namespace, who: str = ""
 ) -> Row:
     """`who`: of this process and of what it measures, before its lines on stderr."""
     what = f"{who}{kind} {count}x{length} {kv_dtype}"

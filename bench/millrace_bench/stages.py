@@ -17,11 +17,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import UndefinedError
+import jinja2
 from millrace_cli.cluster import LOG_DIR
 from millrace_load.record import Record, busiest_gpus, print_record
 from millrace_serve.worker import caches
@@ -30,6 +30,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from millrace_bench.data import read_data
 from millrace_bench.figures import said
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,17 @@ class Stage:
     limit_s: float
     target: str = ""
     figures: str = ""  # macro of bench/figures/stages.jinja for its JSON; none: the last line that it printed
+    tiny: str = ""  # command over small shapes on a CPU; none: it needs GPUs
+
+
+def read_stages(name: str, **values: Any) -> list[Stage]:
+    """Of a file of bench/data; the values are those of a template."""
+    return [Stage(**one) for one in read_data(name, **values)]
+
+
+def small_stages(stages: Sequence[Stage]) -> list[Stage]:
+    """The same over small shapes on a CPU."""
+    return [replace(stage, command=stage.tiny, target="runs") for stage in stages if stage.tiny]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +147,7 @@ def _objects(lines: Iterator[str]) -> Iterator[Json]:
 def _figures(stage: str, record: Json) -> str:
     try:
         return said(stage, record["results"])
-    except (KeyError, TypeError, ValueError, UndefinedError) as error:  # a stage that ended too early
+    except (KeyError, TypeError, ValueError, jinja2.UndefinedError) as error:  # a stage that ended too early
         return f"its JSON lacks {type(error).__name__}: {error}"
 
 

@@ -15,17 +15,15 @@ import argparse
 import asyncio
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from millrace_cli import probe
 from millrace_cli.cluster import ClusterSpec, LocalCluster
-from millrace_load.record import Record, print_record
+from millrace_load.record import Record, Row, print_record
 from millrace_serve.worker import caches
 
 from millrace_bench import v3
 
 WORKER = "unified-0"
-Row = dict[str, Any]
 
 
 async def start(spec: ClusterSpec) -> Row:

@@ -28,12 +28,12 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from operator import methodcaller
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from millrace_load.record import Record, print_record
+from millrace_load.record import Record, Row, print_record
 from millrace_serve.engine.config import Limits
 from millrace_serve.engine.lockstep import packing
 from millrace_serve.engine.lockstep.join import Exchange
@@ -50,7 +50,6 @@ NEEDS = """Needs Linux, torch for a CPU, and 1 GiB of memory: 72 ranks are 72 pr
 theirs. Two cores are enough; with more ranks than cores, wall times are waits for a core. A rank that has not answered
 for 120 s ends the run: where others load the cores, take fewer ranks (--agreements 8/1 --groups 8)."""
 SEQUENCES = 128  # of a decode step's batch
-Row = dict[str, Any]
 
 
 def run(agreements: Sequence[Sequence[int]], groups: Sequence[int], steps: int) -> Iterator[Row]:
@@ -138,26 +137,16 @@ def alone(replicas: int, hosts: int, steps: int = 300) -> Row:
     others = ranks[2:]
     members = [rank for rank in others if not rank._is_node_leader]
     node_leaders = [rank for rank in others if rank._is_node_leader]
+    bring, learn = methodcaller("_bring", STATE, ring=False), methodcaller("_learn", ring=False)
+    parts = [(bring, some) for some in ([member], [*members, *node_leaders], [node_leader])]
+    parts += [(learn, some) for some in (node_leaders, [node_leader], members, [member])]
     times: list[tuple[float, float]] = []
     for _ in range(steps):
         marks = [time.perf_counter()]
-        member._bring(STATE, ring=False)
-        marks.append(time.perf_counter())
-        for rank in (*members, *node_leaders):
-            rank._bring(STATE, ring=False)
-        marks.append(time.perf_counter())
-        node_leader._bring(STATE, ring=False)
-        marks.append(time.perf_counter())
-        for rank in node_leaders:
-            rank._learn(ring=False)
-        marks.append(time.perf_counter())
-        node_leader._learn(ring=False)
-        marks.append(time.perf_counter())
-        for rank in members:
-            rank._learn(ring=False)
-        marks.append(time.perf_counter())
-        member._learn(ring=False)
-        marks.append(time.perf_counter())
+        for work, some in parts:
+            for rank in some:
+                work(rank)
+            marks.append(time.perf_counter())
         spent = [end - start for start, end in itertools.pairwise(marks)]
         times.append((spent[0] + spent[6], spent[2] + spent[4]))
     for lockstep in joined_ranks:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from millrace_common.page_hash import BLOCK_BYTES
-from millrace_load.record import ROOT, Record, Summary, print_record
+from millrace_load.record import ROOT, Record, Row, Summary, print_record
 from millrace_serve.engine.cache.changes import TierChanges
 from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
 from millrace_serve.engine.config import GIB, EngineConfig, Role
@@ -48,7 +48,6 @@ STEPS = {"cpu": ("4x256", 2), "cuda": ("64x4096", 61)}  # the step beside copies
 # Name, directions (True: to the host), how many jobs of each direction there are at least when a step starts. A job has
 # the most pages that the engine stores at once.
 COPIES = (("a store", (True,), 1), ("a store and a load", (True, False), 1), ("always", (True, False), 64))
-Row = dict[str, Any]
 
 
 def copies(device: torch.device, counts: list[int], repeats: int) -> Iterator[Row]:

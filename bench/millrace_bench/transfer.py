@@ -18,7 +18,7 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -73,27 +73,10 @@ class Result:
 def run(settings: Settings) -> Result:
     """Measures; prints nothing. Needs 2 x max(pages_per_read) V3 pages of memory (4.5 MB each)."""
     small = _measure(SMALL_PAGE_BYTES, settings, settings.repeats * 10)
-    large = _measure(V3_PAGE_BYTES, settings, settings.repeats)
-    return Result(
-        backend_ms=small.backend_ms,
-        connect_ms=small.connect_ms,
-        first_read_ms=small.first_read_ms,
-        overhead_ms=small.rows[0].read_us / 1e3,
-        reader_overhead_ms=small.reader_ms,
-        rows=small.rows + large.rows,
-    )
+    return replace(small, rows=small.rows + _measure(V3_PAGE_BYTES, settings, settings.repeats).rows)
 
 
-@dataclass(frozen=True)
-class _Measured:
-    backend_ms: float
-    connect_ms: float
-    first_read_ms: float
-    reader_ms: float
-    rows: list[Row]
-
-
-def _measure(page_bytes: int, settings: Settings, repeats: int) -> _Measured:
+def _measure(page_bytes: int, settings: Settings, repeats: int) -> Result:
     num_pages, (theirs_on, ours_on) = max(settings.pages_per_read), settings.devices
     context = mp.get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -115,7 +98,8 @@ def _measure(page_bytes: int, settings: Settings, repeats: int) -> _Measured:
         _read(sink, source, list(range(num_pages)), list(range(num_pages)))
         assert (memory == 1).all(), "the pages that arrived are not the exporter's"
         rows = [_row(sink, source, memory, pool, count, repeats, rng) for count in settings.pages_per_read]
-        return _Measured(backend_ms, connect_ms, first_read_ms, _reader_ms(sink, source, repeats), rows)
+        reader_ms = _reader_ms(sink, source, repeats)
+        return Result(backend_ms, connect_ms, first_read_ms, rows[0].read_us / 1e3, reader_ms, rows)
     finally:
         sink.close()
         pipe.send("close")

@@ -33,6 +33,7 @@ GPU = {
 }
 SMI = ("nvidia-smi", f"--query-gpu={','.join(GPU.values())}", "--format=csv,noheader,nounits")
 Gpu = dict[str, Any]
+Row = dict[str, Any]  # of the results of a bench
 PACKAGES = ("millrace", "torch", "grpcio", "nixl", "sgl-deep-gemm", "sgl-flash-mla", "flashinfer-python")
 
 
@@ -52,6 +53,11 @@ class Summary:
             return cls(*[math.nan] * 5)
         ordered = sorted(values)
         return cls(sum(ordered) / len(ordered), *(percentile(ordered, q) for q in (0.5, 0.9, 0.95, 0.99)))
+
+    @property
+    def milliseconds(self) -> dict[str, float]:
+        """Of seconds."""
+        return {name: value * 1e3 for name, value in asdict(self).items()}
 
     @property
     def inverse(self) -> Summary:

@@ -85,7 +85,7 @@ async def collect_batches(settings: Settings, console: Console) -> tuple[Target,
         await send(client, warmup, settings.concurrency, lambda: None)
         workload = _workload(settings, target, stream=0)
         sizes = [size for size in settings.batches for _ in range(settings.rounds)]
-        with _progress(console) as begin:
+        with progress(console) as begin:
             done = begin("requests", sum(sizes))
             return target, await serving_batches.measure(client, workload, sizes, done)
 
@@ -111,7 +111,7 @@ async def collect(settings: Settings, console: Console) -> Run:
         plan = await _plan(settings, sessions, client, target)
         warmup = replace(_workload(settings, target, stream=1), turns=1).plan(settings.warmup)
         most = settings.max_concurrency or None
-        with _progress(console) as begin:
+        with progress(console) as begin:
             await send(client, warmup, settings.concurrency, begin("warm-up", warmup.num_requests))
             gc_hooks.freeze()  # collections of this process would count as gaps of the server
             samples = await send(client, plan, settings.concurrency, begin("requests", plan.num_requests), most)
@@ -175,14 +175,14 @@ async def _address(settings: Settings, console: Console) -> AsyncIterator[str]:
 
 
 @contextlib.contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str, int], Callable[[], None]]]:
+def progress(console: Console, *, transient: bool = False) -> Iterator[Callable[[str, int], Callable[[], None]]]:
     """Yields a function that begins a bar of a name and length, and returns what moves it by one."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, transient=transient) as bars:
 
         def begin(name: str, total: int) -> Callable[[], None]:
-            task = progress.add_task(name, total=total)
-            return lambda: progress.advance(task)
+            task = bars.add_task(name, total=total)
+            return lambda: bars.advance(task)
 
         yield begin
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
 from millrace_cli.cluster import TINY
 
+from millrace_load.options import add_options
 from millrace_load.plots import check as check_picture
 from millrace_load.report import Slo
 from millrace_load.workload import Distribution, SharedPrefix
@@ -86,21 +87,7 @@ class Settings:
 def parse(argv: Sequence[str] | None = None) -> Settings:
     form = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(prog="millrace bench serving", formatter_class=form)
-    hints = get_type_hints(Settings, include_extras=True)
-    for item in fields(Settings):
-        kind, text = get_args(hints[item.name])
-        flag = f"--{item.name.replace('_', '-')}"
-        former = ["--mooncake"] if item.name == "trace" else []  # until the next release
-        if kind is bool:
-            parser.add_argument(flag, action="store_true", help=text)
-        elif get_origin(kind) is Literal:
-            parser.add_argument(flag, default=item.default, choices=get_args(kind), help=text)
-        elif get_origin(kind) is tuple:
-            item_type = get_args(kind)[0]
-            metavar = "KEY=VALUE" if item_type is str else "N"
-            parser.add_argument(flag, default=(), nargs="*", type=item_type, metavar=metavar, help=text)
-        else:
-            parser.add_argument(flag, *former, default=item.default, type=kind, help=text)
+    add_options(parser, Settings, {"trace": ["--mooncake"]})  # the former name until the next release
     if any(text.startswith("--mooncake") for text in (sys.argv if argv is None else argv)):
         print("--mooncake is now --trace", file=sys.stderr)
     try:

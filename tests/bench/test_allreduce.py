@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from millrace_bench import allreduce
+from millrace_bench import allreduce, processes
 from millrace_bench.processes import by_way
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing import triton_interpreter
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it would need
 
 def measured(dims: ParallelDims) -> list[dict[str, Any]]:
     triton_interpreter.install()
-    allreduce.CALLS = 1
+    processes.CALLS = 1
     return allreduce.measure(argparse.Namespace(rows=[1, 20], width=256, repeats=1), torch.device("cpu"))
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from millrace_bench import exchange
+from millrace_bench import exchange, processes
 from millrace_bench.exchange import measure, run
-from millrace_bench.processes import Row, by_way
+from millrace_bench.processes import by_way
+from millrace_load.record import Row
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing import triton_interpreter
 from model.ranks import run_jobs
@@ -34,7 +35,7 @@ def broken(args: argparse.Namespace, dims: ParallelDims, device: torch.device) -
 
 
 def job(dims: ParallelDims) -> list[list[Row]]:
-    exchange.CALLS = 1
+    processes.CALLS = 1
     exchange.FAMILIES["broken"] = broken
     return [list(measure(family, ARGS, dims, torch.device("cpu"))) for family in ("ours", "gather", "broken")]
 

@@ -131,8 +131,8 @@ def test_the_table_shows_what_every_stage_says() -> None:
 
 MODEL = Path("a folder")
 NODE = [stage for gpus in node.WIDTHS for stage in node.stages(node.Host(gpus, 61, MODEL))]
-ALL = [stage.command for stage in (*gpu.STAGES, *gpu.small_stages(), *gpu.stages_of_tests(), *NODE)]
-ALL += node.small_stages(MODEL).values()
+ALL = [stage.command for stage in (*gpu.STAGES, *gpu.stages_of_tests(), *NODE)]
+ALL += [stage.command for stage in stages.small_stages([*gpu.STAGES, *NODE])]
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # other tests have imported it
@@ -157,14 +157,15 @@ def test_each_command_line_is_understood(command: str, monkeypatch: pytest.Monke
 
 def test_small_stages_are_those_of_a_gpu() -> None:
     names = [stage.name for stage in gpu.STAGES]
-    assert len(set(names)) == len(names) and set(gpu.SMALL) <= set(names)
-    assert set(names) - set(gpu.SMALL) == {"startup-v3", "tune"}
+    assert len(set(names)) == len(names)
+    assert set(names) - {small.name for small in stages.small_stages(gpu.STAGES)} == {"startup-v3", "tune"}
 
 
 def test_small_stages_are_those_of_a_host() -> None:
-    names = [stage.name for stage in node.stages(node.Host(8, 61, MODEL))]
+    host = node.stages(node.Host(8, 61, MODEL))
+    names = [stage.name for stage in host]
     assert len(set(names)) == len(names)
-    assert set(names) - set(node.small_stages(MODEL)) == {"tokens", "lost", "deepep", "ttft-8192"}
+    assert set(names) - {small.name for small in stages.small_stages(host)} == {"tokens", "lost", "deepep", "ttft-8192"}
 
 
 def test_command_runs_the_stages_that_it_is_told_to(
@@ -190,7 +191,9 @@ def test_all_stages_of_a_host_over_small_shapes(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
     assert result.returncode == 0, result.stderr
     found = {row["stage"]: row for row in json.loads(result.stdout)["results"]["stages"]}
-    assert set(found) == set(node.small_stages(MODEL)) and all(row["passed"] for row in found.values())
+    assert set(found) == {small.name for small in stages.small_stages(NODE)} and all(
+        row["passed"] for row in found.values()
+    )
     assert "NaN" not in str(found) and "lacks" not in str(found)
 
 

@@ -89,7 +89,7 @@ def test_a_node_runs_the_unified_worker_of_a_preset(tmp_path: Path) -> None:
     settings = node.installed(GOLDEN / "h200-8gpu-unified.yaml", 4)
     assert "dp=4" in settings and 'goal="balanced"' in settings
     host = node.Host(4, 61, tmp_path, settings)
-    for stage in node._loads(host):
+    for stage in node.loads(host):
         assert "goal=" in stage.command and "max_running" not in stage.command, stage.command
     with pytest.raises(PresetError, match=r"its pools are \['decode', 'prefill'\]; bench pd takes them"):
         node.installed(GOLDEN / "h200-3p-1d.yaml", 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from millrace_bench import scaling
+from millrace_bench.figures import rows
 from millrace_bench.scaling import Fit
 
 
@@ -31,7 +32,7 @@ def test_few_rows_read_weights_and_many_compute() -> None:
 
 
 def test_the_committed_measurements_fit() -> None:
-    fit = Fit.of(scaling._load(scaling.RESULTS / "exchange.json"))
-    found = scaling.steps(fit, scaling._load(scaling.RESULTS / "ranks.json"))
+    fit = Fit.of(rows("h200/exchange"))
+    found = scaling.steps(fit, rows("h200/ranks"))
     assert 5 < fit.fixed < 15 and 0.04 < fit.per_row < 0.1
     assert {step.gpus for step in found} == {2, 8, 72} and all(step.exchange_ms > 0 for step in found)

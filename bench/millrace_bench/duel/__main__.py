@@ -27,10 +27,9 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from millrace_cli.cluster import GPU_START_S, StartError
-from millrace_load.record import Record, busiest_gpus, print_record
+from millrace_load.record import Record, Row, busiest_gpus, print_record
 from millrace_load.report import Slo
 
 from millrace_bench import v3
@@ -42,7 +41,6 @@ from millrace_bench.duel.parts import Layout, Part, Running
 from millrace_bench.pd import line, load_option
 from millrace_bench.pd_load import WARMING, Load, Segment
 
-Row = dict[str, Any]
 SERVERS = {**millrace.SERVERS, **sglang.SERVERS}
 THINK_TIME = "1"  # seconds between turns
 LEAVE_S = 2.0  # after which clients leave

@@ -33,6 +33,7 @@ from millrace_serve.model.checkpoint.export_quantised import QUANTIZATIONS, expo
 from rich.console import Console
 from rich.table import Table
 
+from millrace_bench.data import read_data
 from millrace_bench.eval.backend import Perplexity
 from millrace_bench.eval.report import comparison_table, differences_table, evaluation_table, make_console, make_table
 from millrace_bench.eval.run import Jobs, Suite, measure
@@ -41,34 +42,8 @@ from millrace_bench.eval.system import Kind, System
 from millrace_bench.tasks import TASKS
 
 FORMS = tuple(QUANTIZATIONS)
-DRAFTS = ("limits.draft_tokens=3",)
-TWO_RANKS = (
-    "tp=2",
-    "dp=2",
-    "tp=2 expert_tp=true",
-    "tp=2 dense_tp=1",
-    "dp=2 redundant_experts=1",
-    "dp=2 limits.context_parallel_tokens=256",
-)
-# The padding of graphs runs without a GPU too. Fewer buckets are fewer compilations.
-PADDED = ("graphs=[1,4,8]",)
-COMPILED = (*PADDED, "compile_max_batch=8")
 # Not DeepEP, which takes rows of 2,048 columns and more: the trained model's have 256 (tests/model/test_deepep.py).
 TWO_GPUS = ("tp=2", "dp=2 limits.context_parallel_tokens=256", "dp=2 exchange=peer", "dp=2 exchange=gather")
-# Copies of pages in the host's memory, for which this pool is too small.
-HOST_TIER = ("limits.num_pages=200", "limits.host_cache_gib=0.5")
-# What is chosen otherwise serves the op here for some numbers of tokens or all.
-KERNELS = {
-    "attention in Triton": (
-        ("mla_decode.plan", ""),
-        ("mla_decode.mla_decode", "millrace_kernels.triton.mla_decode:mla_decode"),
-        ("mla_prefill.plan", ""),
-        ("mla_prefill.mla_prefill", "millrace_kernels.triton.mla_prefill:mla_prefill"),
-    ),
-    "dense in Triton": (("fp8.fp8_linear", "millrace_kernels.triton.fp8_linear:fp8_linear"),),
-    "dense in DeepGEMM": (("fp8.fp8_linear", "millrace_kernels.lib.deep_gemm:fp8_linear"),),
-    "experts in Triton": (("moe_experts.moe_experts_fp8", "millrace_kernels.triton.moe_grouped:moe_experts_fp8"),),
-}
 GPU_PART = 0.3  # for each of two workers, and for an engine of this process
 
 
@@ -95,73 +70,20 @@ def rows(bf16: str, chunk: int, device: str, ranks: Sequence[str] = ()) -> list[
     """Of the BF16 checkpoint in this folder; `run` gives the others theirs. On a GPU answers may differ from a CPU's:
     BF16's rounding turns almost even choices. `ranks`: settings of workers with several GPUs.
     """
-    return _gpu_rows(bf16, chunk, ranks) if device == "cuda" else _cpu_rows(bf16, chunk)
+    known = {"chunk": chunk, "forms": FORMS, "gpu_part": GPU_PART, "ranks": ranks}
+    return [_row(bf16, **one) for one in read_data("matrix.yaml.jinja", **known)[device]]
+
+
+def _row(bf16: str, *, name: str, kind: str = "model", **keys: Any) -> Row:
+    """Of the file's keys: some are the system's."""
+    of_row = {key: keys.pop(key) for key in ("weights", "against", "accurate", "exact", "cached") if key in keys}
+    own, kernels = tuple(keys.pop("worker_set", ())), tuple(keys.pop("kernels", {}).items())
+    return Row(name, System(Kind(kind), bf16, worker_set=own, kernels=kernels, **keys), **of_row)
 
 
 def ranks_on(num_gpus: int) -> Sequence[str]:
     """Settings of workers with two GPUs that can be run here."""
     return TWO_GPUS if num_gpus >= 2 else ()
-
-
-def _gpu_rows(bf16: str, chunk: int, ranks: Sequence[str]) -> list[Row]:
-    part = (f"memory_fraction={GPU_PART}",)
-    on_gpu, in_chunks = ("device=cuda", *part), (*part, f"limits.max_prefill_tokens={chunk}")
-
-    def engine(*items: str, **how: Any) -> System:
-        return System(Kind.MODEL, bf16, "cuda", (*part, *items), **how)
-
-    def served(kind: Kind, *items: str) -> System:
-        return System(kind, bf16, worker_set=(*on_gpu, *items))
-
-    return [
-        Row("CPU FP32", System(Kind.MODEL, bf16)),
-        *(_kept(bf16, form, accurate=False) for form in FORMS),
-        Row("engine BF16", engine(), exact=False),
-        *(Row(f"engine {form.upper()}", engine(), form, f"CPU {form.upper()}", exact=False) for form in FORMS),
-        Row("P → D BF16", served(Kind.PAIR), exact=False),
-        Row("P → D FP8", served(Kind.PAIR), "fp8", "CPU FP8", exact=False),
-        Row("P → D BF16 with drafts", served(Kind.PAIR, *DRAFTS), exact=False),
-        Row("engine FP8 KV pool", engine("kv_dtype=float8_e4m3fn"), exact=False),
-        Row("engine without graphs", engine("graphs=off"), "fp8", "CPU FP8", exact=False),
-        Row("engine compiled steps", engine(*COMPILED), "fp8", "CPU FP8", exact=False),
-        *(
-            Row(f"engine {form}", System(Kind.MODEL, bf16, "cuda", in_chunks, form=form), exact=False)
-            for form in ("absorbed", "expanded")
-        ),
-        *(Row(f"engine {name}", engine(kernels=k), "fp8", "CPU FP8", exact=False) for name, k in KERNELS.items()),
-        *(Row(f"unified {own}", served(Kind.UNIFIED, *own.split()), "fp8", "CPU FP8", exact=False) for own in ranks),
-    ]
-
-
-def _cpu_rows(bf16: str, chunk: int) -> list[Row]:
-    in_chunks = (f"limits.max_prefill_tokens={chunk}",)
-    return [
-        Row("transformers", System(Kind.TRANSFORMERS, bf16)),
-        Row("unified BF16", System(Kind.UNIFIED, bf16)),
-        Row("P → D BF16", System(Kind.PAIR, bf16)),
-        Row("P → D FP8", System(Kind.PAIR, bf16), "fp8", exact=False),
-        Row(f"P → D chunks of {chunk}", System(Kind.PAIR, bf16, worker_set=in_chunks)),
-        Row("P → D cached prefixes", System(Kind.PAIR, bf16), cached=True),
-        Row("P → D with drafts", System(Kind.PAIR, bf16, worker_set=DRAFTS)),
-        *(_kept(bf16, form) for form in FORMS),
-        Row("engine FP8 KV pool", System(Kind.MODEL, bf16, worker_set=("kv_dtype=float8_e4m3fn",)), exact=False),
-        Row("engine without overlap", System(Kind.MODEL, bf16, worker_set=("limits.overlap=false",))),
-        Row("engine without prefix cache", System(Kind.MODEL, bf16, worker_set=("limits.prefix_cache=false",))),
-        Row("engine padded steps", System(Kind.MODEL, bf16, worker_set=PADDED)),
-        Row("engine compiled steps", System(Kind.MODEL, bf16, worker_set=COMPILED)),
-        *(
-            Row(f"engine {form}", System(Kind.MODEL, bf16, worker_set=in_chunks, form=form))
-            for form in ("absorbed", "expanded")
-        ),
-        Row("unified host tier", System(Kind.UNIFIED, bf16, worker_set=HOST_TIER), cached=True),
-        *(Row(f"unified {ranks}", System(Kind.UNIFIED, bf16, worker_set=tuple(ranks.split()))) for ranks in TWO_RANKS),
-    ]
-
-
-def _kept(bf16: str, form: str, *, accurate: bool = True) -> Row:
-    """Products on quantised weights and activations, by the references of the ops."""
-    system = System(Kind.MODEL, bf16, keep_quantised=True)
-    return Row(f"CPU {form.upper()}", system, form, accurate=accurate, exact=False)
 
 
 def chosen(plan: list[Row], texts: Sequence[str]) -> list[Row]:

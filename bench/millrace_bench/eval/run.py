@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from millrace_load.serving import progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from millrace_bench.eval.backend import Answer, Backend, Done, Job
+from millrace_bench.eval.backend import Answer, Backend, Job
 from millrace_bench.eval.score import Evaluation, TaskResult
 from millrace_bench.eval.system import System
 from millrace_bench.gsm8k import read_items
@@ -54,9 +52,9 @@ async def evaluate(system: System, jobs: Jobs, concurrency: int, console: Consol
 async def measure(name: str, backend: Backend, jobs: Jobs, console: Console, warm: int = 0) -> Evaluation:
     """`warm`: asks that many jobs, and then the same ones again, which count: their prompts are in the prefix cache."""
     results = []
-    with _progress(console, name) as begin:
+    with progress(console, transient=True) as begin:
         for task, work in jobs.items():
-            done = begin(task, len(work))
+            done = begin(f"{name} {task}", len(work))
             answers: list[Answer] = []
             seconds = 0.0
             for start in range(0, len(work), warm or len(work)):
@@ -68,16 +66,3 @@ async def measure(name: str, backend: Backend, jobs: Jobs, console: Console, war
                 seconds += time.perf_counter() - started
             results.append(TaskResult.of(task, work, answers, seconds))
     return Evaluation(name, tuple(results), await backend.perplexity())
-
-
-@contextmanager
-def _progress(console: Console, title: str) -> Iterator[Callable[[str, int], Done]]:
-    """Yields a function that begins a task's bar and returns what moves it by one."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-
-        def begin(task: str, total: int) -> Done:
-            bar = progress.add_task(f"{title} {task}", total=total)
-            return lambda: progress.advance(bar)
-
-        yield begin

@@ -122,11 +122,7 @@ class System:
     async def _cluster(self, concurrency: int) -> AsyncIterator[Backend]:
         pair = int(self.kind is Kind.PAIR)
         spec = ClusterSpec(
-            prefill=pair,
-            decode=pair,
-            unified=1 - pair,
-            model=Path(self.where),
-            worker_set=self.worker_set,
+            prefill=pair, decode=pair, unified=1 - pair, model=Path(self.where), worker_set=self.worker_set
         )
         try:
             async with LocalCluster(spec) as cluster:

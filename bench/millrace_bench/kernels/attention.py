@@ -18,30 +18,16 @@ from millrace_kernels.mla_qkv import mla_qkv_norm
 from millrace_kernels.testing import attention_inputs
 from millrace_kernels.testing.attention_inputs import LATENT, NOPE, QK, ROPE, ROW, VALUE, Draw, Inputs
 
-from millrace_bench.kernels.case import Call, Case, candidates
+from millrace_bench.kernels.case import ANCHORS, Call, Case, candidates
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 Q_LORA_RANK = 1536
-TRT, SGLANG, VLLM = "aiconfigurator, TRT-LLM", "aiconfigurator, SGLang 0.5.14", "aiconfigurator, vLLM 0.14 FA3"
+TRT, SGLANG = "aiconfigurator, TRT-LLM", "aiconfigurator, SGLang 0.5.14"
 CONTEXTS = (1024, 2048, 4096, 8192, 32768)
-# (heads, batch) -> microseconds of TRT-LLM's FlashMLA at CONTEXTS, BF16
-DECODE_US = {
-    (16, 1): (14.5, 15.9, 18.4, 20.7, 28.6),
-    (16, 32): (25.0, 37.0, 54.0, 89.0, 291.0),
-    (16, 128): (52.0, 87.0, 154.0, 286.0, 1095.0),
-    (128, 1): (17.9, 18.9, 20.8, 24.6, 36.7),
-    (128, 32): (44.0, 57.0, 85.0, 139.0, 468.0),
-    (128, 128): (91.0, 148.0, 261.0, 486.0, 1792.0),
-    (128, 256): (172.0, 283.0, 503.0, 937.0, 3543.0),
-}
-FP8_DECODE_US = {(16, 128, 4096): 115.0, (128, 128, 4096): 235.9, (128, 256, 4096): 462.0}
-# (heads, tokens) -> TFLOPS of a causal prompt
-PREFILL_TFLOPS = {
-    (16, 1024): (38, VLLM), (16, 2048): (122, VLLM), (16, 4096): (347, VLLM), (16, 8192): (538, VLLM),
-    (16, 16384): (707, VLLM), (128, 1024): (316, TRT), (128, 2048): (452, TRT), (128, 4096): (550, TRT),
-    (128, 8192): (641, VLLM), (128, 16384): (709, VLLM),
-}  # fmt: skip
-ABSORB_US = {16: 4.6, 128: 10.0}  # torch.bmm up to 128 tokens
+DECODE_US = {(heads, batch): us for heads, batch, us in ANCHORS["decode"]}  # at CONTEXTS
+FP8_DECODE_US = {(heads, batch, keys): us for heads, batch, keys, us in ANCHORS["fp8_decode"]}
+PREFILL_TFLOPS = {(heads, tokens): (tflops, source) for heads, tokens, tflops, source in ANCHORS["prefill"]}
+ABSORB_US = ANCHORS["absorb"]
 
 
 def cases(device: torch.device) -> Iterator[Case]:

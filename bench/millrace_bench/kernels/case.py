@@ -13,7 +13,10 @@ import torch
 from millrace_kernels import backend
 from torch import Tensor
 
+from millrace_bench.data import read_data
+
 Call = Callable[[], object]
+ANCHORS = read_data("anchors.yaml")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from millrace_kernels.rms_norm import rms_norm
 from millrace_kernels.silu_mul import silu_mul
 from torch import Tensor
 
-from millrace_bench.kernels.case import Call, Case, candidates
+from millrace_bench.kernels.case import ANCHORS, Call, Case, candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +34,9 @@ class Product:
     anchors: tuple[tuple[int, float, str], ...] = ()
 
 
-AIC = "aiconfigurator, SGLang 0.5.14"
-TP8 = (
-    Product("q_kv_a", 2112, 7168),
-    Product("q_b", 3072, 1536, ((1, 5.4, AIC),)),
-    Product("o", 7168, 2048, ((1, 8.8, AIC),)),
-    Product("dense gate_up", 4608, 7168),
-    Product("dense down", 7168, 2304),
-    Product("shared gate_up", 512, 7168, ((1, 6.3, AIC + ", bf16"),)),
-    Product("shared down", 7168, 256, ((1, 3.2, AIC + ", bf16"),)),
-)
-EP8 = (
-    Product("q_kv_a", 2112, 7168, ((4096, 117.2, "DeepGEMM, H800"),)),
-    Product("q_b", 24576, 1536, ((4096, 256.8, "DeepGEMM #81, H800"),)),
-    Product("kv_b", 32768, 512, ((4096, 171.6, "DeepGEMM #81, H800"),)),
-    Product("o", 7168, 16384, ((64, 35.9, AIC), (128, 45.1, "aiconfigurator, TRT-LLM"), (4096, 902.0, AIC))),
-    Product("shared gate_up", 4096, 7168, ((64, 13.5, AIC), (4096, 188.0, AIC))),
-    Product("shared down", 7168, 2048, ((64, 8.8, AIC), (4096, 99.7, AIC))),
+TP8, EP8 = (
+    tuple(Product(name, n, k, tuple(map(tuple, anchors))) for name, n, k, *anchors in ANCHORS[f"{rank}_products"])
+    for rank in ("tp8", "ep8")
 )
 TINY = (Product("tiny", 256, 256),)
 FLASHINFER = "lib.flashinfer_gemm"

@@ -21,10 +21,8 @@ from millrace_kernels.testing.expert_inputs import choose, draw_experts, held_id
 from millrace_kernels.testing.shapes import TINY, V3_TP8, Dims
 from torch import Tensor
 
-from millrace_bench.kernels.case import Call, Case, candidates
+from millrace_bench.kernels.case import ANCHORS, Call, Case, candidates
 
-SGL14, SGL9 = "aiconfigurator, SGLang 0.5.14, TP8 Triton", "aiconfigurator, SGLang 0.5.9, TP8 Triton"
-DEEP_EP = "aiconfigurator, SGLang 0.5.10, DeepEP + DeepGEMM"
 ROUTER = "aiconfigurator, SGLang 0.5.14, the router of TP8"
 Anchor = tuple[float, str]
 _seeds = itertools.count()
@@ -58,21 +56,11 @@ EP8_STEP = Rank("EP8 step", V3_TP8, 33, 2048, shared=True, folded=True)
 TINY_RANK = Rank("tiny", TINY, 16, 128)
 
 # Tokens that the rank sees (EP8: of all ranks) -> published time.
-TP8_TOKENS: dict[int, Anchor | None] = {
-    1: (36.4, SGL14), 8: (94, SGL14), 16: (168, SGL14), 32: (458, SGL9), 128: (470, SGL9),
-    512: (508, "seed 001, Triton tuned; another engine 1013"),
-}  # fmt: skip
-EP8_TOKENS: dict[int, Anchor | None] = {
-    8: (131, DEEP_EP), 16: None, 32: (382, DEEP_EP), 256: (383, DEEP_EP), 1024: (385, DEEP_EP), 2048: None,
-    8192: (901, DEEP_EP), 32768: (2621, DEEP_EP), 131072: (10444, DEEP_EP),
-}  # fmt: skip
-STEP_TOKENS: dict[int, Anchor | None] = {128: (385, DEEP_EP + ", without the shared expert"), 256: None, 8192: None}
-SKEWED: tuple[tuple[Rank, int, Anchor | None], ...] = (
-    (TP8, 128, (351, SGL14 + ", power law 1.01")),
-    (TP8, 1024, (539, SGL14 + ", power law 1.01")),
-    (EP8, 1024, None),
-    (EP8, 8192, None),
+TP8_TOKENS, EP8_TOKENS, STEP_TOKENS, SKEWED_TP8 = (
+    {num: tuple(anchor) if anchor else None for num, anchor in ANCHORS[f"{kind}_experts"].items()}
+    for kind in ("tp8", "ep8", "step", "skewed_tp8")
 )
+SKEWED = ((TP8, SKEWED_TP8), (EP8, {1024: None, 8192: None}))
 
 
 def cases(device: torch.device) -> Iterator[Case]:
@@ -87,8 +75,8 @@ def cases(device: torch.device) -> Iterator[Case]:
     for rank, tokens in ranks.items():
         for num, anchor in tokens.items():
             yield of_experts(rank, num, anchor, device)
-    for rank, num, anchor in SKEWED:
-        yield of_experts(rank, num, anchor, device, skew=1.0)
+    for rank, skewed in SKEWED:
+        yield from (of_experts(rank, num, anchor, device, skew=1.0) for num, anchor in skewed.items())
 
 
 def _gate(num: int, dims: Dims, device: torch.device) -> Iterator[Case]:

@@ -7,10 +7,11 @@ same work on different inputs keeps the inputs out of the L2 cache, as weights a
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import torch
+
+from millrace_bench.stamps import milliseconds, stamp, synchronize
 
 Call = Callable[[], object]
 CALLS_PER_GRAPH = 16  # at least, so that the launch of the graph does not count
@@ -24,9 +25,8 @@ def time_us(
     assert calls and samples > 0
     num = -(-calls_per_graph // len(calls)) * len(calls)
     run, num = (_graph(calls, num), num) if device.type == "cuda" else (_each(calls), len(calls))
-    clock = _cuda_s if device.type == "cuda" else _cpu_s
-    repeats = max(1, round(SAMPLE_S / max(clock(run, 1), 1e-9)))
-    return statistics.median(clock(run, repeats) for _ in range(samples)) / (repeats * num) * 1e6
+    repeats = max(1, round(SAMPLE_S / max(_seconds(run, 1, device), 1e-9)))
+    return statistics.median(_seconds(run, repeats, device) for _ in range(samples)) / (repeats * num) * 1e6
 
 
 def _each(calls: Sequence[Call]) -> Call:
@@ -54,18 +54,10 @@ def _graph(calls: Sequence[Call], num: int) -> Call:
     return graph.replay
 
 
-def _cpu_s(run: Call, repeats: int) -> float:
-    start = time.perf_counter()
+def _seconds(run: Call, repeats: int, device: torch.device) -> float:
+    start = stamp(device)
     for _ in range(repeats):
         run()
-    return time.perf_counter() - start
-
-
-def _cuda_s(run: Call, repeats: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e-3
+    end = stamp(device)
+    synchronize(device)
+    return milliseconds(start, end) / 1e3

@@ -19,6 +19,7 @@ from millrace_kernels.testing.tolerances import dequantised
 from millrace_kernels.triton.fp8_linear import Fp8LinearConfig, fp8_linear
 from torch import Tensor
 
+from millrace_bench.data import read_data
 from millrace_bench.kernels.driver import COLD_BYTES
 from millrace_bench.kernels.timing import Call
 from millrace_bench.kernels.tuned_file import Entry
@@ -34,33 +35,9 @@ STEP = 16  # products at least in one graph: a model's step, which zeroes the co
 SAME = 1e-2  # rms error of a BF16 result of exact products
 
 # By tokens: a tile, and how many programs of it an SM holds.
-TILES: dict[int, tuple[tuple[Fp8LinearConfig, int], ...]] = {
-    32: (
-        (Fp8LinearConfig(32, 128, 1, 4, 4), 2),
-        (Fp8LinearConfig(32, 128, 1, 4, 6), 1),
-        (Fp8LinearConfig(32, 64, 1, 4, 6), 3),
-    ),
-    64: (
-        (Fp8LinearConfig(64, 128, 1, 4, 4), 2),
-        (Fp8LinearConfig(64, 128, 1, 4, 3, 168), 3),
-        (Fp8LinearConfig(64, 128, 1, 8, 6), 1),
-        (Fp8LinearConfig(64, 64, 1, 4, 4), 3),
-        (Fp8LinearConfig(64, 64, 1, 4, 6), 2),
-    ),
-    128: (
-        (Fp8LinearConfig(128, 64, 1, 4, 3, 168), 3),
-        (Fp8LinearConfig(128, 64, 1, 4, 4), 2),
-        (Fp8LinearConfig(128, 64, 1, 8, 4), 2),
-        (Fp8LinearConfig(128, 128, 1, 8, 6), 1),
-        (Fp8LinearConfig(128, 128, 1, 8, 4), 1),
-        (Fp8LinearConfig(64, 128, 1, 4, 4), 2),
-    ),
-    256: (
-        (Fp8LinearConfig(256, 64, 1, 8, 5), 1),
-        (Fp8LinearConfig(128, 128, 1, 8, 6), 1),
-        (Fp8LinearConfig(128, 64, 1, 4, 3, 168), 3),
-        (Fp8LinearConfig(128, 64, 1, 4, 4), 2),
-    ),
+TILES = {
+    num: [(Fp8LinearConfig(m, n, 1, *rest), resident) for m, n, *rest, resident in tiles]
+    for num, tiles in read_data("tiles.yaml").items()
 }
 
 

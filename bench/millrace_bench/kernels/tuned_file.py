@@ -11,8 +11,7 @@ from typing import Any
 from millrace_kernels import tuned
 from millrace_kernels.gpu import Gpu
 from millrace_kernels.tuned import Key, Tuned
-
-Row = dict[str, Any]
+from millrace_load.record import Row
 
 
 @dataclass(frozen=True, slots=True)

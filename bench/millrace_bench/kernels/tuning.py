@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from millrace_kernels.testing.tolerances import rms_error
+from millrace_load.record import Row
 from torch import Tensor
 
 from millrace_bench.kernels.timing import CALLS_PER_GRAPH, Call, time_us
@@ -21,7 +22,6 @@ from millrace_bench.kernels.tuned_file import Entry
 
 COMPILE_PART = 0.55  # of the time, at most
 GAIN = 0.97  # a row of a table is worth its line when it takes less than this part of the next best's time
-Row = dict[str, Any]
 Option = TypeVar("Option", bound=Hashable)
 
 

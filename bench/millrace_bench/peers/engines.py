@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from millrace_load.record import Record, print_record
+from millrace_load.record import Record, Row, print_record
 from millrace_serve.engine.config import Execution
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 
@@ -53,7 +53,6 @@ CASES = (
 TIMES = {"prefill": ("prefill_ms",), "one": ("decode_ms",), "decode": ("step_ms", "step_nosync_ms")}
 OUTPUTS = 64  # tokens of each sequence, within the length of its case
 Times = dict[str, list[float]]  # by case, one of each round
-Row = dict[str, Any]
 
 
 def ours(cases: Sequence[str], layers: int, device: torch.device, widths: dict[str, Any]) -> Iterator[Row]:
@@ -98,11 +97,7 @@ def _converted(row: Row) -> Row:
         kinds = ", ".join(TIMES)
         raise ValueError(f'case {row["case"]!r} of the peer: it needs "ms", or KIND:BATCH:LENGTH:STEPS with {kinds}')
     step = "prefill" if kind == "prefill" else "decode"
-    return {
-        "name": row["name"],
-        "case": f"{step} {sizes[0]}x{sizes[1]}",
-        "ms": min(row[name] for name in TIMES[kind]),
-    }
+    return {"name": row["name"], "case": f"{step} {sizes[0]}x{sizes[1]}", "ms": min(row[name] for name in TIMES[kind])}
 
 
 def best(rows: Iterable[Row]) -> dict[str, Row]:

@@ -29,8 +29,9 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from millrace_load.options import add_options
 from millrace_load.record import ROOT, Record, Summary, print_record
 
 from millrace_bench.peers.clients import Load, first_tokens, latencies
@@ -43,13 +44,13 @@ MILLISECONDS = 1e3
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    smg: Path = SMG
-    streams: int = 256
-    step_ms: float = 10.0
-    seconds: float = 5.0
-    requests: int = 30
-    rounds: int = 3
-    memory_streams: int = 2_000
+    smg: Annotated[Path, "smg's executable"] = SMG
+    streams: Annotated[int, "streams at full load"] = 256
+    step_ms: Annotated[float, "step time of the workers: one token per stream"] = 10.0
+    seconds: Annotated[float, "seconds of each measurement"] = 5.0
+    requests: Annotated[int, "requests whose first tokens are measured"] = 30
+    rounds: Annotated[int, "rounds; the routers alternate"] = 3
+    memory_streams: Annotated[int, "streams while memory is read"] = 2_000
 
 
 def run(s: Settings) -> Record:
@@ -91,9 +92,9 @@ async def _level(s: Settings, side: Side, streams: int, pool: ProcessPoolExecuto
         "tokens_per_s": rate,
         "cores": cores,
         "us_per_token": cores / rate * 1e6,
-        "token_ms": _ms(token_s),
-        "ttft_ms": _ms(through),
-        "direct_ms": _ms(straight),
+        "token_ms": Summary.of(token_s).milliseconds,
+        "ttft_ms": Summary.of(through).milliseconds,
+        "direct_ms": Summary.of(straight).milliseconds,
         "added_ttft_p50_ms": (statistics.median(through) - statistics.median(straight)) * MILLISECONDS,
         "load_average": os.getloadavg()[0],
     }
@@ -105,10 +106,6 @@ async def _memory(side: Side, streams: int) -> dict[str, float]:
         await asyncio.sleep(5 * SETTLE_S)
         full = side.rss_mb()
     return {"idle_mb": idle, "mb": full, "kb_per_stream": (full - idle) / streams * 1e3}
-
-
-def _ms(seconds: list[float]) -> dict[str, float]:
-    return {name: value * MILLISECONDS for name, value in asdict(Summary.of(seconds)).items()}
 
 
 # ------------------------------------------------------------------------------------- what is shown
@@ -142,14 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m millrace_bench.peers.router", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--smg", type=Path, help="smg's executable")
-    parser.add_argument("--streams", type=int, help="streams at full load")
-    parser.add_argument("--step-ms", type=float, help="step time of the workers: one token per stream")
-    parser.add_argument("--seconds", type=float, help="seconds of each measurement")
-    parser.add_argument("--requests", type=int, help="requests whose first tokens are measured")
-    parser.add_argument("--rounds", type=int, help="rounds; the routers alternate")
-    parser.add_argument("--memory-streams", type=int, help="streams while memory is read")
-    parser.set_defaults(**asdict(Settings()))
+    add_options(parser, Settings)
     record = run(Settings(**vars(parser.parse_args())))
     print(table(dict(record.results)))
     print_record(record)
