@@ -298,18 +298,6 @@ def test_a_retry_that_is_given_up_keeps_its_time() -> None:
     assert machine.error is not None and machine.error.retry_after_s == 7.0
 
 
-def test_in_a_handover_the_prefill_worker_is_aborted_too() -> None:
-    """Its outputs are complete, but it holds pages for a reader that may never come."""
-    machine = flow()
-    play(machine, BOTH, SAID)
-    assert machine.stage is Stage.HANDOVER
-    gone = machine.cancel(MillraceError(Reason.CANCELLED, "x"))
-    assert {(action.sub, action.attempt) for action in gone if isinstance(action, AbortSubRequest)} == {
-        (sub, 0) for sub in BOTH
-    }
-    assert len(gone) == 2
-
-
 def test_busy_workers_are_tried_after_a_pause_that_doubles() -> None:
     machine, delays = flow(max_attempts=2), []
     while not machine.ended:

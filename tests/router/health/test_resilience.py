@@ -182,3 +182,6 @@ def test_another_process_begins_anew() -> None:
     made.keep({"p": "prefill", "d2": "decode", "e": "decode"}, [frozenset("p"), frozenset(["d2", "e"])])
     assert made.ejected() == {}
     made.failed(["d"], Reason.STALLED)  # a late word of the old one
+    assert (
+        made._records.keys() == {"p", "d2", "e"} and made._roles["decode"].keys() == {"d2", "e"} and not made._ejected
+    )
