@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import inspect
 import json
 import re
@@ -179,18 +178,6 @@ async def test_an_old_client_asks_for_heads_and_sends_bodies(port: int) -> None:
     sent = b"POST /length HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: 3\r\n\r\nabc"
     answer = await said(port, sent)
     assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"\r\n\r\n3 bytes"), "no 100 (Continue)"
-
-
-async def test_pythons_client_speaks_the_old_version(port: int) -> None:
-    class Old(http.client.HTTPConnection):
-        _http_vsn, _http_vsn_str = 10, "HTTP/1.0"
-
-    def ask() -> bytes:
-        client = Old("127.0.0.1", port, timeout=10)
-        client.request("GET", "/streamed")
-        return client.getresponse().read()
-
-    assert await asyncio.to_thread(ask) == b"one two three four"
 
 
 # ------------------------------------------------------------------------------------- requests that are strange

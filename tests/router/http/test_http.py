@@ -112,16 +112,6 @@ async def test_idle_connections_stay_as_long_as_it_says_on_every_port(cluster: C
     assert [server._config.timeout_keep_alive for server in servers] == [75.0] * 3
 
 
-async def test_a_stream_for_an_old_client(pair: Cluster) -> None:
-    body = json.dumps(POSTS["/v1/chat/completions"] | {"stream": True, "max_tokens": 20})
-    reader, writer = await asyncio.open_connection("127.0.0.1", pair.router.ports["http"])
-    writer.write(f"POST /v1/chat/completions HTTP/1.0\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
-    head, _, events = (await asyncio.wait_for(reader.read(), 120)).partition(b"\r\n\r\n")
-    assert b"transfer-encoding" not in head and events.endswith(b"data: [DONE]\n\n")
-    assert all(event.startswith(b"data: ") for event in events.removesuffix(b"\n\n").split(b"\n\n"))
-    writer.close()
-
-
 # ------------------------------------------------------------------------------------- other origins
 
 
