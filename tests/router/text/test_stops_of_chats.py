@@ -380,18 +380,3 @@ def test_no_more_is_withheld_than_needed(text: str, stops: list[str]) -> None:
     shown = matcher.push(text)
     held = text[len(shown) :] if not matcher.matched else ""
     assert held == "" or any(stop.startswith(held) for stop in stops)
-
-
-@pytest.mark.parametrize(
-    ("text", "stops", "shown"),
-    [
-        ("hello\n\nUser: x", ["\n\nUser:"], "hello"),
-        ("abcd", ["bc", "abcd"], "a"),  # "bc" is complete first
-        ("xabc", ["c", "abc"], "x"),  # both end here: the longer
-        ("aaab", ["aab"], "a"),
-        ("日本語です", ["語で"], "日本"),
-        ("no stop", ["zzz"], "no stop"),
-    ],
-)
-def test_a_stop_string_ends_where_it_is_complete(text: str, stops: list[str], shown: str) -> None:
-    assert run(list(text), stops)[0] == shown

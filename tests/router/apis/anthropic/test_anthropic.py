@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import anthropic
@@ -12,7 +12,7 @@ from anthropic.types import Message, ToolUseBlock
 from millrace.v1 import common_pb2
 from millrace_router.text import markers
 from router.apis.openai.test_openai import text_of
-from router.fake_worker import fails, failure, hangs, output
+from router.fake_worker import fails, hangs
 from router.harness import Cluster
 from router.scripted import SCHEMA, grammar_of, prompt_of, say
 from router.text.test_parsers import WEATHER, v31, v32
@@ -209,12 +209,7 @@ async def test_errors_become_the_clients_exceptions(pair: Cluster) -> None:
         with pytest.raises(anthropic.APIStatusError, match="overloaded_error") as refused:
             await client.messages.create(model="tiny", stream=True, **fields)
         assert refused.value.status_code == 503
-
-        async def breaks(worker: object, request: object) -> AsyncIterator:
-            yield output(request, 0, count=2)
-            yield failure(request, "INTERNAL")
-
-        pair.decodes[0].script.append(breaks)
+        pair.decodes[0].script.append(fails("INTERNAL", after=2))
         with pytest.raises(anthropic.APIStatusError, match="api_error"):
             async with client.messages.stream(model="tiny", **fields) as stream:
                 await stream.get_final_message()

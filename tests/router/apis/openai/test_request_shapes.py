@@ -156,6 +156,14 @@ WAYS: dict[str, tuple[list[Body], list[tuple[str, list[Body]]]]] = {
             (MESSAGES, [HI, {"role": "assistant", "content": []}, HI]),
         ],
     ),
+    "parts of the developer's words": (
+        [{"role": "developer", "content": "AB"}, HI],
+        [(RESPONSES, [{"role": "developer", "content": [{"type": "input_text", "text": text} for text in "AB"]}, HI])],
+    ),
+    "a text before a call": (
+        [HI, CALLS | {"content": "I look."}, RESULT],
+        [(RESPONSES, [HI, {"role": "assistant", "content": "I look."}, ITEM, OUTPUT | {"output": "sunny"}])],
+    ),
     "system messages anywhere": (
         [{"role": "system", "content": "A"}, HI, {"role": "system", "content": "B"}, HI],
         [

@@ -56,6 +56,9 @@ async def test_openais_client_parses_classes_and_strict_functions(serve: Callabl
         say(made, OSLO.model_dump_json())
         async with client.responses.stream(model="tiny", input="A city?", text_format=City) as events:
             assert (await events.get_final_response()).output_parsed == OSLO
+        say(made, OSLO.model_dump_json())
+        parsed = await client.responses.parse(model="tiny", input="A city?", text_format=City)
+        assert parsed.output_parsed == OSLO and "inhabitants" in grammar_of(made).json_schema
     await made.quiet()
 
 
