@@ -84,12 +84,6 @@ def test_renamed_metrics_keep_their_old_names_for_one_release() -> None:
     assert [old for old in RENAMED.values() if f"# HELP {old}" not in text] == []
 
 
-def test_two_components_of_one_process_do_not_meet() -> None:
-    first, second = (Metrics(ROUTER, CollectorRegistry()) for _ in range(2))
-    first.requests.labels(api="grpc", status="ok").inc()
-    assert second.requests.labels(api="grpc", status="ok")._value.get() == 0
-
-
 def test_unknown_metric_is_an_error() -> None:
     with pytest.raises(AttributeError, match="requets"):
         _ = Metrics(ROUTER, CollectorRegistry()).requets

@@ -269,17 +269,6 @@ async def test_a_burst_is_spread_before_the_next_report(cluster: Callable) -> No
     await made.quiet()
 
 
-async def test_capacity_bounds_what_is_sent(cluster: Callable) -> None:
-    made = await cluster(FakeWorker(PREFILL, capacity=3), FakeWorker(DECODE))
-    made.prefills[0].script.extend([hangs()] * 5)
-    made.prefills[0].silent = True  # no report refreshes the capacity
-    tasks = [asyncio.create_task(made.generate([1], timeout=0.4)) for _ in range(5)]
-    await made.until(lambda: len(made.router.admission) == 2)
-    assert len(made.prefills[0].submitted) <= 3
-    await asyncio.gather(*tasks)
-    await made.quiet()
-
-
 async def test_grpc_health_follows_readiness(cluster: Callable) -> None:
     made = await cluster(FakeWorker(UNIFIED))
     request = health_pb2.HealthCheckRequest(service="millrace.v1.Inference")

@@ -15,7 +15,6 @@ from router.fake_worker import (
     DECODE,
     PREFILL,
     READY,
-    UNIFIED,
     Behaviour,
     FakeWorker,
     dies,
@@ -119,12 +118,6 @@ async def test_a_prefill_worker_no_longer_listed_keeps_its_link_for_readers(pair
     assert (await running).tokens() == expected(PROMPT, 8)
     assert not prefill.aborted and in_stages(pair) == {*STAGES}
     await pair.until(lambda: leaving not in registry._tasks)
-
-
-async def test_a_unified_worker_answers_alone(cluster: Callable) -> None:
-    made = await cluster(FakeWorker(UNIFIED))
-    assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8) and made.workers[0].sources == [None]
-    await made.quiet()
 
 
 async def test_one_token_needs_no_decode_worker(pair: Cluster) -> None:

@@ -89,15 +89,6 @@ async def test_a_tenant_that_is_gone_leaves_no_series(keyed: Cluster, tmp_path: 
     assert keyed.metric("millrace_tenant_tokens_total", tenant="two", direction="output") == 4
 
 
-async def test_a_rate_says_when_to_come_again(keyed: Cluster) -> None:
-    for _ in range(2):
-        assert await tokens(keyed.stub, SECOND_KEY) == expected([1, 2, 3], 4)
-    assert await tokens(keyed.stub, SECOND_KEY) is Reason.RATE_LIMITED
-    answer = await keyed.http.post("/v1/completions", json=BODY, headers=bearer(SECOND_KEY))
-    assert answer.status_code == 429 and 80 <= int(answer.headers["retry-after"]) <= 100
-    assert await tokens(keyed.stub, FIRST_KEY) == expected([1, 2, 3], 4), "another key has its own rate"
-
-
 @pytest.mark.parametrize(("after_s", "header"), [(0.0, None), (0.1, "1"), (1.0, "1"), (1.2, "2"), (59.4, "60")])
 async def test_retry_after_is_whole_seconds_and_never_too_soon(after_s: float, header: str | None) -> None:
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "query_string": b"", "headers": []}

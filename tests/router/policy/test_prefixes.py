@@ -401,10 +401,6 @@ def test_workers_that_are_gone_are_forgotten_and_their_bits_used_again() -> None
 # ------------------------------------------------------------------------------------- which index for whom
 
 
-def holder_of(name: str) -> Replica:
-    return Replica(name, 0, name, "f", capacity=1, tokens=0, sequences=0)
-
-
 LIMITED = Routing.model_validate({"slo": {"ttft": 1.0}})
 
 
@@ -426,7 +422,7 @@ def test_each_policy_asks_its_own_index() -> None:
     assert indexes.kv is not None
     want = PlacementRequest(tokens=200, pages=indexes.blocks(list(range(200)), 64, SALT))
     assert len(want.pages) == 3 and indexes.lookup(want) == ({}, {}, {})
-    indexes.note(want, Placement(holder_of("p"), holder_of("d")))
+    indexes.note(want, Placement(replica("p", epoch="p"), replica("d", epoch="d")))
     indexes.kv.apply(("d", 0), change(0, 0, want.pages[:1], snapshot=True))
     assert indexes.lookup(want) == ({("p", 0): 3, ("d", 0): 3}, {("d", 0): 1}, {("d", 0): 1})
     assert indexes.lookup(PlacementRequest(tokens=200)) == ({}, {}, {})
@@ -437,7 +433,7 @@ def test_each_policy_asks_its_own_index() -> None:
 def test_local_prefill_has_an_estimate_whatever_the_policy() -> None:
     indexes = Indexes(Policy.LEAST_LOADED, Policy.LEAST_LOADED, LIMITED)
     want = PlacementRequest(tokens=200, pages=indexes.blocks(list(range(200)), 64, SALT))
-    indexes.note(want, Placement(None, holder_of("d")))
+    indexes.note(want, Placement(None, replica("d", epoch="d")))
     assert indexes.lookup(want) == ({}, {("d", 0): 3}, {})
 
 
