@@ -102,6 +102,11 @@ class Cluster:
         await self.until(lambda: not any(worker._sent for worker in self.router.registry.workers.values()))
 
 
+def request_of(ids: list[int], max_tokens: int = 8, n: int = 1, **sampling: int) -> inference_pb2.GenerateRequest:
+    sampling = {"max_tokens": max_tokens, "seed": 0, **sampling}
+    return inference_pb2.GenerateRequest(prompt={"token_ids": {"ids": ids}}, sampling=sampling, n=n)
+
+
 async def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():

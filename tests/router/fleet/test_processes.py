@@ -134,20 +134,6 @@ async def test_the_other_version_gets_nothing_and_ours_serves(
     assert not made.router.registry.health.ejected()
 
 
-@BOTH
-async def test_another_layout_of_pages_pairs_with_its_like(step: int, cluster: Callable) -> None:
-    """The version of KV is in the layout's fingerprint."""
-    workers = [
-        FakeWorker(role, layout=f"layout of version {3 + more}") for more in (0, step) for role in (PREFILL, DECODE)
-    ]
-    made = await cluster(*workers)
-    for _ in range(4):
-        assert (await made.generate([1, 2])).error is None
-    for decode, prefill in zip(made.decodes, made.prefills, strict=True):
-        assert decode.warmups == [prefill.epoch]
-        assert {source.epoch for source in decode.sources if source is not None} <= {prefill.epoch}
-
-
 class Later(FakeWorker):
     """What it says has fields, and states, that this version does not know."""
 

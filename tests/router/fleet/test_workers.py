@@ -203,26 +203,6 @@ async def test_a_fault_of_ours_does_not_lose_the_worker_for_ever(cluster: Callab
     assert (await made.generate([1])).tokens() == expected([1], 8)
 
 
-async def test_one_model_at_a_time(cluster: Callable) -> None:
-    """While the workers of one make room for those of another, nobody gets an answer of the wrong one."""
-    made = await cluster(FakeWorker(UNIFIED))
-    old, new = made.workers[0], FakeWorker(UNIFIED)
-    new.model, new.weights = "other", "weights-b"
-    await new.start()
-    try:
-        made.router.registry.on_targets([Target(it.address, it.address) for it in (new, old)])
-        await made.until(lambda: "'tiny' is served" in detail(made, new))
-        for _ in range(3):
-            assert (await made.generate([1], model="tiny")).error is None
-        assert (await made.generate([1], model="other")).error.code() is grpc.StatusCode.NOT_FOUND
-        assert len(old.submitted) == 3 and not new.submitted
-        await old.stop()
-        await made.until(lambda: detail(made, new) == "")
-        assert made.router.registry.ready and (await made.generate([1], model="other")).error is None
-    finally:
-        await new.stop()
-
-
 async def test_details_of_what_is_not_routable(cluster: Callable) -> None:
     made = await cluster(FakeWorker(PREFILL, layout="x"), FakeWorker(DECODE, layout="y"), wait=False)
     for worker in made.workers:

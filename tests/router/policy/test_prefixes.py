@@ -430,13 +430,6 @@ def test_each_policy_asks_its_own_index() -> None:
     assert indexes.lookup(want) == ({("d", 0): 3}, {("d", 0): 1}, {("d", 0): 1})
 
 
-def test_local_prefill_has_an_estimate_whatever_the_policy() -> None:
-    indexes = Indexes(Policy.LEAST_LOADED, Policy.LEAST_LOADED, LIMITED)
-    want = PlacementRequest(tokens=200, pages=indexes.blocks(list(range(200)), 64, SALT))
-    indexes.note(want, Placement(None, replica("d", epoch="d")))
-    assert indexes.lookup(want) == ({}, {("d", 0): 3}, {})
-
-
 def test_blocks_are_of_full_pages_of_the_list_and_salt_asked() -> None:
     indexes = Indexes(Policy.KV_AWARE, Policy.KV_AWARE, Routing())
     tokens = list(range(130))
