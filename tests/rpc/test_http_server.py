@@ -243,18 +243,6 @@ async def test_an_answer_that_does_not_wait_for_the_body_is_the_last(port: int) 
     writer.close()
 
 
-async def test_an_answer_that_waits_for_the_body_is_not_the_last(port: int) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    for _ in range(2):
-        writer.write(b"POST /length HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n")
-        await writer.drain()
-        await asyncio.sleep(0)
-        writer.write(b"abc")
-        answer = await asyncio.wait_for(reader.readuntil(b"3 bytes"), 120)
-        assert b"connection: close" not in answer
-    writer.close()
-
-
 async def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first request, after one, and after an empty line that is no request."""
     assert ConnectionLimits().idle_s == 75.0

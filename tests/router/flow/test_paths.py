@@ -209,12 +209,6 @@ async def test_a_continuation_elsewhere_is_identical(cluster: Callable, sampling
     await made.quiet()
 
 
-async def test_a_pair_without_another_is_used_again(pair: Cluster) -> None:
-    pair.decodes[0].script.append(fails("KV_EXPIRED", after=4))
-    check_cured(pair, await pair.generate(PROMPT), "KV_EXPIRED")
-    assert [request.num_prior_outputs for request in pair.decodes[0].submitted] == [0, 4]
-
-
 async def test_an_attempt_avoids_every_worker_that_failed(cluster: Callable) -> None:
     """Though the third one is the busiest."""
     made = await spare(cluster, 3)

@@ -89,9 +89,8 @@ async def test_a_stop_sequence_is_named_as_the_reason(serve: Callable) -> None:
     said = await both(made, text, stop_sequences=["Oslo", "sky"], thinking=THINKING, tools=TOOLS)
     assert [block.type for block in said.content] == ["thinking", "text", "tool_use"], "neither ends anything before it"
     assert (said.content[0].thinking, said.stop_sequence) == ("The sky.", "sky")
-    assert said.usage.output_tokens == len(
-        made.router.inference.tokenizer._encode(text.removesuffix(", two"), add_bos=False)
-    )
+    used = made.router.inference.tokenizer._encode(text.removesuffix(", two"), add_bos=False)
+    assert said.usage.output_tokens == len(used)
 
 
 async def test_calls_are_blocks_by_choice_of_the_client(serve: Callable) -> None:

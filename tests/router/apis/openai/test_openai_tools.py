@@ -321,22 +321,6 @@ async def test_a_grammar_that_only_workers_can_refuse(pair: Cluster) -> None:
     assert len(pair.prefills[0].submitted) == 1, "no other worker would take it"
 
 
-async def test_answers_go_back_as_the_clients_objects(serve: Callable) -> None:
-    """They have a null for every field that the answer did not have."""
-    made = await serve("v31")
-    async with client_of(made) as client:
-        say(made, v31(*CALLS))
-        message = (await client.chat.completions.create(model="tiny", messages=HELLO, tools=TOOLS)).choices[0].message
-        results = [{"role": "tool", "tool_call_id": call.id, "content": "x"} for call in message.tool_calls]
-        dumped = message.model_dump()
-        assert dumped["function_call"] is dumped["audio"] is None
-        for said in (message, dumped, dumped | {"annotations": []}):
-            say(made, "Done.")
-            answer = await client.chat.completions.create(model="tiny", messages=[*HELLO, said, *results], tools=TOOLS)
-            assert answer.choices[0].message.content == "Done."
-    assert len({tuple(request.token_ids) for request in made.prefills[0].submitted[1:]}) == 1
-
-
 def test_a_template_chooses_the_format_by_a_mark_in_a_comment(folders: dict[str, Path], tmp_path: Path) -> None:
     """Whatever the folder's own template and vocabulary say."""
     marks = {Style.V3: "<｜tool▁calls▁begin｜> ```json", Style.V31: "<｜tool▁calls▁begin｜>", Style.V32: markers.DSML,

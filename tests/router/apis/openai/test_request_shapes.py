@@ -184,14 +184,6 @@ async def test_a_conversation_means_the_same_in_every_way_to_write_it(form: str,
             assert await asked(made, path, body) == first, (name, messages)
 
 
-async def test_arguments_of_no_text(serve: Callable) -> None:
-    """Clients make them of a stream without any; V3.2's prompt has no place for a text that is no JSON."""
-    made = await serve("v32")
-    empty = CALLS | {"tool_calls": [CALL | {"function": {"name": "weather", "arguments": ""}}]}
-    prompts = [await asked(made, CHAT, PLAIN[CHAT] | {"messages": [HI, it, RESULT]}) for it in (NO_ARGUMENTS, empty)]
-    assert prompts[0] == prompts[1]
-
-
 ACCEPTED: list[list[Body]] = [  # conversations that look odd
     [HI, HI, HI],
     [SAID, HI],
