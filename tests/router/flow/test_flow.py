@@ -316,13 +316,6 @@ def test_what_a_worker_had_taken_is_an_attempt() -> None:
     assert not any(isinstance(action, Retry) for action in actions)
 
 
-def test_a_deadline_is_before_the_limit_of_a_stage() -> None:
-    machine = flow(deadline=5.0)
-    assert machine.expires == 5.0 and machine.tick(4.9, True) == ()
-    machine.tick(5.0, True)
-    assert machine.error.reason is Reason.DEADLINE_EXCEEDED
-
-
 def test_what_a_worker_began_waits_longer_than_a_first_token_may() -> None:
     """Under overload the other workers have no room for the streams of one that was lost, until some of theirs end."""
     one, limits = flow(), Timeouts()
