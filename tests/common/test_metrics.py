@@ -84,12 +84,6 @@ def test_renamed_metrics_keep_their_old_names_for_one_release() -> None:
     assert [old for old in RENAMED.values() if f"# HELP {old}" not in text] == []
 
 
-def test_two_components_of_one_process_do_not_meet() -> None:
-    first, second = (Metrics(ROUTER, CollectorRegistry()) for _ in range(2))
-    first.requests.labels(api="grpc", status="ok").inc()
-    assert second.requests.labels(api="grpc", status="ok")._value.get() == 0
-
-
 def test_unknown_metric_is_an_error() -> None:
     with pytest.raises(AttributeError, match="requets"):
         _ = Metrics(ROUTER, CollectorRegistry()).requets
@@ -112,7 +106,6 @@ def test_a_quick_histogram_says_what_the_usual_one_says(values: list[float]) -> 
 
 
 FOLDERS = ("proto", "services", "router", "bench")
-ROWS = (*ROUTER, *WORKER, *PROCESS)
 NOT_METRICS = {"registry"}  # the other attribute of a Metrics
 
 
@@ -145,7 +138,7 @@ def used(tree: ast.Module) -> Iterator[str]:
 
 def test_every_metric_is_in_the_catalogue_and_used() -> None:
     found = {name for tree in trees() for name in used(tree)} - NOT_METRICS
-    assert found == {row.attr for row in ROWS}
+    assert found == {row.attr for row in ALL}
 
 
 def makes_metrics(tree: ast.Module) -> bool:
@@ -163,5 +156,5 @@ def test_nobody_makes_a_metric_beside_the_catalogue() -> None:
 
 
 def test_known_values_fit_the_labels() -> None:
-    for row in ROWS:
+    for row in ALL:
         assert all(len(values) == len(row.labels) for values in row.known), row.name

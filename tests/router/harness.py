@@ -84,9 +84,7 @@ class Cluster:
         return result
 
     async def until(self, condition: Callable[[], bool], seconds: float = 120.0) -> None:
-        async with asyncio.timeout(seconds):
-            while not condition():
-                await asyncio.sleep(0.005)
+        await until(condition, seconds)
 
     async def quiet(self) -> None:
         """Every worker has finished or aborted everything, and nothing of it is counted any more."""
@@ -102,6 +100,22 @@ class Cluster:
         for worker in self.workers:
             worker.change()
         await self.until(lambda: not any(worker._sent for worker in self.router.registry.workers.values()))
+
+
+def request_of(ids: list[int], max_tokens: int = 8, n: int = 1, **sampling: int) -> inference_pb2.GenerateRequest:
+    sampling = {"max_tokens": max_tokens, "seed": 0, **sampling}
+    return inference_pb2.GenerateRequest(prompt={"token_ids": {"ids": ids}}, sampling=sampling, n=n)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def states(made: Cluster, role: str) -> list[float]:
+    """How many workers of the role are discovered, healthy and routable."""
+    return [made.metric("millrace_workers", role=role, state=state) for state in ("discovered", "healthy", "routable")]
 
 
 async def becomes(channel: grpc.aio.Channel, wanted: grpc.ChannelConnectivity) -> None:

@@ -15,7 +15,7 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from millrace.v1 import inference_pb2, inference_pb2_grpc
+from millrace.v1 import inference_pb2_grpc
 from millrace_common.reasons import Reason
 from millrace_router import main as main_module
 from millrace_router.main import PARTING_S, Router, main
@@ -23,7 +23,7 @@ from millrace_rpc.client import channel
 from millrace_rpc.errors import from_rpc_error
 from millrace_testing.proxy import Proxy
 from router.fake_worker import UNIFIED, FakeWorker, expected, hangs, waits
-from router.harness import Cluster, becomes, events
+from router.harness import Cluster, becomes, events, request_of
 
 ENV = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -90,11 +90,8 @@ async def test_long_streams_end_whole_and_the_router_with_them(
 
 
 async def over_grpc(ports: dict[str, int], _: str, length: int) -> list[int]:
-    request = inference_pb2.GenerateRequest(
-        prompt={"token_ids": {"ids": [1]}}, sampling={"max_tokens": length, "seed": 0}
-    )
     async with channel(f"127.0.0.1:{ports['grpc']}") as ch:
-        call = inference_pb2_grpc.InferenceStub(ch).Generate(request)
+        call = inference_pb2_grpc.InferenceStub(ch).Generate(request_of([1], length))
         return [token async for response in call for token in response.token_ids]
 
 
@@ -133,16 +130,12 @@ async def test_a_router_that_drains_sends_its_clients_away(cluster: Callable, mo
         old, new = made.router, successor
         async with Proxy(f"127.0.0.1:{old.ports['grpc']}") as service, channel(service.address) as ch:
             stub = inference_pb2_grpc.InferenceStub(ch)
-            long, short = (
-                inference_pb2.GenerateRequest(prompt={"token_ids": {"ids": [1]}}, sampling={"max_tokens": n, "seed": 0})
-                for n in (8, 1)
-            )
-            call = aiter(stub.Generate(long))
+            call = aiter(stub.Generate(request_of([1])))
             tokens = list((await anext(call)).token_ids)
             service._port = new.ports["grpc"]  # the old one is no longer behind the Service
             stopping = asyncio.create_task(old.stop())
             await asyncio.wait_for(becomes(ch, grpc.ChannelConnectivity.IDLE), 120)
-            answer = await stub.Generate(short).read()
+            answer = await stub.Generate(request_of([1], 1)).read()
             assert list(answer.token_ids) == expected([1], 1) and not new.inference.active
             assert not stopping.done() and len(old.inference.active) == 1
             go.set()

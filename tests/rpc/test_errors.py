@@ -31,10 +31,6 @@ async def error_of_stream(running) -> grpc.aio.AioRpcError:
 BOTH = pytest.mark.parametrize("call", [error_of_unary, error_of_stream])
 
 
-def test_every_reason_has_a_row() -> None:
-    assert set(TABLE) == set(Reason)
-
-
 @pytest.mark.parametrize("reason", Reason)
 def test_rows_are_consistent(reason: Reason) -> None:
     row = TABLE[reason]
@@ -109,15 +105,3 @@ def test_a_stream_that_grpc_calls_broken_is_tried_again() -> None:
 
 def test_unknown_reason_of_a_newer_peer_is_internal() -> None:
     assert MillraceError("FROM_THE_FUTURE", "x").reason is Reason.INTERNAL
-
-
-def test_http_body_is_openai_shaped() -> None:
-    body = MillraceError(Reason.CONTEXT_TOO_LONG, "prompt has 9 tokens, limit 8", param="prompt").http_body()
-    assert body == {
-        "error": {
-            "message": "prompt has 9 tokens, limit 8",
-            "type": "invalid_request_error",
-            "param": "prompt",
-            "code": "context_too_long",
-        }
-    }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import inspect
 import json
 import re
@@ -181,18 +180,6 @@ async def test_an_old_client_asks_for_heads_and_sends_bodies(port: int) -> None:
     assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"\r\n\r\n3 bytes"), "no 100 (Continue)"
 
 
-async def test_pythons_client_speaks_the_old_version(port: int) -> None:
-    class Old(http.client.HTTPConnection):
-        _http_vsn, _http_vsn_str = 10, "HTTP/1.0"
-
-    def ask() -> bytes:
-        client = Old("127.0.0.1", port, timeout=10)
-        client.request("GET", "/streamed")
-        return client.getresponse().read()
-
-    assert await asyncio.to_thread(ask) == b"one two three four"
-
-
 # ------------------------------------------------------------------------------------- requests that are strange
 
 
@@ -253,18 +240,6 @@ async def test_an_answer_that_does_not_wait_for_the_body_is_the_last(port: int) 
     answer = await asyncio.wait_for(reading, 120)
     assert answer.startswith(b"HTTP/1.1 405") and b"connection: close" in answer
     assert sent < 32 << 20, "the sockets' buffers, and a little more"
-    writer.close()
-
-
-async def test_an_answer_that_waits_for_the_body_is_not_the_last(port: int) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    for _ in range(2):
-        writer.write(b"POST /length HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n")
-        await writer.drain()
-        await asyncio.sleep(0)
-        writer.write(b"abc")
-        answer = await asyncio.wait_for(reader.readuntil(b"3 bytes"), 120)
-        assert b"connection: close" not in answer
     writer.close()
 
 

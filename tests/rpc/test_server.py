@@ -33,12 +33,6 @@ async def test_health_follows_set_serving(running, service: str) -> None:
     assert await health_of(running.channel, service) == NOT_SERVING
 
 
-async def test_health_of_an_unknown_service_is_not_found(running) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await health_of(running.channel, "millrace.v1.Nothing")
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-
-
 async def test_reflection_lists_services_and_describes_messages(running) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(running.channel)
     ask = reflection_pb2.ServerReflectionRequest

@@ -89,13 +89,6 @@ async def test_probes_without_a_certificate_have_a_port_of_health_alone(authorit
         await server.stop(0)
 
 
-async def test_without_mutual_tls_a_client_needs_the_authority_only(authority: Authority, tmp_path: Path) -> None:
-    server = identity(authority.tls(tmp_path / "server"))
-    async with serving(server) as address:
-        assert await ask(address, identity({"ca": server.tls.ca})) == [1, 2]
-        assert await ask(address, None) is grpc.StatusCode.UNAVAILABLE
-
-
 async def test_a_worker_called_by_its_address_has_the_configured_name(authority: Authority, tmp_path: Path) -> None:
     server = identity(authority.tls(tmp_path / "server", "worker.millrace.internal"))
     async with serving(server) as address:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -23,7 +24,7 @@ from millrace_testing.hasty import hasty_servers
 from millrace_testing.kube_server import KubeServer, pod
 from router.discovery.test_discovery import Heard
 from router.fake_worker import DECODE, PREFILL, FakeWorker, expected
-from router.harness import Cluster
+from router.harness import Cluster, states, until
 
 FAST = Timing(first_pause=0.02, silence=20.0)
 SELECTOR = "app=millrace"
@@ -37,13 +38,12 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KubeServer]:
 
 
 @pytest.fixture
-async def hear(server: KubeServer) -> AsyncIterator[Callable]:
-    """`hear(Timing(…), api=…)`: a listener of a started source."""
+async def listen() -> AsyncIterator[Callable]:
+    """`listen(Timing(…), selector=…, …)`: a listener of a started source."""
     async with contextlib.AsyncExitStack() as stack:
 
         def start(timing: Timing = FAST, **values: object) -> Heard:
-            config = KubernetesConfig(**{"selector": SELECTOR, "api": server.url, **values})
-            source, heard = KubernetesSource(config, timing), Heard()
+            source, heard = KubernetesSource(KubernetesConfig(**values), timing), Heard()
             source.start(heard)
             stack.push_async_callback(source.stop)
             return heard
@@ -51,10 +51,9 @@ async def hear(server: KubeServer) -> AsyncIterator[Callable]:
         yield start
 
 
-async def settled(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
-        while not condition():
-            await asyncio.sleep(0.01)
+@pytest.fixture
+def hear(server: KubeServer, listen: Callable) -> Callable:
+    return functools.partial(listen, selector=SELECTOR, api=server.url)
 
 
 async def test_list_then_watch(server: KubeServer, hear: Callable) -> None:
@@ -67,7 +66,7 @@ async def test_list_then_watch(server: KubeServer, hear: Callable) -> None:
         server.put(item)
     heard = hear()
     await heard.until(lambda: heard.addresses == ["10.0.0.1:1"])
-    await settled(lambda: server.open_watches == 1)
+    await until(lambda: server.open_watches == 1)
     server.put(second)
     await heard.until(lambda: heard.addresses == ["10.0.0.1:1", "10.0.0.2:1"])
     server.delete(first)
@@ -81,7 +80,7 @@ async def test_deletes_missed_while_the_watch_was_down(server: KubeServer, hear:
     server.put(stays)
     heard = hear()
     await heard.until(lambda: len(heard.targets) == 2)
-    await settled(lambda: server.open_watches == 1)
+    await until(lambda: server.open_watches == 1)
     server.refuse = 503
     server.drop_watches()
     await heard.until(lambda: "refused" in heard.troubles)
@@ -100,7 +99,7 @@ async def test_gone_leads_to_another_list(server: KubeServer, hear: Callable, as
     server.put(first)
     heard = hear(replace(FAST, watch=1))
     await heard.until(lambda: len(heard.targets) == 1)
-    await settled(lambda: server.open_watches == 1)
+    await until(lambda: server.open_watches == 1)
     server.delete(first)
     server.put(second)
     server.forget()  # before the watch could tell
@@ -150,10 +149,10 @@ async def test_a_dropped_watch_goes_on_where_it_was(server: KubeServer, hear: Ca
     first, second = pod("a", "10.0.0.1:1"), pod("b", "10.0.0.2:1")
     heard = hear(replace(FAST, watch=1))
     await heard.until(lambda: heard.times)
-    await settled(lambda: server.open_watches == 1)
+    await until(lambda: server.open_watches == 1)
     server.put(first)
     await heard.until(lambda: len(heard.targets) == 1)
-    await settled(lambda: server.watches >= 2)  # the server has ended the first
+    await until(lambda: server.watches >= 2)  # the server has ended the first
     server.put(second)
     await heard.until(lambda: len(heard.targets) == 2)
     assert server.lists == 1
@@ -164,7 +163,7 @@ async def test_a_half_open_connection_is_noticed(server: KubeServer, hear: Calla
     server.put(item)
     heard = hear(replace(FAST, silence=0.3))
     await heard.until(lambda: len(heard.targets) == 1)
-    await settled(lambda: server.open_watches >= 1)
+    await until(lambda: server.open_watches >= 1)
     server.silent = True
     server.delete(item)
     await heard.until(lambda: not heard.targets)
@@ -205,12 +204,6 @@ async def test_lists_come_in_pages(server: KubeServer, hear: Callable, monkeypat
     assert server.lists == 3
 
 
-async def test_no_api_server(hear: Callable, server: KubeServer) -> None:
-    heard = hear(api="http://127.0.0.1:1")
-    await heard.until(lambda: len(heard.troubles) > 1)
-    assert set(heard.troubles) == {"failed"} and not heard.times
-
-
 # ----------------------------------------------------------------------------------------- with workers
 
 
@@ -233,10 +226,6 @@ async def found(cluster: Callable, server: KubeServer) -> AsyncIterator[Callable
             return made, pods
 
         yield start
-
-
-def states(made: Cluster, role: str) -> list[float]:
-    return [made.metric("millrace_workers", role=role, state=state) for state in ("discovered", "healthy", "routable")]
 
 
 async def test_readiness_flips_and_the_link_stays(found: Callable, server: KubeServer) -> None:
@@ -358,17 +347,8 @@ def write_kubeconfig(folder: Path, url: str, site: RankSetup) -> Path:
 
 
 @pytest.fixture
-async def hear_site(site: RankSetup) -> AsyncIterator[Callable]:
-    """`hear_site()`: a listener of a started source."""
-    async with contextlib.AsyncExitStack() as stack:
-
-        def start() -> Heard:
-            source, heard = KubernetesSource(KubernetesConfig(**PODS, **site.settings), FAST), Heard()
-            source.start(heard)
-            stack.push_async_callback(source.stop)
-            return heard
-
-        yield start
+def hear_site(site: RankSetup, listen: Callable) -> Callable:
+    return functools.partial(listen, **PODS, **site.settings)
 
 
 async def test_a_rotated_token_needs_no_restart(
@@ -379,7 +359,7 @@ async def test_a_rotated_token_needs_no_restart(
     heard = hear_site()
     await heard.until(lambda: len(heard.targets) == 1)
     assert not heard.troubles
-    await settled(lambda: server.open_watches == 1)
+    await until(lambda: server.open_watches == 1)
     server.token = SECOND  # the old one has expired before the new one is in the file
     server.drop_watches()
     await heard.until(lambda: "refused" in heard.troubles)
@@ -436,11 +416,11 @@ async def test_stopping_ends_a_watch_over_tls(site: RankSetup) -> None:
     watching = next(thread for thread in threading.enumerate() if thread.name == "kubernetes-watch")
     site.server.put(pod("a", "10.0.0.1:1"))
     await heard.until(lambda: len(heard.targets) == 1)
-    await settled(lambda: site.server.open_watches == 1)
+    await until(lambda: site.server.open_watches == 1)
     site.server.put(pod("b", "10.0.0.2:1"))
     await heard.until(lambda: len(heard.targets) == 2)  # the watch has answered
     await source.stop()
-    await settled(lambda: not watching.is_alive())
+    await until(lambda: not watching.is_alive())
 
 
 def test_an_error_answer_without_a_message() -> None:

@@ -43,13 +43,6 @@ async def test_duties_are_roles_to_requests(cluster: Callable) -> None:
     await made.quiet()
 
 
-async def test_one_token_is_one_sub(cluster: Callable) -> None:
-    made = await fleet(cluster, ON_PREFILL, ON_DECODE)
-    result = await made.generate(PROMPT, sampling={"max_tokens": 1})
-    assert result.tokens() == expected(PROMPT, 1)
-    assert [len(worker.submitted) for worker in made.workers] == [1, 0]
-
-
 async def test_every_pair_but_with_itself_is_warmed(cluster: Callable) -> None:
     made = await fleet(cluster, 0, 0, 0)
     epochs = [worker.epoch for worker in made.workers]

@@ -15,10 +15,10 @@ from millrace.v1 import worker_pb2
 from millrace_common import pace
 from millrace_common.reasons import Reason
 from millrace_router.fleet import worker as worker_module
-from millrace_router.fleet.progress import WorkerProgress
 from millrace_router.flow.generation import Generation
 from millrace_rpc.errors import from_rpc_error
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, hangs, waits
+from router.fleet.test_progress import noted_looks
 from router.fleet.test_workers import detail
 from router.harness import Cluster
 from router.scripted import HELLO
@@ -107,13 +107,7 @@ async def test_a_decode_worker_that_says_why_it_stands_still_is_not_stuck(
     why: dict[str, Any], over: dict[str, Any], cluster: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is looked at many times, for longer than a worker may be silent that does not say why."""
-    looks, look = [], WorkerProgress.look
-
-    def counted(self: WorkerProgress, streams: bool, now: float, starved: float = 0.0) -> str:
-        looks.append(now)
-        return look(self, streams, now, starved)
-
-    monkeypatch.setattr(WorkerProgress, "look", counted)
+    looks = noted_looks(monkeypatch)
     monkeypatch.setattr(worker_module, "TICK_S", 0.01)
     monkeypatch.setattr(pace, "LEAST_S", 0.05)
     prefill, decode, go = FakeWorker(PREFILL), FakeWorker(DECODE), asyncio.Event()

@@ -4,78 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 from google.protobuf.message import Message
 from millrace.v1 import worker_pb2
-from millrace.v1.worker_pb2 import CacheChange
-from millrace_common.metrics import ROUTER, Metrics
-from millrace_common.page_hash import BLOCK_BYTES
-from millrace_common.reasons import Reason
 from millrace_common.versions import WORKER_API
-from millrace_router.config import Resilience
-from millrace_router.health.workers import WorkerHealth
-from millrace_router.policy.kv_index import SHARDS, KvIndex
-from millrace_router.policy.prefix_index import PrefixIndex
 from millrace_testing.dns import name_server
 from millrace_testing.later import later
-from prometheus_client import CollectorRegistry
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, fails, normal
 from router.fleet.test_workers import detail
 from router.harness import Cluster
 
-STARTS = 100
-
-
-def test_records_and_ejections() -> None:
-    health = WorkerHealth(Resilience(), Metrics(ROUTER, CollectorRegistry()))
-    for start in range(STARTS):
-        epoch = f"epoch {start}"
-        health.keep({epoch: "decode"}, [frozenset({epoch})])
-        for _ in range(20):
-            health.failed([epoch], Reason.WORKER_LOST)
-        assert len(health._records) == len(health._roles["decode"]) == 1
-        assert health._ejected.keys() <= {epoch}
-
-
-def blocks_of(numbers: Iterable[int]) -> list[bytes]:
-    return [number.to_bytes(BLOCK_BYTES, "little") for number in numbers]
-
-
-def test_the_blocks_and_bits_of_the_kv_index() -> None:
-    """A start's blocks stay until the index was cleaned once, two of its shards with every change."""
-    index = KvIndex()
-    blocks, most = 40, 0
-    for start in range(STARTS):
-        holder = (f"epoch {start}", 0)
-        stored = blocks_of(range(start * blocks, (start + 1) * blocks))
-        index.apply(holder, CacheChange(snapshot=True, sequence=1, stored=stored, host_stored=stored))
-        for sequence in range(1, SHARDS):
-            index.apply(holder, CacheChange(after=sequence, sequence=sequence + 1))
-        most = max(most, len(index))
-        index.forget(holder)
-        assert not index._sequences and not list(index._bits) and index._bits.live == 0
-        assert index._bits.dead.bit_length() <= 3
-    assert most <= 3 * blocks
-
-
-def test_the_holders_of_the_prefix_index() -> None:
-    index = PrefixIndex(1000)
-    for start in range(STARTS):
-        holder = (f"epoch {start}", 0)
-        index.note(blocks_of(range(40)), [holder])
-        assert index.lookup(blocks_of(range(40))) == {holder: 40}
-        index.keep(set())
-        assert index.lookup(blocks_of(range(40))) == {} and not list(index._bits)
+STARTS = 10
 
 
 async def test_workers_links_hooks_and_feeds(cluster: Callable) -> None:
     prefill, decode = FakeWorker(PREFILL), FakeWorker(DECODE)
     made: Cluster = await cluster(prefill, decode, prefill_policy="kv_aware", decode_policy="kv_aware")
     registry = made.router.registry
-    for start in range(STARTS // 10):
+    for start in range(STARTS):
         worker = (prefill, decode)[start % 2]
         await worker.restart()
         living = {prefill.epoch, decode.epoch}
@@ -183,20 +132,6 @@ async def test_the_other_version_gets_nothing_and_ours_serves(
     lines = [line for record in caplog.records if "cannot be used" in (line := record.getMessage())]
     assert sorted(lines) == sorted(f"worker {other.address} cannot be used: {said}" for other in others)
     assert not made.router.registry.health.ejected()
-
-
-@BOTH
-async def test_another_layout_of_pages_pairs_with_its_like(step: int, cluster: Callable) -> None:
-    """The version of KV is in the layout's fingerprint."""
-    workers = [
-        FakeWorker(role, layout=f"layout of version {3 + more}") for more in (0, step) for role in (PREFILL, DECODE)
-    ]
-    made = await cluster(*workers)
-    for _ in range(4):
-        assert (await made.generate([1, 2])).error is None
-    for decode, prefill in zip(made.decodes, made.prefills, strict=True):
-        assert decode.warmups == [prefill.epoch]
-        assert {source.epoch for source in decode.sources if source is not None} <= {prefill.epoch}
 
 
 class Later(FakeWorker):

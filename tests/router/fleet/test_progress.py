@@ -21,6 +21,18 @@ CEILING_S = 30.0
 BEFORE = 15  # tokens
 
 
+def noted_looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When workers' progress is looked at from now on."""
+    looks, look = list[float](), WorkerProgress.look
+
+    def noted(self: WorkerProgress, streams: bool, now: float, starved: float = 0.0) -> str:
+        looks.append(now)
+        return look(self, streams, now, starved)
+
+    monkeypatch.setattr(WorkerProgress, "look", noted)
+    return looks
+
+
 def steps(progress: WorkerProgress, gap_s: float, count: int, now: float = 0.0) -> float:
     """Outputs at this pace, looked at all the time; the time after them."""
     for _ in range(count):
@@ -121,13 +133,7 @@ async def test_a_worker_whose_numbers_move_may_let_streams_wait(
     monkeypatch.setattr(pace, "LEAST_S", 0.3)
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE))
     (worker,) = made.decodes
-    go_on, looks, look = asyncio.Event(), list[float](), WorkerProgress.look
-
-    def counted(self: WorkerProgress, streams: bool, now: float, starved: float = 0.0) -> str:
-        looks.append(now)
-        return look(self, streams, now, starved)
-
-    monkeypatch.setattr(WorkerProgress, "look", counted)
+    go_on, looks = asyncio.Event(), noted_looks(monkeypatch)
     worker.script.append(waits(go_on, after=BEFORE))
     task = asyncio.create_task(made.generate([1], sampling={"max_tokens": 2 * BEFORE}, timeout=30))
     await made.until(lambda: bool(worker.active))

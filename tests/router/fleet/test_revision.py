@@ -172,6 +172,9 @@ async def test_no_answer_is_of_two_models(sets: Callable, name: str) -> None:
     await both.add(OLD, old)
     await both.add(NEW, new)
     await both.routable(old)
+    why = "with other weights" if name == "tiny" else "'tiny' is served"
+    await both.made.until(lambda: why in detail(both.made, new))
+    assert (await both.made.generate([1], model="tiny")).error is None and not new.submitted
     old.script += [hangs(after=3), hangs()]
     spoken = asyncio.create_task(both.made.generate([1]))
     await both.made.until(lambda: both.made.router.inference.active and spoken_tokens(both) == 3)

@@ -10,12 +10,12 @@ from millrace.v1 import common_pb2, inference_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_router.fleet import worker as worker_module
 from millrace_rpc.errors import from_rpc_error
-from router.fake_worker import DECODE, PREFILL, UNIFIED, Behaviour, FakeWorker, expected, hangs, normal, output
+from router.fake_worker import DECODE, PREFILL, UNIFIED, Behaviour, FakeWorker, expected, hangs, output, waits
 
 PROMPT = [64, 65, 66, 67]
 
 
-def waits(after: int, go: asyncio.Event) -> Behaviour:
+def tells(after: int, go: asyncio.Event) -> Behaviour:
     """`after` tokens, then a wait that the worker tells of, then the rest."""
 
     async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
@@ -33,17 +33,6 @@ def waits(after: int, go: asyncio.Event) -> Behaviour:
     return behave
 
 
-def behind(go: asyncio.Event) -> Behaviour:
-    """A decode worker that has the prompt's KV when it has been computed."""
-
-    async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
-        await go.wait()
-        async for out in normal(worker, request):
-            yield out
-
-    return behave
-
-
 @pytest.mark.parametrize(
     ("role", "after"),
     [(PREFILL, 0), (DECODE, 0), (DECODE, 3), (UNIFIED, 0), (UNIFIED, 3)],
@@ -55,9 +44,9 @@ async def test_a_wait_that_a_worker_tells_of_is_no_fault(cluster: Callable, role
     made = await cluster(*(FakeWorker(each) for each in roles))
     for worker in made.workers:
         if worker.role == role:
-            worker.script.append(waits(after, go))
+            worker.script.append(tells(after, go))
         elif worker.role == DECODE:
-            worker.script.append(behind(go))
+            worker.script.append(waits(go, after=0))  # it has the KV when it is computed
     answer = asyncio.create_task(made.generate(PROMPT))
     await made.until(lambda: bool(made.router.inference.active))
     [stream] = made.router.inference.active

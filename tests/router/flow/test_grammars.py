@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 
 import pytest
 from millrace_common.grammar.checker import NobodyWaits
@@ -12,6 +11,7 @@ from millrace_common.grammar.source import GrammarError
 from millrace_common.reasons import Reason
 from millrace_router.flow.grammars import MAX_WAITING, PROCESSES, RequestGrammars, Turns
 from millrace_rpc.errors import MillraceError
+from router.harness import until
 
 
 class Gate:
@@ -34,12 +34,6 @@ class Gate:
 
     def close(self) -> None:
         self.open.set()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture

@@ -136,13 +136,6 @@ async def leave(answer: Answer) -> None:
     assert await outcome(answer) is Reason.CANCELLED
 
 
-async def test_a_request_that_is_served_is_paid_for(pair: Cluster) -> None:
-    tenant = payer()
-    assert await outcome(await ask(pair)) is None
-    assert paid(tenant) == (1, len(PROMPT) + 4)
-    await pair.quiet()
-
-
 @pytest.mark.parametrize("end", ["cancelled", "deadline", "queue timeout", "pushed out"])
 async def test_a_request_that_leaves_the_queue_unserved_costs_nothing(cluster: Callable, end: str) -> None:
     patience = {"timeouts": {"queue": 0.2}} if end == "queue timeout" else {}

@@ -8,14 +8,13 @@ from typing import Any
 
 import grpc
 import pytest
-from millrace.v1 import common_pb2, inference_pb2, worker_pb2
+from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from router.fake_worker import (
     DECODE,
     PREFILL,
     READY,
-    UNIFIED,
     Behaviour,
     FakeWorker,
     dies,
@@ -26,7 +25,7 @@ from router.fake_worker import (
     normal,
     output,
 )  # fmt: skip
-from router.harness import Cluster, Result
+from router.harness import Cluster, Result, request_of
 
 PROMPT = [10, 20, 30]
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
@@ -90,10 +89,7 @@ async def test_a_pair_answers_and_everything_is_counted_once(pair: Cluster) -> N
 async def test_a_first_token_comes_before_the_kv_has_moved(pair: Cluster) -> None:
     go = asyncio.Event()
     pair.decodes[0].script.append(says(go, (0, 4), (4, 4)))
-    request = inference_pb2.GenerateRequest(
-        prompt={"token_ids": {"ids": PROMPT}}, sampling={"max_tokens": 8, "seed": 0}
-    )
-    call = pair.stub.Generate(request)
+    call = pair.stub.Generate(request_of(PROMPT))
     assert list((await call.read()).token_ids) == expected(PROMPT, 1)
     go.set()
     rest: list[int] = []
@@ -119,12 +115,6 @@ async def test_a_prefill_worker_no_longer_listed_keeps_its_link_for_readers(pair
     assert (await running).tokens() == expected(PROMPT, 8)
     assert not prefill.aborted and in_stages(pair) == {*STAGES}
     await pair.until(lambda: leaving not in registry._tasks)
-
-
-async def test_a_unified_worker_answers_alone(cluster: Callable) -> None:
-    made = await cluster(FakeWorker(UNIFIED))
-    assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8) and made.workers[0].sources == [None]
-    await made.quiet()
 
 
 async def test_one_token_needs_no_decode_worker(pair: Cluster) -> None:
@@ -217,12 +207,6 @@ async def test_a_continuation_elsewhere_is_identical(cluster: Callable, sampling
         assert [entry.sampled.token_id for entry in entries] == result.tokens()
         assert all(len(entry.top) == 2 for entry in entries)
     await made.quiet()
-
-
-async def test_a_pair_without_another_is_used_again(pair: Cluster) -> None:
-    pair.decodes[0].script.append(fails("KV_EXPIRED", after=4))
-    check_cured(pair, await pair.generate(PROMPT), "KV_EXPIRED")
-    assert [request.num_prior_outputs for request in pair.decodes[0].submitted] == [0, 4]
 
 
 async def test_an_attempt_avoids_every_worker_that_failed(cluster: Callable) -> None:
@@ -441,8 +425,7 @@ async def test_a_deadline_ends_a_request_in_every_stage(cluster: Callable, stage
 async def test_a_cancellation_reaches_both_subs(pair: Cluster, after: int) -> None:
     pair.prefills[0].script.append(hangs())
     pair.decodes[0].script.append(hangs(after))
-    request = inference_pb2.GenerateRequest(prompt=inference_pb2.Prompt(token_ids={"ids": PROMPT}))
-    call = pair.stub.Generate(request)
+    call = pair.stub.Generate(request_of(PROMPT))
     await pair.until(lambda: pair.prefills[0].active and pair.decodes[0].active)
     if after:
         await call.read()
@@ -453,22 +436,6 @@ async def test_a_cancellation_reaches_both_subs(pair: Cluster, after: int) -> No
     assert pair.metric("millrace_requests_total", api="grpc", status="cancelled") == 1
     assert (await pair.generate(PROMPT)).error is None  # behind the workers' word that they have aborted
     assert pair.metric("millrace_stale_messages_total", kind="output") == 0
-
-
-async def test_a_full_queue_refuses_over_both_apis(cluster: Callable) -> None:
-    made = await cluster(FakeWorker(PREFILL, capacity=0), FakeWorker(DECODE), queue_size=2)
-    waiting = [asyncio.create_task(made.generate(PROMPT)) for _ in range(2)]
-    await made.until(lambda: len(made.router.admission) == 2)
-    rate = made.router.admission._rate
-    rate._tokens, rate._seconds = 1.0, 1.3  # as if a prompt token were served in 1.3 s
-    result = await made.generate(PROMPT)
-    error = from_rpc_error(result.error)
-    assert error.reason is Reason.QUEUE_FULL and 7.8 <= error.retry_after_s < 9
-    assert result.error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    answer = await made.http.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
-    assert answer.status_code == 429 and answer.headers["retry-after"] in ("8", "9")
-    made.prefills[0].change(capacity=4)
-    assert [(await task).tokens() for task in waiting] == [expected(PROMPT, 8)] * 2
 
 
 async def test_a_wait_without_room_ends_with_the_time_of_the_queue(cluster: Callable) -> None:

@@ -62,14 +62,6 @@ def fail(record: Record, now: float, times: int = 1) -> bool:
     return sum(record.failed(RULES, now) for _ in range(times)) > 0
 
 
-def test_failures_in_a_row_eject_and_a_success_between_them_does_not() -> None:
-    record = Record()
-    assert not fail(record, 0.0, 2)
-    record.spoke()
-    assert not fail(record, 0.0, 2) and not record.ejections
-    assert fail(record, 0.0) and record.ejected_until == RULES.pause
-
-
 def test_a_worker_that_comes_back_is_on_probation_until_its_first_success() -> None:
     record = ejected()
     assert fail(record, 11.0) and record.ejected_until == 31.0, "one failure is enough, and the pause is longer"
@@ -182,3 +174,6 @@ def test_another_process_begins_anew() -> None:
     made.keep({"p": "prefill", "d2": "decode", "e": "decode"}, [frozenset("p"), frozenset(["d2", "e"])])
     assert made.ejected() == {}
     made.failed(["d"], Reason.STALLED)  # a late word of the old one
+    assert (
+        made._records.keys() == {"p", "d2", "e"} and made._roles["decode"].keys() == {"d2", "e"} and not made._ejected
+    )

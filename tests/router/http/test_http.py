@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from millrace.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
+from millrace.v1 import inference_pb2_grpc, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_router.apis import public_http
 from millrace_router.config import Connections
@@ -19,7 +19,7 @@ from millrace_rpc import http_connection
 from millrace_rpc.errors import from_rpc_error
 from pydantic import ValidationError
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, output
-from router.harness import SECOND_KEY, Cluster, bearer, becomes, write_keys
+from router.harness import SECOND_KEY, Cluster, bearer, becomes, request_of, write_keys
 
 POSTS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
@@ -112,16 +112,6 @@ async def test_idle_connections_stay_as_long_as_it_says_on_every_port(cluster: C
     assert [server._config.timeout_keep_alive for server in servers] == [75.0] * 3
 
 
-async def test_a_stream_for_an_old_client(pair: Cluster) -> None:
-    body = json.dumps(POSTS["/v1/chat/completions"] | {"stream": True, "max_tokens": 20})
-    reader, writer = await asyncio.open_connection("127.0.0.1", pair.router.ports["http"])
-    writer.write(f"POST /v1/chat/completions HTTP/1.0\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
-    head, _, events = (await asyncio.wait_for(reader.read(), 120)).partition(b"\r\n\r\n")
-    assert b"transfer-encoding" not in head and events.endswith(b"data: [DONE]\n\n")
-    assert all(event.startswith(b"data: ") for event in events.removesuffix(b"\n\n").split(b"\n\n"))
-    writer.close()
-
-
 # ------------------------------------------------------------------------------------- other origins
 
 
@@ -200,11 +190,6 @@ async def endless(worker: FakeWorker, request: worker_pb2.EngineRequest) -> Asyn
         first += 20
 
 
-def request(**sampling: int) -> inference_pb2.GenerateRequest:
-    sampling = {"max_tokens": 500, "seed": 0, **sampling}
-    return inference_pb2.GenerateRequest(prompt={"token_ids": {"ids": PROMPT}}, sampling=sampling)
-
-
 async def slow(cluster: Callable, unread: int = 200) -> Cluster:
     prefill, decode = FakeWorker(PREFILL), FakeWorker(DECODE)
     prefill.context = decode.context = 1 << 20
@@ -217,7 +202,7 @@ async def test_a_grpc_client_that_does_not_read(cluster: Callable) -> None:
     made = await slow(cluster)
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024), ("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{made.router.ports['grpc']}", options=options) as ch:
-        call = inference_pb2_grpc.InferenceStub(ch).Generate(request(max_tokens=1 << 19, logprobs=20))
+        call = inference_pb2_grpc.InferenceStub(ch).Generate(request_of(PROMPT, 1 << 19, logprobs=20))
         first = await call.read()
         await made.until(lambda: bool(made.decodes[0].aborted), 30)
         assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
@@ -292,7 +277,7 @@ async def test_a_request_that_is_begun_while_another_runs_does_not_end_it(
 async def test_old_grpc_connections_end_in_good_order(cluster: Callable) -> None:
     """The client connects again by itself, to whichever router answers then; a running stream is not touched."""
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, step_s=0.02), connections={"max_age": 0.3})
-    call = made.stub.Generate(request(max_tokens=100))
+    call = made.stub.Generate(request_of(PROMPT, 100))
     said_goodbye = asyncio.create_task(becomes(made.public, grpc.ChannelConnectivity.IDLE))
     got: list[int] = []
     while (response := await call.read()) is not grpc.aio.EOF:

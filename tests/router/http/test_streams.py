@@ -13,7 +13,7 @@ import anthropic
 import grpc
 import httpx
 import pytest
-from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
+from millrace.v1 import common_pb2, inference_pb2_grpc, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_router.apis import public_http
 from millrace_router.apis.grpc import service as grpc_service
@@ -25,7 +25,7 @@ from millrace_rpc.http_connection import Connection, ConnectionLimits
 from millrace_rpc.http_server import HttpServer
 from millrace_rpc.server import Server
 from router.fake_worker import UNIFIED, Behaviour, FakeWorker, expected, failure, hangs, output
-from router.harness import Clock, Cluster
+from router.harness import Clock, Cluster, request_of
 
 PROMPT = [10, 20, 30]
 LIMIT_S = 60.0
@@ -172,9 +172,7 @@ async def over_grpc(made: Cluster, clock: Clock, tokens: int, does: Behaviour | 
     server.grpc.add_generic_rpc_handlers((service.handlers(),))
     port = await server.start("127.0.0.1:0")
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024), ("grpc.use_local_subchannel_pool", 1)]
-    request = inference_pb2.GenerateRequest(
-        prompt={"token_ids": {"ids": PROMPT}}, sampling={"max_tokens": tokens, "seed": 0, "logprobs": 20}
-    )
+    request = request_of(PROMPT, tokens, logprobs=20)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
         yield inference_pb2_grpc.InferenceStub(channel).Generate(request)
     await server.stop(0)

@@ -47,11 +47,6 @@ P1, P2 = replica("p1"), replica("p2")
 D1 = replica("d1", sources=frozenset({"e-p1", "e-p2"}))
 
 
-def test_one_token_wants_no_decode_worker() -> None:
-    want = PlacementRequest(tokens=10, outputs=1)
-    assert choose(View((P1,), ()), want) == Placement(P1, None)
-
-
 def test_unified_when_there_is_no_pair() -> None:
     unified = replica("u")
     assert choose(View((), (), (unified,))) == Placement(None, unified)

@@ -116,11 +116,10 @@ def known(made: Cluster, worker: FakeWorker) -> int:
 async def test_requests_go_to_whoever_says_that_it_has_the_prefix(cluster: Callable) -> None:
     made = await kv_cluster(cluster)
     a, b = made.workers
-    hashes = BLOCKS
-    b.say(0, 1, hashes[:4])
+    b.say(0, 1, BLOCKS[:4])
     await made.until(lambda: known(made, b) == 4)
     assert await goes_to(made, 1) is b
-    a.say(0, 1, hashes)
+    a.say(0, 1, BLOCKS)
     await made.until(lambda: known(made, a) == 5)
     assert await goes_to(made, 2) is a
 
@@ -128,13 +127,12 @@ async def test_requests_go_to_whoever_says_that_it_has_the_prefix(cluster: Calla
 async def test_after_a_gap_the_index_is_made_from_a_new_snapshot(cluster: Callable) -> None:
     made = await kv_cluster(cluster)
     a, _ = made.workers
-    hashes = BLOCKS
-    a.snapshot, a.sequence = hashes[:3], 7
-    a.say(6, 7, hashes[2:3])
+    a.snapshot, a.sequence = BLOCKS[:3], 7
+    a.say(6, 7, BLOCKS[2:3])
     await made.until(lambda: made.metric("millrace_cache_snapshots_total") == 3)
     assert made.metric("millrace_cache_gaps_total") == 1
     assert known(made, a) == 3 and len(a.streams) == 2
-    a.say(7, 8, hashes[3:4])
+    a.say(7, 8, BLOCKS[3:4])
     await made.until(lambda: known(made, a) == 4)
 
 
@@ -143,12 +141,11 @@ async def test_a_message_that_cannot_be_read_breaks_the_feed_like_a_gap(
 ) -> None:
     made = await kv_cluster(cluster)
     a, _ = made.workers
-    hashes = BLOCKS
     index = made.router.registry.placer.indexes.kv
-    a.snapshot, a.sequence = hashes[:3], 7
+    a.snapshot, a.sequence = BLOCKS[:3], 7
     with monkeypatch.context() as patch:
         patch.setattr(index, "apply", lambda holder, change: 1 // 0)
-        a.say(0, 1, hashes)
+        a.say(0, 1, BLOCKS)
         await made.until(lambda: known(made, a) == 0 and (a.epoch, 0) not in index._sequences)
     await made.until(lambda: known(made, a) == 3)
     assert len(a.streams) == 2
@@ -157,14 +154,14 @@ async def test_a_message_that_cannot_be_read_breaks_the_feed_like_a_gap(
 async def test_a_restarted_worker_has_nothing_until_it_says_so(cluster: Callable) -> None:
     made = await kv_cluster(cluster)
     a, _ = made.workers
-    old, hashes = a.epoch, BLOCKS
-    a.say(0, 1, hashes)
+    old = a.epoch
+    a.say(0, 1, BLOCKS)
     await made.until(lambda: known(made, a) == 5)
-    a.snapshot = hashes[:2]
+    a.snapshot = BLOCKS[:2]
     await a.restart()
     await made.until(lambda: known(made, a) == 2)
     index = made.router.registry.placer.indexes.kv
-    assert (old, 0) not in index.lookup(hashes)
+    assert (old, 0) not in index.lookup(BLOCKS)
     await made.until(lambda: made.metric("millrace_cache_feeds") == 2)
     await a.stop()
     await made.until(lambda: made.metric("millrace_cache_feeds") == 1)

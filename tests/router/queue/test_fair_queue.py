@@ -36,12 +36,6 @@ class Line:
         return [self.serve() for _ in range(len(self.queue))]
 
 
-def test_higher_priorities_go_first_then_arrivals() -> None:
-    line = Line()
-    tickets = [line.add(priority=priority) for priority in (0, 1, 0, 1)]
-    assert line.serve_all() == [tickets[1], tickets[3], tickets[0], tickets[2]]
-
-
 def test_a_retry_goes_before_its_priority_and_costs_nothing() -> None:
     line = Line()
     first, retry, high = line.add("a"), line.add("a", tokens=10_000, paid=True), line.add("b", priority=1)

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace.v1 import inference_pb2, worker_pb2
+from millrace.v1 import worker_pb2
 from millrace_common.reasons import Reason
 from millrace_common.split import Slo
 from millrace_router.config import RouterConfig
@@ -26,7 +26,7 @@ from millrace_router.http.api_keys import Keys
 from millrace_router.queue.tenant import Bucket, Running, Tenant
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from router.fake_worker import UNIFIED, Behaviour, FakeWorker, fails, hangs, normal
-from router.harness import FIRST_KEY, SECOND_KEY, Clock, Cluster, bearer, write_keys
+from router.harness import FIRST_KEY, SECOND_KEY, Clock, Cluster, bearer, request_of, write_keys
 
 SECRET = "sk-very-secret-0123456789abcdefgh"
 
@@ -366,9 +366,7 @@ async def start(made: Cluster, n: int, max_tokens: int) -> asyncio.Task[httpx.Re
 
 
 async def grpc_error(made: Cluster, n: int, max_tokens: int) -> tuple[grpc.StatusCode, MillraceError]:
-    request = inference_pb2.GenerateRequest(
-        prompt={"token_ids": {"ids": PROMPT}}, sampling={"max_tokens": max_tokens, "seed": 0}, n=n
-    )
+    request = request_of(PROMPT, max_tokens, n)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in made.stub.Generate(request, metadata=tuple(bearer().items()), timeout=10):
             pass
@@ -464,9 +462,7 @@ API = ("grpc", "stream", "whole")
 
 
 async def by_grpc(made: Cluster, n: int, max_tokens: int, seed: int, client: str) -> None:
-    request = inference_pb2.GenerateRequest(
-        prompt={"token_ids": {"ids": PROMPT}}, sampling={"max_tokens": max_tokens, "seed": seed}, n=n
-    )
+    request = request_of(PROMPT, max_tokens, n, seed=seed)
     timeout = 0.05 if client == "has a deadline" else None
     call = made.stub.Generate(request, metadata=tuple(bearer().items()), timeout=timeout)
     with contextlib.suppress(grpc.aio.AioRpcError):

@@ -97,7 +97,7 @@ ASKED, ASKED_AGAIN = "<｜User｜>Weather?<｜Assistant｜>", "<｜User｜>Reall
 
 @pytest.fixture(scope="module")
 def v32(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("v32"), None, (THINK, THINK_END, *DEEPSEEK, DSML)))
+    return of_form(None, tmp_path_factory.mktemp("v32"), *DEEPSEEK, DSML)
 
 
 def prompt(tokenizer: Tokenizer, *messages: dict[str, Any], thinking: bool = False, tools: Sequence[Any] = ()) -> str:
@@ -140,29 +140,6 @@ def test_v32_shows_the_form_of_the_answer(v32: Tokenizer) -> None:
     assert shown == f'{BOS}{words}{{"type": "json_object"}}{ASKED}{THINK_END}'
 
 
-def test_reasoning_and_calls_of_every_api(v32: Tokenizer) -> None:
-    call = {"name": "weather", "arguments": '{"days": 2}'}
-    chat = ChatRequest.model_validate({"messages": [
-        USER, {"role": "assistant", "reasoning_content": "I ask.", "tool_calls": [{"id": "a", "function": call}]},
-        RESULTS[0],
-    ]})  # fmt: skip
-    responses = ResponsesRequest.model_validate({"input": [
-        USER, {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "I ask."}]},
-        {"type": "function_call", "call_id": "a", **call},
-        {"type": "function_call_output", "call_id": "a", "output": "sunny"},
-    ]})  # fmt: skip
-    messages = MessagesRequest.model_validate({"max_tokens": 9, "messages": [
-        USER, {"role": "assistant", "content": [
-            {"type": "thinking", "thinking": "I ask.", "signature": ""},
-            {"type": "tool_use", "id": "a", "name": "weather", "input": {"days": 2}},
-        ]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "sunny"}]},
-    ]})  # fmt: skip
-    asked = [request.as_chat() for request in (chat, responses, messages)]
-    one, two, three = [v32.render(each.messages, (), {"thinking": True}) for each in asked]
-    assert one == two == three and f"{THINK}I ask.{THINK_END}\n\n<{DSML}function_calls>" in one
-
-
 def test_v32_reasoning_stays_behind_the_last_question(v32: Tokenizer) -> None:
     agent = USER, CALLS, *RESULTS
     thought = f"{BOS}{ASKED}{THINK}I ask.{THINK_END}{CALLED}{TOLD}{THINK}"
@@ -196,7 +173,7 @@ ARGUMENTS = CALLS["tool_calls"][0]["function"]["arguments"]
 USER_MARK, ASSISTANT, SEP = "<｜User｜>", "<｜Assistant｜>", DEEPSEEK.sep
 
 
-def of_form(template: str, folder: Path, *markers: str) -> Tokenizer:
+def of_form(template: str | None, folder: Path, *markers: str) -> Tokenizer:
     return Tokenizer.load(write_tokenizer(folder, template, (THINK, THINK_END, *markers)))
 
 
@@ -371,10 +348,6 @@ EITHER = EACH_CALL.replace(
 BROKEN = ["{", '{"city": "Os', "[]", "777", '"{}"', "Oslo", '{"a": NaN}', '{"a": "\\ud800"}', '{"a": 1} so']
 
 
-def of_template(folder: Path, template: str | None) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(folder, template, (THINK, THINK_END, *DEEPSEEK, DSML)))
-
-
 def shown(tokenizer: Tokenizer, arguments: Any) -> str:
     """The prompt after a call with these arguments."""
     call = {"id": "functions.weather:0", "function": {"name": "weather", "arguments": arguments}}
@@ -389,7 +362,7 @@ def shown(tokenizer: Tokenizer, arguments: Any) -> str:
 
 @pytest.mark.parametrize("name", [*TEXTS, *OBJECTS])
 def test_arguments_that_no_tool_takes_are_shown(name: str, tmp_path: Path) -> None:
-    tokenizer = of_template(tmp_path, TEXTS.get(name) or OBJECTS[name])
+    tokenizer = of_form(TEXTS.get(name) or OBJECTS[name], tmp_path, *DEEPSEEK, DSML)
     for arguments in BROKEN:
         prompt = shown(tokenizer, arguments)
         assert "Really?" in prompt
@@ -406,7 +379,7 @@ def test_arguments_that_no_tool_takes_are_shown(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("template", [*TEXTS.values(), *OBJECTS.values(), EITHER])
 def test_none_are_an_empty_object(template: str | None, tmp_path: Path) -> None:
-    tokenizer = of_template(tmp_path, template)
+    tokenizer = of_form(template, tmp_path, *DEEPSEEK, DSML)
     (prompt,) = {shown(tokenizer, arguments) for arguments in ("", " ", "null", None, {}, "{}")}
     assert "INVALID_JSON" not in prompt
 
@@ -415,7 +388,7 @@ def test_none_are_an_empty_object(template: str | None, tmp_path: Path) -> None:
 def test_an_object_and_its_text_are_shown_alike(template: str | None, tmp_path: Path) -> None:
     arguments = {"city": "Zürich", "days": [1, 2]}
     text = json.dumps(arguments, ensure_ascii=False)
-    tokenizer = of_template(tmp_path, template)
+    tokenizer = of_form(template, tmp_path, *DEEPSEEK, DSML)
     prompt = shown(tokenizer, arguments)
     assert prompt == shown(tokenizer, text) and "Zürich" in prompt
     assert r"\"city\"" not in prompt, "not quoted twice"

@@ -23,7 +23,7 @@ from millrace_router.text.tokenizer import Tokenizer
 from millrace_testing.examples import examples
 from router.fake_worker import PREFILL, FakeWorker
 from router.harness import EOS, Cluster, events
-from router.scripted import HELLO, SCHEMA, TOOLS
+from router.scripted import HELLO, TOOLS
 from router.text.test_parsers import FORMS, OFFER, WEATHER
 
 REASONING, CONTENT, AFTER = "\nFirst the sky.\n", "\n\nI look.\nNow", "Done. Bye"
@@ -222,7 +222,7 @@ class Told(NamedTuple):
     calls: list[tuple[str, Any]]
     finish: str
     tokens: int
-    entries: int | None = None  # of logprobs
+    entries: int  # of logprobs
 
 
 async def streamed(made: Cluster, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -257,52 +257,22 @@ async def chat(made: Cluster, form: Form, stops: list[str], stream: bool) -> Tol
     return Told(reasoning, content, functions, finish["finish_reason"], answer["usage"]["completion_tokens"], count)
 
 
-async def messages(made: Cluster, form: Form, stops: list[str], stream: bool) -> Told:
-    tools = [{"name": "weather", "input_schema": SCHEMA}, {"name": "time", "input_schema": {"type": "object"}}]
-    body = {"model": "tiny", "max_tokens": 2000, "messages": HELLO, "tools": tools, "stop_sequences": stops[:16]}
-    body |= {"chat_template_kwargs": dict(form.kwargs)}
-    if not stream:
-        answer = (await made.http.post("/v1/messages", json=body)).json()
-        blocks, end, usage = answer["content"], answer, answer["usage"]
-    else:
-        told, blocks = await streamed(made, "/v1/messages", body), []
-        for event in told:
-            if event["type"] == "content_block_start":
-                blocks.append(event["content_block"] | {"json": ""})
-            elif event["type"] == "content_block_delta":
-                (_, (name, piece)), block = event["delta"].items(), blocks[event["index"]]
-                name = "json" if name == "partial_json" else name
-                block[name] += piece
-        for block in blocks:
-            block |= {"input": json.loads(block["json"])} if block["type"] == "tool_use" else {}
-        end, usage = next((event["delta"], event["usage"]) for event in told if event["type"] == "message_delta")
-    of_kind = {kind: [b for b in blocks if b["type"] == kind] for kind in ("thinking", "text", "tool_use")}
-    finish = end["stop_reason"] if end["stop_sequence"] is None else f"{end['stop_reason']} {end['stop_sequence']}"
-    calls = [(block["name"], block["input"]) for block in of_kind["tool_use"]]
-    reasoning, content = ("".join(block[kind] for block in of_kind[kind]) for kind in ("thinking", "text"))
-    return Told(reasoning, content, calls, finish, usage["output_tokens"])
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("api", [chat, messages])
 @pytest.mark.parametrize("model", ["r1", "v32"])  # every other one is cut alike
-async def test_what_clients_read(model: str, api: Callable, stream: bool, serve: Callable) -> None:
+async def test_what_clients_read(model: str, stream: bool, serve: Callable) -> None:
+    """Over the Messages API: test_anthropic.py."""
     made, form = await serve(model), MODELS[model]
     tokenizer = made.router.inference.tokenizer
     ids = tokenizer._encode(output_of(form) + EOS, add_bos=False)
     cuts = itertools.cycle([[[i] for i in ids], [ids[:40], ids[40:-9], ids[-9:]], [ids[:1], ids[1:]]])
     for (name, wanted), pieces in zip(CASES.items(), cuts, strict=False):
         say(made, pieces)
-        told = await api(made, form, wanted.stops, stream)
+        told = await chat(made, form, wanted.stops, stream)
         assert told.reasoning == (REASONING.strip() if form.reasons else ""), name
         assert told.content == wanted.content, name
         assert told.calls == EXPECTED_CALLS[: wanted.calls], name
-        finish = "tool_calls" if wanted.calls else "stop"
-        if api is messages:
-            finish = f"stop_sequence {wanted.stop}" if wanted.stop else "tool_use"
-        assert told.finish == finish, name
-        assert told.tokens == tokens_until(wanted, tokenizer, form, ids), name
-        assert told.entries in (None, told.tokens), name
+        assert told.finish == ("tool_calls" if wanted.calls else "stop"), name
+        assert told.tokens == told.entries == tokens_until(wanted, tokenizer, form, ids), name
     await made.quiet()
 
 
@@ -380,18 +350,3 @@ def test_no_more_is_withheld_than_needed(text: str, stops: list[str]) -> None:
     shown = matcher.push(text)
     held = text[len(shown) :] if not matcher.matched else ""
     assert held == "" or any(stop.startswith(held) for stop in stops)
-
-
-@pytest.mark.parametrize(
-    ("text", "stops", "shown"),
-    [
-        ("hello\n\nUser: x", ["\n\nUser:"], "hello"),
-        ("abcd", ["bc", "abcd"], "a"),  # "bc" is complete first
-        ("xabc", ["c", "abc"], "x"),  # both end here: the longer
-        ("aaab", ["aab"], "a"),
-        ("日本語です", ["語で"], "日本"),
-        ("no stop", ["zzz"], "no stop"),
-    ],
-)
-def test_a_stop_string_ends_where_it_is_complete(text: str, stops: list[str], shown: str) -> None:
-    assert run(list(text), stops)[0] == shown

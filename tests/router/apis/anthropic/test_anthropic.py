@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import anthropic
@@ -12,7 +12,7 @@ from anthropic.types import Message, ToolUseBlock
 from millrace.v1 import common_pb2
 from millrace_router.text import markers
 from router.apis.openai.test_openai import text_of
-from router.fake_worker import fails, failure, hangs, output
+from router.fake_worker import fails, hangs
 from router.harness import Cluster
 from router.scripted import SCHEMA, grammar_of, prompt_of, say
 from router.text.test_parsers import WEATHER, v31, v32
@@ -85,6 +85,12 @@ async def test_a_stop_sequence_is_named_as_the_reason(serve: Callable) -> None:
     assert (said.stop_reason, said.stop_sequence) == ("stop_sequence", " three")
     said = await both(made, "one")
     assert (said.stop_reason, said.stop_sequence) == ("end_turn", None)
+    text = f"The sky.{markers.THINK_END}One " + v31(("weather", WEATHER)) + "sky, two"
+    said = await both(made, text, stop_sequences=["Oslo", "sky"], thinking=THINKING, tools=TOOLS)
+    assert [block.type for block in said.content] == ["thinking", "text", "tool_use"], "neither ends anything before it"
+    assert (said.content[0].thinking, said.stop_sequence) == ("The sky.", "sky")
+    used = made.router.inference.tokenizer._encode(text.removesuffix(", two"), add_bos=False)
+    assert said.usage.output_tokens == len(used)
 
 
 async def test_calls_are_blocks_by_choice_of_the_client(serve: Callable) -> None:
@@ -150,7 +156,6 @@ async def test_an_agent_sees_its_reasoning_again(more: list[dict[str, str]], rea
             told = [{"type": "tool_result", "tool_use_id": call.id, "content": results[call.name]} for call in calls]
             messages.append({"role": "user", "content": [*told, *more]})
     assert answer.stop_reason == "end_turn" and answer.content[-1].text == "Sunny at noon."
-    assert answer.model_extra == {"system_fingerprint": "a"}
     prompt = prompt_of(made)
     assert prompt.count(f"{markers.THINK}Hm.{markers.THINK_END}") == reasoning and prompt.count("Go on.") == 2 * len(
         more
@@ -209,12 +214,7 @@ async def test_errors_become_the_clients_exceptions(pair: Cluster) -> None:
         with pytest.raises(anthropic.APIStatusError, match="overloaded_error") as refused:
             await client.messages.create(model="tiny", stream=True, **fields)
         assert refused.value.status_code == 503
-
-        async def breaks(worker: object, request: object) -> AsyncIterator:
-            yield output(request, 0, count=2)
-            yield failure(request, "INTERNAL")
-
-        pair.decodes[0].script.append(breaks)
+        pair.decodes[0].script.append(fails("INTERNAL", after=2))
         with pytest.raises(anthropic.APIStatusError, match="api_error"):
             async with client.messages.stream(model="tiny", **fields) as stream:
                 await stream.get_final_message()

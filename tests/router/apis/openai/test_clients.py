@@ -18,18 +18,10 @@ from langchain_openai import ChatOpenAI
 from millrace_router.text import markers
 from pydantic import BaseModel
 from router.apis.openai.test_openai_tools import client_of
+from router.apis.openai.test_vendor_helpers import OSLO, City
 from router.harness import Cluster
 from router.scripted import grammar_of, prompt_of, say
 from router.text.test_parsers import v31, v32
-
-
-class City(BaseModel):
-    name: str
-    inhabitants: int
-
-
-OSLO = City(name="Oslo", inhabitants=700_000)
-
 
 # --------------------------------------------------------------------------------------------------------- LangChain
 

@@ -269,24 +269,6 @@ async def test_items_of_tools_that_other_models_called(serve: Callable) -> None:
     assert rendered[0] == rendered[1] and len(rendered[0]) == len(chat)
 
 
-@pytest.mark.parametrize(
-    "item",
-    [
-        {"type": "item_reference", "id": "msg_1"},
-        {"type": "compaction", "encrypted_content": "x"},
-        {"type": "computer_call_output", "call_id": "1", "output": {"type": "computer_screenshot"}},
-        {"type": "surprise"},
-    ],
-)
-async def test_items_without_which_the_model_would_miss_something_are_refused(
-    item: dict[str, Any], serve: Callable
-) -> None:
-    made = await serve("v31")
-    answer = await made.http.post("/v1/responses", json={"input": [text("user", "x"), item]})
-    error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == "input[1].type" and item["type"] in error["message"]
-
-
 # ------------------------------------------------------------------------------------------------------- Claude Code
 
 EPHEMERAL = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}

@@ -106,10 +106,6 @@ async def test_bad_messages_get_the_same_answer_on_both(
 async def test_a_malformed_body_is_refused_with_its_field(pair: Cluster) -> None:
     cases = {
         b"{": "not valid JSON",
-        b"[1]": "must be a JSON object",
-        b'{"prompt": "\xff"}': "not valid UTF-8",
-        b'{"prompt": "x", "colour": 1}': "colour is unknown or not supported",
-        b'{"model": "tiny"}': "prompt is required",
         b'{"prompt": "x", "temperature": "hot"}': 'temperature must be a number, not "hot"',
         b'{"prompt": "x", "max_tokens": 1.5}': "max_tokens must be an integer, not 1.5",
         b'{"prompt": "x", "max_tokens": -1}': "max_tokens must be between 1 and",
@@ -123,7 +119,6 @@ async def test_a_malformed_body_is_refused_with_its_field(pair: Cluster) -> None
         b'{"prompt": "x", "logit_bias": {" 5": 1}}': 'logit_bias[" 5"] is not a token id',
         b'{"prompt": "x", "logit_bias": {"1_0": 1}}': 'logit_bias["1_0"] is not a token id',
         '{"prompt": "x", "logit_bias": {"٥": 1}}'.encode(): "is not a token id",
-        b'{"prompt": "x\\ud800"}': "prompt is not valid UTF-8",
         b'{"prompt": "x", "echo": true}': "echo",
     }
     for body, words in cases.items():

@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from router.fake_worker import DECODE, PREFILL, FakeWorker, expected, fails, failure, hangs, output
+from router.fake_worker import DECODE, PREFILL, FakeWorker, expected, hangs
 from router.harness import Cluster
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -104,54 +104,6 @@ async def test_a_completion_of_every_form_of_prompt_is_the_same(pair: Cluster, c
         assert choice.logprobs.top_logprobs[0] == {choice.text[0]: -0.5, "a": -1.5}
     prompts = [list(request.token_ids) for request in pair.prefills[0].submitted]
     assert prompts[0] == prompts[2] and prompts[1] == prompts[3] == [10, 20]
-
-
-async def test_completion_stream_with_stop(pair: Cluster, client: openai.AsyncOpenAI) -> None:
-    whole = (await client.completions.create(model="tiny", prompt=[3], max_tokens=30, seed=0)).choices[0].text
-    stop = whole[10:12]
-    stream = await client.completions.create(
-        model="tiny", prompt=[3], max_tokens=400, seed=0, stop=stop, stream=True, logprobs=0
-    )
-    chunks = [chunk async for chunk in stream]
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole[: whole.index(stop)]
-    assert chunks[-1].choices[0].finish_reason == "stop"
-    offsets = [at for chunk in chunks for at in chunk.choices[0].logprobs.text_offset]
-    assert offsets == list(range(whole.index(stop) + 2))
-    await pair.quiet()
-
-
-async def test_errors_become_the_clients_exceptions(pair: Cluster, client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.NotFoundError):
-        await client.completions.create(model="other", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="temperature"):
-        await client.completions.create(model="tiny", prompt="x", temperature=-1)
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        await client.chat.completions.create(
-            model="tiny", messages=HELLO, tools=[{"type": "function", "function": {"name": "f"}}]
-        )
-    pair.decodes[0].script.append(fails("LAYOUT_MISMATCH"))
-    with pytest.raises(openai.InternalServerError):
-        await client.completions.create(model="tiny", prompt="x", stream=False)
-
-
-async def test_an_error_before_the_first_token_is_a_status(pair: Cluster) -> None:
-    pair.prefills[0].script.append(fails("LAYOUT_MISMATCH"))
-    pair.decodes[0].script.append(hangs())
-    answer = await pair.http.post("/v1/completions", json={"prompt": "x", "stream": True})
-    assert answer.status_code == 503 and answer.json()["error"]["code"] == "layout_mismatch"
-
-
-async def test_an_error_in_mid_stream_is_an_event(pair: Cluster) -> None:
-    async def breaks(worker: FakeWorker, request: object) -> AsyncIterator:
-        yield output(request, 0, count=2)
-        await asyncio.sleep(0.05)
-        yield failure(request, "INTERNAL")
-
-    pair.decodes[0].script.append(breaks)
-    answer = await pair.http.post("/v1/completions", json={"prompt": "x", "stream": True})
-    events = [line.removeprefix("data: ") for line in answer.text.split("\n") if line]
-    assert answer.status_code == 200 and events[-1] != "[DONE]"
-    assert json.loads(events[-1])["error"]["code"] == "internal"
 
 
 @pytest.mark.parametrize("stream", [False, True])

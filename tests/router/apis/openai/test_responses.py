@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
 from millrace.v1 import common_pb2
 from millrace_router.text import markers
-from openai.lib.responses_tool_runner import AsyncRegisteredFunction, AsyncResponsesToolRunner
 from openai.types.responses import Response, ResponseFunctionToolCall
 from pydantic import BaseModel
 from router.apis.openai.test_openai import text_of
 from router.apis.openai.test_openai_tools import client_of
-from router.fake_worker import fails, failure, hangs, output
+from router.fake_worker import fails, hangs
 from router.harness import Cluster
 from router.scripted import SCHEMA, grammar_of, prompt_of, say
 from router.text.test_parsers import WEATHER, v31, v32
@@ -156,77 +155,17 @@ async def test_an_agent_sends_everything_back(serve: Callable) -> None:
             items += [{"type": "function_call_output", "call_id": call.call_id, "output": results[call.name]}
                       for call in calls]  # fmt: skip
     assert answer.output_text == "Sunny at noon." and answer.status == "completed"
-    assert answer.model_extra is not None and answer.model_extra["system_fingerprint"] == "a"
     prompt = prompt_of(made)
     assert prompt.count(f"{markers.THINK}Hm.{markers.THINK_END}I look.\n\n<{markers.DSML}function_calls>") == 2
     assert prompt.endswith(markers.THINK) and "None" not in prompt
     assert prompt.index("Weather?") < prompt.index("sunny") < prompt.index("noon")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_the_clients_own_agent(stream: bool, serve: Callable) -> None:
-    asked: list[dict[str, object]] = []
-
-    async def weather(arguments: dict[str, object]) -> str:
-        asked.append(arguments)
-        return "sunny"
-
-    made = await serve("v32")
-    say(made, f"Hm.{markers.THINK_END}I look." + v32(("weather", '{"city": "Oslo"}')))
-    say(made, f"So.{markers.THINK_END}Sunny.")
-    runner = AsyncResponsesToolRunner(functions=[AsyncRegisteredFunction(TOOLS[0], weather)])
-    async with client_of(made) as client:
-        fields = {"model": "tiny", "input": [{"role": "user", "content": "Weather?"}], "reasoning": HIGH}
-        answer = await runner.run(client, fields, stream=stream)
-    assert asked == [{"city": "Oslo"}] and answer.output_text == "Sunny." and answer.status == "completed"
-    assert f"Hm.{markers.THINK_END}I look.\n\n<{markers.DSML}function_calls>" in prompt_of(made)
-    assert "sunny" in prompt_of(made)
-
-
-async def test_what_the_model_sees_of_the_items(serve: Callable) -> None:
-    """The same prompt as chat makes."""
-    made = await serve("takes")
-    call = {"name": "weather", "arguments": "{}"}
-    items = [
-        {"role": "developer", "content": [{"type": "input_text", "text": "A"}, {"type": "input_text", "text": "B"}]},
-        {"type": "message", "role": "user", "content": "C"},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
-        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "phase": None,
-         "content": [{"type": "output_text", "text": "D", "annotations": []}],
-         },
-        {"type": "function_call", "call_id": "call_1", **call},
-        {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "F"}]},
-    ]  # fmt: skip
-    chat = [
-        {"role": "developer", "content": "AB"},
-        {"role": "user", "content": "C"},
-        {"role": "assistant", "content": "D",
-         "tool_calls": [{"id": "call_1", "type": "function", "function": call}]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "F"},
-    ]  # fmt: skip
-    tools = [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in TOOLS]
-    for path, body in (
-        ("/v1/responses", {"input": items, "tools": TOOLS, "max_output_tokens": 2}),
-        ("/v1/chat/completions", {"messages": chat, "tools": tools, "max_tokens": 2}),
-    ):
-        answer = await made.http.post(path, json=body)
-        assert answer.status_code == 200, answer.text
-    one, other = (list(request.token_ids) for request in made.prefills[0].submitted)
-    assert one == other
-
-
 async def test_a_schema_for_the_answer(serve: Callable) -> None:
-    class City(BaseModel):
-        name: str
-
+    """Those that its client makes of classes are in test_vendor_helpers.py."""
     made = await serve("v31")
-    async with client_of(made) as client:
-        say(made, '{"name": "Oslo"}')
-        answer = await client.responses.parse(model="tiny", input="Weather?", text_format=City)
-        assert answer.output_parsed == City(name="Oslo")
-        assert json.loads(grammar_of(made).json_schema)["properties"] == City.model_json_schema()["properties"]
-        await both(made, "{}", text={"format": {"type": "json_object"}, "verbosity": "low"})
-        assert json.loads(grammar_of(made).json_schema) == {"type": "object"}
+    await both(made, "{}", text={"format": {"type": "json_object"}, "verbosity": "low"})
+    assert json.loads(grammar_of(made).json_schema) == {"type": "object"}
 
 
 async def test_errors_become_the_clients_exceptions(pair: Cluster) -> None:
@@ -239,12 +178,7 @@ async def test_errors_become_the_clients_exceptions(pair: Cluster) -> None:
         pair.decodes[0].script.append(hangs())
         with pytest.raises(openai.InternalServerError):
             await client.responses.create(model="tiny", input="x", stream=True)
-
-        async def breaks(worker: object, request: object) -> AsyncIterator:
-            yield output(request, 0, count=2)
-            yield failure(request, "INTERNAL")
-
-        pair.decodes[0].script.append(breaks)
+        pair.decodes[0].script.append(fails("INTERNAL", after=2))
         stream = await client.responses.create(model="tiny", input="x", stream=True)
         *_, last = [event async for event in stream]
         assert last.type == "response.failed" and last.response.error.code == "server_error"
