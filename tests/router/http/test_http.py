@@ -63,8 +63,7 @@ async def test_operators_paths_too(pair: Cluster) -> None:
 
 
 async def test_a_path_without_a_key_needs_none_however_it_is_written(cluster: Callable, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(json.dumps({"keys": [{"name": "one", "key": "sk-first-secret-1-0123456789abcdef"}]}))
-    made: Cluster = await cluster(FakeWorker(UNIFIED), api_keys=str(tmp_path / "keys"))
+    made: Cluster = await cluster(FakeWorker(UNIFIED), api_keys=write_keys(tmp_path))
     for path in ("/health/", "//health", "/ready//"):
         assert (await made.http.get(f"{made.url}{path}")).status_code == 200
     for path in ("/v1/models/", "/health/x", "/health/../v1/models"):

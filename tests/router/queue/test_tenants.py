@@ -417,13 +417,12 @@ async def test_what_never_fits_is_a_mistake(limited: Cluster, asked: tuple[int, 
 
 
 def test_a_new_file_changes_the_limits_and_not_what_runs(tmp_path: Path) -> None:
-    now, path = [0.0], tmp_path / "keys"
-    path.write_text(json.dumps({"keys": [{"name": "a", "key": FIRST_KEY}]}))
-    keys = Keys(path, lambda: now[0], lambda outcome: None)
+    clock, path = Clock(), tmp_path / "keys"
+    keys = keys_of(path, {"name": "a", "key": FIRST_KEY}, clock=clock)
     before = keys.tenant(f"Bearer {FIRST_KEY}")
     before.running.add(2, 20)
     path.write_text(json.dumps({"keys": [{"name": "a", "key": FIRST_KEY, "max_concurrent": 2}]}))
-    now[0] = 1.0
+    clock.now = 1.0
     after = keys.tenant(f"Bearer {FIRST_KEY}")
     with pytest.raises(MillraceError) as caught:
         after.check(1.0)

@@ -287,12 +287,6 @@ def test_a_call_inside_the_reasoning_is_a_thought() -> None:
     assert parse([f"{inside}{THINK_END}{v3(('time', '{}'))}"], thinking=True) == (inside, "", [("time", "{}")])
 
 
-def test_a_call_ends_the_reasoning_of_kimi() -> None:
-    calls = kimi(("time", "{}"))
-    assert parse([f"So.\n{calls}"], Style.KIMI, thinking=True) == ("So.", "", [("time", "{}")])
-    assert parse([f"{THINK}So. {THINK_END}Hm.{calls}"], Style.KIMI) == ("So.", "Hm.", [("time", "{}")])
-
-
 @pytest.mark.parametrize("style", Style)
 def test_reasoning_and_text_are_told_as_soon_as_they_are_certain(style: Style) -> None:
     parser = MessageParser(ChatFormat(Style.V31, reasons=True), thinking=True, offer=OFFER)
