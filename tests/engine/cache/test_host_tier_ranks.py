@@ -79,20 +79,20 @@ class Replica(Tiered):
         engine.copier = PageCopier(engine.pool, host_pages, self.shared[0])
         poll = engine.copier.poll
         engine.copier.poll = lambda: [] if self.held else poll()  # type: ignore[method-assign]
-        engine._lockstep = Lockstep(outlet=self)  # type: ignore[arg-type]
+        engine._lockstep = Lockstep(followers=[self])  # type: ignore[arg-type]
         self.copier = SlowCopier(pool, host_pages, self.shared[1])
         self._runner = SimRunner(SETTINGS, pool, self.config)
         self._sent: deque[tuple[bytes, np.ndarray, np.ndarray]] = deque()
         self._leave = 0
 
-    def send(self, data: bytes | bytearray) -> None:
-        """The leader's outlet. The oracle, which stands for the model, goes along."""
+    def send_message(self, data: bytes | bytearray) -> None:
+        """The leader's connection. The oracle, which stands for the model, goes along."""
         oracle: Any = self.engine._runner
         self._sent.append((bytes(data), oracle._prompt_hash.copy(), oracle._eos_from.copy()))
         self._follow(MOST_BEHIND)
 
-    def receive(self) -> bytes:
-        """The follower's inlet."""
+    def receive_message(self) -> bytes:
+        """The follower's connection."""
         if len(self._sent) <= self._leave:
             return b""
         data, self._runner._prompt_hash, self._runner._eos_from = self._sent.popleft()
@@ -106,7 +106,7 @@ class Replica(Tiered):
 
     def _follow(self, leave: int) -> None:
         self._leave = leave
-        Lockstep(inlet=self).follow(self, self.copier)  # type: ignore[arg-type]
+        Lockstep(leader=self).follow(self, self.copier)  # type: ignore[arg-type]
 
     def step(self) -> Any:
         events = super().step()
@@ -150,11 +150,11 @@ def test_step_that_the_leader_has_ends_here_before_a_copy() -> None:
     log: list[str] = []
     moves = [PageMoves(False, [1], [2])]
     sent = [StepBatch.idle(), Copies(moves, settled=False), Copies(moves, settled=True), StepBatch.idle()]
-    inlet: Any = SimpleNamespace(receive=lambda: packing.encode(sent.pop(0)) if sent else b"")
+    leader: Any = SimpleNamespace(receive_message=lambda: packing.encode(sent.pop(0)) if sent else b"")
     step = SimpleNamespace(done=lambda: True, result=lambda: log.append("end"))
     runner: Any = SimpleNamespace(launch=lambda batch: (log.append("step"), step)[1])
     copier: Any = SimpleNamespace(follow=lambda moves: log.append("copy"))
-    Lockstep(inlet=inlet).follow(runner, copier)
+    Lockstep(leader=leader).follow(runner, copier)
     assert log == ["step", "copy", "end", "copy", "step", "end"]
 
 
