@@ -239,6 +239,7 @@ def test_answers_of_two_gpus_with_tiers_are_those_without(tmp_path: Path) -> Non
     assert others[1].counters["disk_pages/load"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_answers_with_tiers_are_those_of_one_rank_without(tmp_path: Path) -> None:
     """Sequences are evicted and preempted, saved and resumed. The ranks of the second case find the pages of the first
