@@ -6,7 +6,7 @@ time limit of its own.
     millrace bench gpu --out h200 --tests                      every test file that has tests marked gpu, instead
     millrace bench gpu --out dry --tiny                        the same commands over small shapes on a CPU
 
-In OUT each stage leaves a log and its JSON (millrace_bench/data.py), and gpu.json is the table. Exit code 1: a stage
+In OUT each stage leaves a log and its JSON (millrace_bench/stages.py), and gpu.json is the table. Exit code 1: a stage
 failed, or there was no time for it. A missed target is no failure.
 """
 

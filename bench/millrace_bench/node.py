@@ -7,7 +7,7 @@
     millrace bench node --out dry --tiny                 most of the stages over small shapes on a CPU
     millrace bench node --preset k8s/golden/h200-8gpu-unified.yaml   stages of whole systems, as the chart installs them
 
-bench/data/node.yaml.jinja has the stages. In OUT each leaves a log and its JSON (millrace_bench/data.py), and
+bench/data/node.yaml.jinja has the stages. In OUT each leaves a log and its JSON (millrace_bench/stages.py), and
 node.json is the table. Exit code 1: a stage failed, or there was no time for it. A missed target is no failure; targets
 are those of eight GPUs.
 """

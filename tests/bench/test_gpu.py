@@ -10,6 +10,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,9 @@ def test_command_runs_the_stages_that_it_is_told_to(
     tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kernels = {"bench": "kernels", "results": {"rows": [1]}}
-    monkeypatch.setitem(gpu.SMALL, "kernels-dense", module("small", f"print({json.dumps(kernels)!r})"))
+    small = module("small", f"print({json.dumps(kernels)!r})")
+    known = [replace(stage, tiny=small) if stage.name == "kernels-dense" else stage for stage in gpu.STAGES]
+    monkeypatch.setattr(gpu, "STAGES", known)
     monkeypatch.setattr(sys, "argv", ["gpu", "--tiny", "--only", "kernels-dense", "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as stop:
         gpu.main()
