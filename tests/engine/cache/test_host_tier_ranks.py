@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from engine.cache.test_host_tier import PROMPT, Tiered, evicted
+from engine.cache.test_host_tier import PROMPT, Tiered, evicted, small
 from engine.harness import SETTINGS, eager, request
 from engine.joined import join_all, together
 from hypothesis import given
@@ -262,14 +262,7 @@ def test_answers_with_tiers_are_those_of_one_rank_without(tmp_path: Path) -> Non
 def test_any_order_of_events_and_any_delay_of_a_rank(data: st.DataObject) -> None:
     """Both ranks check the canaries of their pages in each step, and the leader's tokens are the oracle's."""
     rng = random.Random(data.draw(st.integers(0, 2**32)))
-    driver = Replica(
-        rng.choice([Role.UNIFIED, Role.DECODE]),
-        rng.choice([1, 3, 8, 100]),
-        num_pages=rng.randrange(9, 16),
-        overlap=rng.random() < 0.7,
-        draft_tokens=rng.choice([0, 2]),
-        max_prefill_tokens=rng.choice([3, 8, 30]),
-    )
+    driver = small(Replica, rng.choice([Role.UNIFIED, Role.DECODE]), rng)
     for room in range(1, 25):
         prompt = [rng.randrange(16, 18)] * 4 * rng.randrange(1, 5) + [rng.randrange(16, 18)] * rng.randrange(1, 5)
         driver.ask(room, prompt, max_tokens=rng.randrange(1, 12), priority=rng.randrange(2))
