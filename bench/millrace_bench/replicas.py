@@ -10,7 +10,7 @@ graphs. Weights are random.
                    prefill: median time to the last first token. Of the slowest replica
     accept         tokens that a sequence got in such a step: 1 without drafts
     tokens_per_s   of all replicas together
-    imbalance      with spare experts: choices on the busiest rank over the mean, at first and after experts have moved
+    imbalance      with redundant experts: choices on the busiest rank over the mean, before and after experts move
 
 python -m millrace_bench.replicas --dp 8 --widths v3 --exchange peer gather --decode 256x2048 --prefill 4x4096
 python -m millrace_bench.replicas --dp 8 --widths v3 --decode 128x4096 --drafts 1 --skew "power law" --spare 0 1

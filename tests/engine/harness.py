@@ -28,6 +28,7 @@ from millrace_serve.engine.core import (
 )
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar.grammars import Grammars
+from millrace_serve.engine.lockstep.links import FRAME
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.lockstep.replicas import ReplicaState
 from millrace_serve.engine.sim.factory import build_sim_engine, sim_layout
@@ -73,17 +74,17 @@ def eager(lockstep: Lockstep) -> Lockstep:
     return lockstep
 
 
-class FakeRing:
+class FakeConnection:
     """Between a leader and its followers, one after the other in one thread."""
 
     def __init__(self) -> None:
         self._sent: list[bytes] = []
 
-    def send_message(self, data: bytes | bytearray) -> None:
-        self._sent.append(bytes(data))
+    def send(self, message: bytes) -> None:
+        self._sent.append(message)
 
     def receive_message(self) -> bytes:
-        return self._sent.pop(0)
+        return self._sent.pop(0)[FRAME.size :]
 
 
 class Clock:

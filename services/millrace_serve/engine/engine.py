@@ -35,7 +35,7 @@ from millrace_serve.engine.step.runner import Runner, StepHandle
 
 IDLE_PLAN = Plan([], [])
 COMPILE_POLL_S = 0.005  # how often to look for the end of a grammar's compilation while there is no other work
-STORE_POLL_S = 0.02  # likewise for the end of stores in the third tier, for which nobody waits
+STORE_POLL_S = 0.02  # likewise for the end of stores in the disk tier, for which nobody waits
 COPY_POLL_S = 0.001  # likewise for the end of copies between the device and the host tier
 
 
@@ -73,7 +73,7 @@ class Engine:
         self._paused = False
 
     def keep_in(self, store: DiskTier) -> None:
-        """`store` is the third tier from now on, for pages of the copier's host memory. `close` closes it."""
+        """`store` is the disk tier from now on, for pages of the copier's host memory. `close` closes it."""
         if self._disk.store is not None:
             self._disk.store.close()
         self._disk.store = store

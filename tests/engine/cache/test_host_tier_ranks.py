@@ -23,7 +23,7 @@ from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import GIB, Limits, Role
 from millrace_serve.engine.core import Abort, FlushCache, RequestId, Submit
 from millrace_serve.engine.lockstep import packing
-from millrace_serve.engine.lockstep.links import RankLost
+from millrace_serve.engine.lockstep.links import FRAME, RankLost
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.lockstep.packing import Copies
 from millrace_serve.engine.offload.disk_tier import DiskTier
@@ -85,10 +85,10 @@ class Replica(Tiered):
         self._sent: deque[tuple[bytes, np.ndarray, np.ndarray]] = deque()
         self._leave = 0
 
-    def send_message(self, data: bytes | bytearray) -> None:
+    def send(self, message: bytes) -> None:
         """The leader's connection. The oracle, which stands for the model, goes along."""
         oracle: Any = self.engine._runner
-        self._sent.append((bytes(data), oracle._prompt_hash.copy(), oracle._eos_from.copy()))
+        self._sent.append((message[FRAME.size :], oracle._prompt_hash.copy(), oracle._eos_from.copy()))
         self._follow(MOST_BEHIND)
 
     def receive_message(self) -> bytes:

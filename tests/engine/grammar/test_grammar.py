@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from engine.drafted_masks import bits_of, check_masks
-from engine.harness import SETTINGS, Driver, FakeRing, fill_pages, first_output, request
+from engine.harness import SETTINGS, Driver, FakeConnection, fill_pages, first_output, request
 from millrace_common.grammar.checker import NobodyWaits
 from millrace_common.grammar.source import GrammarError
 from millrace_serve.engine.cache.kv_pool import KvPool
@@ -359,8 +359,8 @@ def test_requests_whose_grammar_is_being_compiled_are_counted() -> None:
 
 def test_followers_are_given_the_same_masks() -> None:
     """A tensor-parallel leader's batches, masks included, are all that its followers need."""
-    ring, driver = FakeRing(), GrammarDriver(Role.UNIFIED)
-    driver.engine._lockstep = Lockstep(followers=[ring])
+    connection, driver = FakeConnection(), GrammarDriver(Role.UNIFIED)
+    driver.engine._lockstep = Lockstep(followers=[connection])
     driver.submit(constrained(1, [20, 21, 22], max_tokens=6))
     driver.finish_compiling()
     driver.run()
@@ -374,5 +374,5 @@ def test_followers_are_given_the_same_masks() -> None:
             tokens.extend(handle.result().tokens[:, 0].tolist())
             return handle
 
-    Lockstep(leader=ring).follow(Recording())  # type: ignore[arg-type]
+    Lockstep(leader=connection).follow(Recording())  # type: ignore[arg-type]
     assert tokens == driver.tokens[RequestId(1, 0)] == expected(6)

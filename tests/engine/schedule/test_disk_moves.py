@@ -1,4 +1,4 @@
-"""The third tier below the host tier: a store of pages that outlives engines, over the simulated engine."""
+"""The disk tier below the host tier: a store of pages that outlives engines, over the simulated engine."""
 
 from __future__ import annotations
 

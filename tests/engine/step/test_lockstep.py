@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.harness import SETTINGS, TINY, Clock, FakeReplicas, FakeRing, eager, request
+from engine.harness import SETTINGS, TINY, Clock, FakeConnection, FakeReplicas, eager, request
 from millrace_common.pace import FEW, LEAST_S
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Role
@@ -114,8 +114,8 @@ def test_idle_replica_steps_as_long_as_another_works():
 
 def test_follower_runs_what_the_leader_shares():
     config = EngineConfig.model_validate(TINY)
-    ring = FakeRing()
-    engine = build_sim_engine(config, Role.UNIFIED, SETTINGS, Lockstep(followers=[ring]))
+    connection = FakeConnection()
+    engine = build_sim_engine(config, Role.UNIFIED, SETTINGS, Lockstep(followers=[connection]))
     engine.submit(Submit(request(1, [20, 21, 22], max_tokens=5)))
     leader: list[int] = []
     while engine.has_work():
@@ -132,7 +132,7 @@ def test_follower_runs_what_the_leader_shares():
             results.append(handle.result())
             return handle
 
-    Lockstep(leader=ring).follow(Recording())  # type: ignore[arg-type]
+    Lockstep(leader=connection).follow(Recording())  # type: ignore[arg-type]
     assert [int(token) for result in results for token in result.tokens[:, 0]] == leader and len(leader) == 5
     assert all(isinstance(result, StepOutput) and not result.corrupt for result in results)
 

@@ -72,12 +72,8 @@ class RankConnection:
             data += more
         return data
 
-    def send_message(self, data: bytes | bytearray) -> None:
-        """Of any size. Waits for a rank that is too far behind. Raises RankLost."""
-        self.send(FRAME.pack(len(data)) + data)
-
     def receive_message(self) -> bytes:
-        """Waits as long as the other rank lives. Raises RankLost."""
+        """What `framed` made. Waits as long as the other rank lives. Raises RankLost."""
         (size,) = FRAME.unpack(self.receive(FRAME.size))
         return self.receive(size)
 
@@ -126,6 +122,11 @@ class RankListener:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def framed(data: bytes | bytearray) -> bytes:
+    """A message of any size for `receive_message`: made once for all who get it."""
+    return FRAME.pack(len(data)) + data
 
 
 def connect(address: Address, token: bytes, me: int, rank: int) -> RankConnection:

@@ -16,7 +16,7 @@ from operator import add
 
 from millrace_serve.engine.health.progress import Progress
 from millrace_serve.engine.lockstep import packing
-from millrace_serve.engine.lockstep.links import RankConnection
+from millrace_serve.engine.lockstep.links import RankConnection, framed
 from millrace_serve.engine.lockstep.replicas import Replicas, ReplicaState, Said
 from millrace_serve.engine.offload.page_copier import PageCopier
 from millrace_serve.engine.schedule.plan import NOTHING, ContextParallelTurn, Plan, Work
@@ -149,8 +149,9 @@ class Lockstep:
         self._close()
 
     def _send(self, data: bytes | bytearray) -> None:
+        message = framed(data)
         for follower in self._followers:
-            follower.send_message(data)
+            follower.send(message)
 
 
 def _state(plan: Plan, last: bool) -> ReplicaState:

@@ -1,4 +1,4 @@
-"""What moves between the host tier and the third tier, and when. The store moves the bytes beside the engine.
+"""What moves between the host tier and the disk tier, and when. The store moves the bytes beside the engine.
 
 keep   a copy that has become whole waits for its turn to be stored, and is not if it is evicted before
 load   blocks that the store has get slots of the host tier, from which they go on to the device

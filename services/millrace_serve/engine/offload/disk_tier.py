@@ -1,4 +1,4 @@
-"""The third tier of the prefix cache: a thread that moves pages between the host tier's memory and a PageFolder.
+"""The disk tier of the prefix cache: a thread that moves pages between the host tier's memory and a PageFolder.
 
 Nothing here makes the engine wait. A slot belongs to a move from `store` or `load` until `take` has returned the move.
 """

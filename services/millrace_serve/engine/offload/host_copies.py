@@ -4,7 +4,7 @@
             for that, and the page is not held: it is read only as long as it is in the prefix cache, so a copy is good
             if the page is still there when the copy ends. A page that is evicted before its turn is not stored.
     save    pages of a preempted sequence are copied before they are given back
-    fill    copies come back into leading pages of a new prompt, those of the third tier (disk_moves.py) by the host's
+    fill    copies come back into leading pages of a new prompt, those on disk (disk_moves.py) by the host's
 
 One store at a time; the others are begun at once. The leader of a replica decides for all of its ranks, which have the
 same KV: each copies its share of what goes to the host, and all of what comes back.
@@ -74,7 +74,7 @@ class HostCopies:
         job.done()
 
     def fill(self, pages: list[int], blocks: list[bytes], least: int, then: Callable[[int], None]) -> bool:
-        """Copy the longest leading run of `blocks` that is here, and behind it in the third tier, into `pages`; `then`
+        """Copy the longest leading run of `blocks` that is here, and behind it in the disk tier, into `pages`; `then`
         gets the length of what came. False: there are fewer than `least`, and nothing is copied.
         """
         copies = self._tier.find(blocks)
