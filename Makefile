@@ -51,9 +51,10 @@ checkpoint: $(TINY_FP8)/config.json ## Make models/generated/tiny-fp8, the FP8 v
 
 ##@ Check
 
+# Three processes keep two cores busy: for two fifths of its time a test waits, for sockets, clocks and other processes.
 .PHONY: test
 test: setup stubs checkpoint $(PROMETHEUS) $(BROWSER) ## Run all tests except the long ones (ARGS="-k router" for a part)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not long' $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup -m 'not long' $(ARGS)
 
 .PHONY: test-long
 test-long: setup stubs checkpoint peers ## Run the long tests: groups with Ray, roll-outs, chaos, a soak, alerts, drafts and grammars of whole systems, accuracy of a model, tuners, resolvers of requirements

@@ -1,15 +1,16 @@
 """Settings of the whole suite."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import glob
 import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from millrace_testing import HANG_S
 
 # Before torch is imported: several processes share few cores, where torch's own threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,7 +25,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("GOGC", "400")
 # Before jsonschema is imported: it would build the parsers of a format that nothing here uses, for two seconds.
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
-
 
 with contextlib.suppress(ImportError):  # GPU hosts have no hypothesis
     from hypothesis import HealthCheck, settings
@@ -51,9 +51,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m long`, files without a long test are not imported."""
+    wanted = config.getoption("markexpr") == "long" and collection_path.suffix == ".py"
+    return "mark.long" not in collection_path.read_text() or None if wanted else None
+
+
+def pytest_collectstart() -> None:
+    gc.disable()  # of what is imported nothing is garbage
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: a full collection would look through all of it, for half a second each time."""
     gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_checkers() -> Iterator[None]:
+    """The processes that compile grammars are nicer than this one: a busy machine may give them no time for minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("millrace_common.grammar.checker.WAIT_S", HANG_S)
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -5,8 +5,6 @@ Those below `<!-- run -->` run one after the other meanwhile. A plain block righ
 Blocks below `<!-- run: gpu -->` and `<!-- run: cluster -->` need more than this machine; tests/helm renders the latter.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -51,6 +49,13 @@ def test_make_targets_exist(document: Path) -> None:
 def test_relative_links_exist(document: Path) -> None:
     links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", document.read_text())
     assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_documents_that_code_and_charts_name_exist() -> None:
+    folders = [ROOT / name for name in ("proto", "router", "services", "kernels", "bench", "helm", "k8s")]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".yaml", ".tpl", ".md")]
+    named = {(name, str(path)) for path in files for name in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text())}
+    assert [where for where in sorted(named) if not (ROOT / where[0]).exists()] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -1,7 +1,5 @@
 """The linter of prose finds what CONTRIBUTING.md forbids, and nothing in code or in tables that are made."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """docs/reference says what the code says, and each error says what to do, and messages have plain words."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

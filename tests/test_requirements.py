@@ -3,8 +3,6 @@
 Resolvers read metadata alone: nothing is installed, and of a package of 500 MB only some kilobytes are fetched.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import re

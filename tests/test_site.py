@@ -1,7 +1,5 @@
 """The build of the site, which is a part of `make lint`, fails for a broken link."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

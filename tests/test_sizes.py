@@ -1,7 +1,5 @@
 """The sums in sizes.toml are limits: a change may lower one, and never raises it."""
 
-from __future__ import annotations
-
 import ast
 import math
 import subprocess

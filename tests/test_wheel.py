@@ -1,7 +1,5 @@
 """The wheel has what a source tree has, and serves by itself."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -67,7 +65,6 @@ def environment(wheel: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_alone_in_an_environment_it_serves_the_simulator(environment: Path, tmp_path: Path) -> None:
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ports = [f"--{name}-port=0" for name in ("grpc", "http", "admin", "admin-http")]

@@ -12,8 +12,6 @@ rows (gate), FP8 ones (q_a, kv_a) or both (MoE); up to 16 rows there are plain o
 millrace bench allreduce --ranks 2 --rows 1 2 4 8 16 32 64 128 256 512 1024 2048 4096
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools
@@ -27,11 +25,11 @@ from millrace_kernels.fp8 import Operand
 from millrace_kernels.peer.reduce_norm import ReduceNorm, Ways
 from millrace_kernels.rms_norm import rms_norm
 from millrace_kernels.testing.tolerances import FP8_TOLERANCE, dequantised, rms_error
-from millrace_load.record import Record, Row, print_record
+from millrace_load.record import Record, Row, print_record, print_row
 from millrace_serve.model.parallel import ParallelDims
 from torch import Tensor
 
-from millrace_bench.processes import Ranks, by_way, call_us, slowest
+from millrace_bench.processes import Ranks, call_us, slowest
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 FORMS = {"plain": (False, True), "fp8": (True, False), "both": (True, True)}  # quant, plain
@@ -141,7 +139,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
     rows = run(args)
-    print(by_way(rows, "rows", "form"))
+    for row in rows:
+        print_row(**row)
     wrong = [row for row in rows if row.get("error", 0) > FP8_TOLERANCE or not row.get("same", True)]
     print(f"wrong: {wrong}" if wrong else "all results are right, and the same on all ranks")
     print_record(Record("allreduce", vars(args), {"rows": rows}))

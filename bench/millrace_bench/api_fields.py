@@ -1,7 +1,5 @@
 """Tables of the fields of each API in docs/reference/api-*.md, made from the types that parse them."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterator

@@ -11,8 +11,6 @@ Steps on GPUs with skewed gates: `python -m millrace_bench.replicas --skew "powe
 millrace bench balance                                  no device: R = 2, 8, 72
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import statistics
@@ -21,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from millrace_load.record import Record, Row, print_record
+from millrace_load.record import Record, Row, print_record, print_row
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
@@ -134,9 +132,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=128, help="rows of a rank in a step")
     args = parser.parse_args()
     rows = pure(args.rows)
-    print("  ".join(rows[0]))
     for row in rows:
-        print("  ".join(str(value).rjust(len(key)) for key, value in row.items()))
+        print_row(**row)
     print_record(Record("balance", vars(args), {"rows": rows}))
 
 

@@ -4,8 +4,6 @@ Nested models are followed to their leaves. A model that is used in two places (
 them, because each is a key of its own. A checkpoint's config.json is no configuration of ours.
 """
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Tables of benches that are data: the files of bench/data."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jinja2

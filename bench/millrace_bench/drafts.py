@@ -10,8 +10,6 @@ One engine after the other in this process, without drafts and with 1, 2 and 3, 
     same         answers that are those without drafts, token by token; exit code 1 when one differs
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -22,12 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace_cli.cluster import TINY
-from millrace_load.record import Record, Row, print_record
-from rich.table import Table
+from millrace_load.record import Record, Row, print_record, print_row
 
 from millrace_bench.eval.backend import Answer, Job
 from millrace_bench.eval.in_process import EngineBackend
-from millrace_bench.eval.report import make_console, make_table
 from millrace_bench.eval.run import Suite
 from millrace_bench.heldout_texts import TEXTS
 from millrace_bench.tasks import TASKS, Item, Match
@@ -75,7 +71,6 @@ async def run(folder: Path, drafts: int, concurrency: int, plan: Sequence[Work])
             row: Row = {"drafts": drafts, "temperature": work.temperature, "task": work.name}
             row |= {"tokens": sum(answer.output_tokens for answer in answers)}
             row |= {"drafted": drafted, "accepted": accepted, "accept": accept_length(answers)}
-            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
             found.append((row, answers))
     return found
 
@@ -99,19 +94,6 @@ def compare(without: Sequence[tuple[Row, list[Answer]]], found: Sequence[tuple[R
     return rows
 
 
-def table(rows: Sequence[Row]) -> Table:
-    positions = max((len(row["drafted"]) for row in rows), default=0)
-    names = [f"position {1 + place}" for place in range(positions)]
-    shown = make_table("Drafts accepted", "task", "temperature", "drafts", *names, "accept", "tokens", "same")
-    for row in rows:
-        shares = [f"{yes / max(all_, 1):.3f}" for yes, all_ in zip(row["accepted"], row["drafted"], strict=True)]
-        shares += [""] * (positions - len(shares))
-        same = f"{row['same']}/{row['items']}"
-        cells = (row["temperature"], row["drafts"], *shares, row["accept"], row["tokens"], same)
-        shown.add_row(row["task"], *map(str, cells))
-    return shown
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="How many drafts of a checkpoint's own MTP layer are accepted.")
     parser.add_argument("--model", type=Path, default=TINY, help="checkpoint folder (%(default)s)")
@@ -127,7 +109,8 @@ def main() -> None:
     rows: list[Row] = []
     for drafts in args.drafts:
         rows += compare(without, asyncio.run(run(args.model, drafts, args.concurrency, plan)))
-    make_console().print(table(rows))
+    for row in rows:
+        print_row(**row)
     print_record(Record("drafts", vars(args), {"rows": rows}))
     sys.exit(int(any(row["same"] != row["items"] for row in rows)))
 

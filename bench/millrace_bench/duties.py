@@ -9,13 +9,10 @@ same moments, all chunks of prompts leave streams their TPOT limit, and all requ
 goodput: requests that are due within a load's time and meet the limits, each second.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools
 import json
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -23,7 +20,7 @@ from dataclasses import asdict, replace
 import numpy as np
 from millrace_common.split import Capacity, Slo, Workload, best
 from millrace_common.step_times import StepTimes
-from millrace_load.record import ROOT, Record, Row, Summary, print_record
+from millrace_load.record import ROOT, Record, Row, Summary, print_record, print_row
 from millrace_load.workload import poisson_arrivals
 from millrace_router.config import Policy
 from millrace_serve.plan.facts import steps
@@ -39,14 +36,15 @@ CHANGING = "changing"
 LIMIT = Slo(1.0, 0.04)
 FIGURES = ("goodput", "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
 PARTS = ("fixed_s", "sequence_s", "key_s", "chunk_s", "token_s", "pair_s")
-# Four H200s, 61 layers, 15 s of arrivals of 4096/256: goodput, TTFT p50 and p99, TPOT p50 and p99 (2026-11-26).
+# Four H200s, 61 layers, 15 s of arrivals of 4096/256: goodput, TTFT p50 and p99, TPOT p50 and p99 (2026-11-26). By
+# system, rate, and the seed of the arrivals: `bench pd` counted its rates.
 MEASURED = {
-    ("3p+1d", 5.0): (3.06, 0.419, 0.801, 0.0325, 0.0344),
-    ("2p+2d", 5.0): (2.50, 0.728, 1.370, 0.0288, 0.0295),
-    ("4u", 5.0): (1.42, 0.455, 1.253, 0.0390, 0.0471),
-    ("3p+1d", 7.5): (1.35, 1.227, 2.089, 0.0372, 0.0385),
-    ("2p+2d", 7.5): (0.23, 5.014, 9.166, 0.0300, 0.0339),
-    ("4u", 7.5): (1.14, 0.548, 1.420, 0.0512, 0.0703),
+    ("3p+1d", 5.0, 0): (3.06, 0.419, 0.801, 0.0325, 0.0344),
+    ("2p+2d", 5.0, 0): (2.50, 0.728, 1.370, 0.0288, 0.0295),
+    ("4u", 5.0, 0): (1.42, 0.455, 1.253, 0.0390, 0.0471),
+    ("3p+1d", 7.5, 1): (1.35, 1.227, 2.089, 0.0372, 0.0385),
+    ("2p+2d", 7.5, 1): (0.23, 5.014, 9.166, 0.0300, 0.0339),
+    ("4u", 7.5, 1): (1.14, 0.548, 1.420, 0.0512, 0.0703),
 }
 
 
@@ -174,29 +172,16 @@ def most(load: Load, replicas: int, times: StepTimes, capacity: Capacity, limit:
     return low
 
 
-def compare(args: argparse.Namespace) -> list[Row]:
+def compare() -> list[Row]:
     """Predicted and measured, with prompts in whole chunks and requests without limits: as they ran then."""
     made = replace(machine(h200_times(), Slo()), chunk=2048)
     rows = []
-    for (system, rate), measured in MEASURED.items():
-        runs = [_figures(system, made, rate, seed) for seed in range(args.seeds)]
-        columns = zip(FIGURES, measured, zip(*runs, strict=True), strict=True)
-        figures = {name: _beside(found, one) for name, one, found in columns}
+    for (system, rate, seed), measured in MEASURED.items():
+        columns = zip(FIGURES, _figures(system, made, rate, seed), measured, strict=True)
+        figures = {name: {"predicted": own, "measured": one, "error": own / one - 1} for name, own, one in columns}
         rows.append({"system": system, "rate": rate, **figures})
-        errors = (f"{name} {one['error']:+.0%}" for name, one in figures.items())
-        print(f"{system:>6} {rate}/s  {'  '.join(errors)}", flush=True)
+        print_row(**rows[-1])
     return rows
-
-
-def _beside(found: Sequence[float], measured: float) -> Row:
-    mean = statistics.mean(found)
-    return {
-        "predicted": mean,
-        "least": min(found),
-        "most": max(found),
-        "measured": measured,
-        "error": mean / measured - 1,
-    }
 
 
 def _figures(system: str, made: Machine, rate: float, seed: int) -> tuple[float, ...]:
@@ -232,17 +217,8 @@ def grid(args: argparse.Namespace) -> list[Row]:
         for segments, system in itertools.product(runs, systems):
             lead_s = args.lead if len(segments) == 1 else 0.0
             rows.append({"workers": replicas, **simulate(system, segments, made, LIMIT, lead_s)})
-            print(line(rows[-1]), flush=True)
+            print_row(**rows[-1])
     return rows
-
-
-def line(row: Row) -> str:
-    ttft, tpot = ([1e3 * row[name][percentile] for percentile in ("p50", "p99")] for name in ("ttft", "tpot"))
-    return (
-        f"{row['system']:>10} {row['load']:26} {row['rate']:7.2f}/s  goodput {row['goodput']:7.2f} of "
-        f"{row['requests']:5}  TTFT {ttft[0]:6.0f} {ttft[1]:6.0f}  TPOT {tpot[0]:5.1f} {tpot[1]:5.1f}  "
-        f"{len(row['changes'])} changes, {row['took_s']:.0f} s"
-    )
 
 
 def main() -> None:
@@ -257,9 +233,8 @@ def main() -> None:
     parser.add_argument("--steps", default="h100/mixed-steps", help="run with the step times (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", action="store_true", help="compare predicted and measured instead")
-    parser.add_argument("--seeds", type=int, default=6, help="with --compare: arrivals (%(default)s)")
     args = parser.parse_args()
-    rows = compare(args) if args.compare else grid(args)
+    rows = compare() if args.compare else grid(args)
     print_record(Record("duties-compare" if args.compare else "duties", vars(args), {"rows": rows}))
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace_common.config import load
-from millrace_load.record import Record, Row, command, print_record
+from millrace_load.record import Record, Row, command, print_record, print_row
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
@@ -192,7 +192,7 @@ def report(command: str, args: argparse.Namespace, joined: ParallelDims | None =
     for row in found:
         rows.append(row)
         if not joined or not joined.rank:
-            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+            print_row(**row)
     if not joined or not joined.rank:
         print_record(Record("engine", vars(args), {"rows": rows}, command=command))
 

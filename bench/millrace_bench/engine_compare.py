@@ -5,8 +5,6 @@ them: a step with drafts is longer, and gives more tokens. Where acceptance is d
 the drawn ones differ from them by some per cent in a hundred steps.
 """
 
-from __future__ import annotations
-
 from itertools import takewhile
 
 from millrace_load.record import Row

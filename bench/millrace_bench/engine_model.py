@@ -14,8 +14,6 @@ The model is a checkpoint's, or random weights in the shapes of a config.json, o
 `context` sequences come as from a prefill worker, and their KV is random: no prompt is computed.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import random
@@ -30,7 +28,6 @@ import torch
 from millrace_load.record import Row
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import (
-    Events,
     KvArrived,
     KvOffered,
     Request,
@@ -146,7 +143,7 @@ def _decode(engine: Engine, batch: int, work: Work) -> Row:
     while engine.has_work():
         events = engine.step()
         now = time.perf_counter()
-        if _steady(events, batch):
+        if len(events.outputs) == batch and not any(output.finish for output in events.outputs):
             times.append(now - clock)
             tokens += sum(len(output.tokens) for output in events.outputs)
         clock = now
@@ -154,10 +151,6 @@ def _decode(engine: Engine, batch: int, work: Work) -> Row:
     row = {"kind": "decode", "batch": batch, "prompt": work.prompt, "step_ms": round(step_ms, 3)}
     row |= {"accept": round(accept, 4), "tokens_per_s": round(batch * accept / step_ms * 1e3, 1), **watch.stop()}
     return row | _graph(engine, batch, step_ms)
-
-
-def _steady(events: Events, batch: int) -> bool:
-    return len(events.outputs) == batch and not any(output.finish for output in events.outputs)
 
 
 def _graph(engine: Engine, batch: int, step_ms: float) -> Row:

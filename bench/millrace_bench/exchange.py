@@ -15,8 +15,6 @@ that fails or hangs is a row with an `error`. Each row is printed when it is kno
 millrace bench exchange --ranks 2
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json
@@ -26,13 +24,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from millrace_load.record import Record, Row, print_record
+from millrace_load.record import Record, Row, print_record, print_row
 from millrace_serve.model.parallel import ParallelDims
 from torch import multiprocessing
 
 from millrace_bench import exchange_ways
 from millrace_bench.exchange_ways import HELD, TOP_K, Call, Case, Ours
-from millrace_bench.processes import Ranks, by_way, call_us, spawn
+from millrace_bench.processes import Ranks, call_us, spawn
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 4096)
 
@@ -141,10 +139,8 @@ def main() -> None:
     rows, end = [], time.monotonic() + args.seconds
     for family in args.families:
         rows += run(family, args, min(args.seconds / 3, end - time.monotonic()))
-    print(by_way(rows, "rows"))
     for row in rows:
-        if "error" in row:
-            print(f"{row['way']}: {row['error']}")
+        print_row(**row)
     wrong = [row["rows"] for row in rows if not row.get("right", True)]
     print(f"wrong sums: {wrong} rows" if wrong else "all sums are right")
     print_record(Record("exchange", vars(args), {"rows": rows}))

@@ -2,8 +2,6 @@
 its rivals: NCCL, torch's symmetric memory, and DeepEP where its wheel is installed.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable

@@ -13,8 +13,6 @@ A template is Markdown. It takes figures from bench/results with `row`, so a num
 table. The tables of docs/reference/api-*.md come from the types that read requests (api_fields.py).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

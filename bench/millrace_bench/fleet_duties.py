@@ -1,13 +1,11 @@
 """The router's controller of duties before simulated flexible workers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from millrace_common.split import Capacity
 from millrace_router.duties.controller import BOTH, DECODE, PREFILL, FleetState, Member, decide
 from millrace_router.duties.demand import RecentDemand, Report
-from millrace_router.duties.lead import PERIOD_S
+from millrace_router.duties.lead import PERIOD_S, measured
 
 from millrace_bench.fleet import Fleet, Job
 from millrace_bench.fleet_worker import Worker
@@ -35,18 +33,21 @@ class Duties:
         outputs = sorted(worker.outputs.mean for worker in self._workers)
         self._demand.look({worker.name: self._report(worker) for worker in self._workers}, outputs[len(outputs) // 2])
         workload = self._demand.workload()
-        if workload is None:
+        times = measured([(CODES[worker.duty], worker.keys, worker.times) for worker in self._workers])
+        if workload is None or times is None:
             return
         fleet, machine = self._fleet, self._workers[0].machine
-        waiting = fleet.admission.tokens + sum(fleet.replicas[worker.name].tokens for worker in self._workers)
+        tokens = fleet.admission.tokens + sum(fleet.replicas[worker.name].tokens for worker in self._workers)
         state = FleetState(
             tuple(self._member(worker) for worker in self._workers),
             workload,
             fleet.made_of.slo,
-            machine.times,
+            times,
             Capacity(machine.max_running, machine.pool, machine.chunk, machine.handover_s),
-            waiting_tokens=waiting,
+            waiting=len(fleet.admission) + sum(len(worker.prompts) for worker in self._workers),
+            waiting_tokens=tokens,
             sample=self._demand.sample,
+            growth=self._demand.growth,
         )
         plan = decide(state)
         changed = [worker for worker in self._workers if CODES[worker.duty] != plan.duties[worker.name]]

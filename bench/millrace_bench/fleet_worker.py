@@ -1,12 +1,11 @@
-"""A simulated worker: it runs steps, each as long as the times of a step say, whatever is in it.
+"""A simulated worker: it runs steps, each as long as the times of a step say. If steps of few rows are shorter, because
+they read few experts, it has to learn the times, as an engine does.
 
 1. A step has a token of each running sequence, and chunks of prompts: as many tokens as one step may have and, beside
    sequences with a TPOT limit, as their limit leaves. Prompts for other workers take whole chunks beside them.
 2. A prompt whose output another worker generates is handed over at its end. Another goes on here.
 3. Sequences run while the pool has room, by the functions of the engine that admit, preempt and promise room.
 """
-
-from __future__ import annotations
 
 import heapq
 import math
@@ -15,11 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from millrace_common.step_times import StepTimes
+from millrace_common.step_times import AIM, RECOVER, StepTimes, tokens_left
 from millrace_router.flow.flow import SubRequest
 from millrace_router.policy.snapshot import NOT_MEASURED, Replica
 from millrace_serve.engine.schedule.capacity import QUEUE_S
 from millrace_serve.engine.schedule.expected import Outputs, need, room
+from millrace_serve.engine.schedule.plan import Work
+from millrace_serve.engine.schedule.step_fit import StepFit
 from millrace_serve.engine.schedule.waiting import LOOK_S
 
 Fleet: TypeAlias = Any  # of fleet.py, which imports this file
@@ -27,6 +28,7 @@ Job: TypeAlias = Any
 
 PAGE = 64  # tokens
 AMPLE = 4  # pools with so many times the tokens that are in use need no exact look
+UNREAD = 0.75  # of the experts, by each row: of 32, it reads 8
 MOST_PROMPTS = 320  # of a prefill worker
 
 
@@ -35,6 +37,7 @@ class Machine:
     """What a worker is."""
 
     times: StepTimes
+    experts_s: float = 0.0  # of times.fixed_s: reading all experts
     pool: int = 1 << 20  # tokens
     chunk: int = 2048  # prompt tokens of a step
     max_running: int = 256
@@ -43,6 +46,9 @@ class Machine:
     page_bytes: int = 0
     read_bytes_per_s: float = 0.0
     by_room: bool = True  # it reports its room and waits; else only capacity
+
+    def step_s(self, work: Work) -> float:
+        return self.times.step_s(*work) - self.experts_s * UNREAD ** (work.sequences + work.tokens)
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -63,6 +69,7 @@ class Part:
     computed: int = 0  # of the prompt and, after a preemption, of the outputs
     made: int = 0  # outputs, until it began to run last
     began: int = 0  # the worker's number of steps then
+    due_s: float = 0.0  # token n is due at `due_s` + n x AIM x the TPOT limit
     heard: int = 0  # outputs that the router knows
     waits: bool = False  # as the router was told
     started: bool = False  # some of it was computed
@@ -82,11 +89,17 @@ class Worker:
         self.waiting: list[tuple[int, Part]] = []  # what came from elsewhere, or was preempted
         self.running: dict[Part, None] = {}
         self._ends: list[tuple[int, int, Part]] = []  # by the step in which they end
-        self._keys = 0  # tokens of running sequences
+        self.keys = 0  # tokens of running sequences
         self._begun = 0  # tokens of prompts that were begun and stay here
         self._prompt_tokens = 0  # to be computed
         self._steps = self.computed = self.generated = self.preemptions = 0
         self._busy = False
+        self._fit = StepFit(machine.times)
+
+    @property
+    def times(self) -> StepTimes:
+        """As it knows them."""
+        return self._fit.times
 
     # ------------------------------------------------------------------------------------- what the router sends
 
@@ -132,31 +145,54 @@ class Worker:
         tokens = sum(count for _, count in chunks)
         pairs = sum(count * (part.computed + count / 2) for part, count in chunks)
         self._busy = True
-        seconds = self.machine.times.step_s(len(self.running), self._keys, tokens, pairs)
+        work = Work(len(self.running), self.keys, tokens, pairs)
+        seconds = self.machine.step_s(work)
+        if self.machine.experts_s:
+            self._fit.add(work, seconds)
         self.fleet.after(seconds, lambda: self._end(chunks))
 
     def _chunks(self) -> list[tuple[Part, int]]:
-        limit, chunks = self._most_tokens(), list[tuple[Part, int]]()
-        places = self.machine.max_running - len(self.running)
+        machine, most, parts, rests = self.machine, self._most_tokens(), list[Part](), list[int]()
+        places = machine.max_running - len(self.running)
         for part in self.prompts:
-            if limit <= 0 or not self._begins(part, places):
+            if tokens_left(rests, most, machine.chunk) <= 0 or not self._begins(part, places):
                 break
-            part.started, count = True, min(_length(part) - part.computed, limit)
-            chunks.append((part, count))
-            limit, places = limit - count, places - (part.sub is SubRequest.DECODE)
-        return chunks
+            part.started = True
+            parts.append(part)
+            rests.append(_length(part) - part.computed)
+            places -= part.sub is SubRequest.DECODE
+        starts = [part.computed for part in parts]
+        shares = self.times.divide(list(zip(starts, rests, strict=True)), most, machine.chunk)
+        return [(part, tokens) for part, tokens in zip(parts, shares, strict=True) if tokens]
 
     def _most_tokens(self) -> int:
         """Prompt tokens of the next step, by the engine's rule (engine/schedule/prompts.py)."""
-        machine, rows = self.machine, len(self.running)
+        machine = self.machine
+        if not self.running or not self.prompts:
+            return machine.chunk
         for part in self.prompts:
             if part.sub is SubRequest.PREFILL:
                 return machine.chunk
             if not part.started:
                 break
-        limit_s = machine.tpot_s if rows else math.inf
         start = max((part.computed for part in self.prompts if part.started), default=0)
-        return machine.times.chunk_beside(limit_s, rows, self._keys, start, PAGE, machine.chunk)
+        wanted, work = min(self._prompt_tokens, machine.chunk), (len(self.running), self.keys)
+        most = self.times.chunk_beside(machine.tpot_s, self._spare_s(), *work, start, wanted, PAGE)
+        return min(most, machine.chunk)
+
+    def _spare_s(self) -> float:
+        """As in engine/schedule/streams.py."""
+        now, aim_s, spare_s = self.fleet.now, AIM * self.machine.tpot_s, math.inf
+        step_s, worst_s = self.times.step_s(len(self.running), self.keys), -self.times.prompts_s(self.machine.chunk)
+        recover, saved_s = min(self.outputs.lower_quartile, RECOVER), aim_s - step_s
+        for part in self.running:
+            made = self._made(part)
+            rest = min(part.job.request.max_tokens - made, recover)
+            own_s = part.due_s + aim_s * made - now + rest * saved_s
+            kept_s = max(worst_s, min(own_s, 2 * RECOVER * max(saved_s, 0.0)))
+            part.due_s += kept_s - own_s
+            spare_s = min(spare_s, kept_s)
+        return spare_s
 
     def _begins(self, part: Part, places: int) -> bool:
         """Whether a prompt can go on, or begin: one that stays here needs a place and pages."""
@@ -171,7 +207,7 @@ class Worker:
     def _end(self, chunks: list[tuple[Part, int]]) -> None:
         self._busy = False
         self._steps += 1
-        self._keys += len(self.running)
+        self.keys += len(self.running)
         self.generated += len(self.running)
         while self._ends and self._ends[0][0] <= self._steps:
             part = heapq.heappop(self._ends)[2]
@@ -184,7 +220,7 @@ class Worker:
                 self._prompt_tokens -= count
                 if part.computed >= _length(part):
                     self._first_token(part)
-        while len(self.running) > 1 and self._keys + self._begun > self.machine.pool:
+        while len(self.running) > 1 and self.keys + self._begun > self.machine.pool:
             self._preempt(max(self.running, key=lambda part: part.order))
         self._step()
 
@@ -208,12 +244,12 @@ class Worker:
             self._run(part, part.made)
 
     def _run(self, part: Part, made: int) -> None:
-        part.made, part.began = made, self._steps
+        part.made, part.began, part.due_s = made, self._steps, self.fleet.now - AIM * self.machine.tpot_s * made
         if made >= part.goal:
             self._ended(part)
             return
         self.running[part] = None
-        self._keys += part.tokens + made
+        self.keys += part.tokens + made
         heapq.heappush(self._ends, (self._steps + part.goal - made, part.order, part))
 
     def _finish(self, part: Part) -> None:
@@ -228,7 +264,7 @@ class Worker:
         """It runs no longer."""
         del self.running[part]
         part.made += self._steps - part.began
-        self._keys -= part.tokens + part.made
+        self.keys -= part.tokens + part.made
 
     def _preempt(self, part: Part) -> None:
         self._stop(part)
@@ -249,7 +285,7 @@ class Worker:
             self._begun -= _length(part)
 
     def _fits(self, part: Part) -> bool:
-        machine, used = self.machine, self._keys + self._begun
+        machine, used = self.machine, self.keys + self._begun
         if not self.running or AMPLE * (used + _length(part) + part.goal) < machine.pool:
             return True
         rests = [(self._rest(one, self.outputs.rest), one.tokens + self._made(one)) for one in self.running]
@@ -290,13 +326,13 @@ class Worker:
             tokens=self._prompt_tokens,
             sequences=len(streams) + exports,
             sources=self.fleet.sources if generates else frozenset(),
-            held=self._keys,
+            held=self.keys,
             room=self._room(streams) if machine.by_room else 1 << 60,
             expected_output=self.outputs.mean if generates and machine.by_room else 0,
             page_bytes=machine.page_bytes,
             prompt_tokens_per_s=machine.prompt_tokens_per_s,
             read_bytes_per_s=machine.read_bytes_per_s,
-            times=machine.times if machine.by_room else NOT_MEASURED,
+            times=self.times if machine.by_room else NOT_MEASURED,
             streams=len(self.running) if self.duty == "prefill" else len(streams) + exports,
             flexible=self.role == "flexible",
         )  # fmt: skip

@@ -6,8 +6,6 @@ would cost more per message than the router that it measures.
    call. They are not decoded: whether all is well, the caller sees by the last message.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 import struct

@@ -10,8 +10,6 @@ In OUT each stage leaves a log and its JSON (millrace_bench/stages.py), and gpu.
 failed, or there was no time for it. A missed target is no failure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from millrace_bench.stages import PYTEST, ROOT, Stage, carry_out, command_line, read_stages, small_stages
@@ -24,7 +22,7 @@ def stages_of_tests() -> Iterator[Stage]:
     """One for each file with tests marked gpu: a process of its own, because one that breaks its CUDA context breaks
     all that comes after it, and holds on to its memory.
     """
-    for path in sorted((ROOT / "tests").glob("*/test_*.py")):
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
         if "mark.gpu" in path.read_text():
             name = f"{path.parent.name}-{path.stem.removeprefix('test_')}"
             yield Stage(name, f"{PYTEST} {path.relative_to(ROOT)} -m gpu", TEST_LIMIT_S, "all pass")

@@ -1,7 +1,5 @@
 """Items from a GSM8K-style JSONL file: one {"question": …, "answer": "… #### N"} a line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

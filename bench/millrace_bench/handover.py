@@ -10,8 +10,6 @@ millrace bench handover --engine sim --length 4096 --worker-set sim.token_s=0.00
 millrace bench handover --widths v3 --layers 6 --length 4096 --worker-set device=cuda memory_fraction=0.42
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import math
@@ -25,7 +23,7 @@ from pathlib import Path
 import httpx
 from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from millrace_cli.cluster import TINY, ClusterSpec, LocalCluster
-from millrace_load.record import Record, Summary, print_record
+from millrace_load.record import Record, Summary, print_record, print_row
 from millrace_rpc.client import channel
 
 from millrace_bench import v3
@@ -125,8 +123,7 @@ def measure(pair_spec: ClusterSpec, args: argparse.Namespace) -> None:
         "equal_to_unified": equal,
         "prompts": len(prompts),
     }
-    for name, value in results.items():
-        print(f"{name:20}{value}")
+    print_row(**results)
     print_record(Record("handover", vars(args), results))
 
 

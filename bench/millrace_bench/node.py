@@ -12,8 +12,6 @@ node.json is the table. Exit code 1: a stage failed, or there was no time for it
 are those of eight GPUs.
 """
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -9,8 +9,6 @@ with and without, taken in one run on the same inputs; `error` is how far the tw
 in `millrace bench kernels`.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import math
@@ -18,7 +16,7 @@ import time
 from collections.abc import Iterator
 
 import torch
-from millrace_load.record import Record, Row, print_record
+from millrace_load.record import Record, Row, print_record, print_row
 
 from millrace_bench import onoff_steps
 from millrace_bench.kernels.__main__ import wake
@@ -72,7 +70,7 @@ def main() -> None:
     rows: list[Row] = []
     started = time.monotonic()
     for found in run(args.seeds or list(SEEDS), device, args.tiny, args.layers):
-        print("  ".join(f"{key}={value}" for key, value in found.items()), flush=True)
+        print_row(**found)
         rows.append(found)
     seconds = round(time.monotonic() - started, 1)
     print_record(Record("onoff", vars(args), {"rows": rows, "seconds": seconds}))

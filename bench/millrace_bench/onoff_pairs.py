@@ -4,8 +4,6 @@ The calls without it are what a plain implementation launches. Each still takes 
 parts, so only the optimisation itself makes the difference.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator

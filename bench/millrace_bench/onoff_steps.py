@@ -2,8 +2,6 @@
 memory, uploads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -8,8 +8,6 @@ router's own queue, policy, flow and health. A quarter of the workers compute pr
 python -m millrace_bench.overload --workers 4 40 400
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import random
@@ -18,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from millrace_common.step_times import StepTimes
-from millrace_load.record import Record, Summary, print_record
+from millrace_load.record import Record, Summary, print_record, print_row
 from millrace_serve.engine.schedule.expected import LEAST
 
 from millrace_bench.fleet import Fleet, Fleets, Request
@@ -26,10 +24,6 @@ from millrace_bench.fleet_worker import Machine
 
 BEFORE_S, LEAST_S = 20.0, 20.0  # of a fleet: without measuring, and with it
 TTFT_S = 2.0  # beside the time in the queue
-SHOWN = (
-    "workers", "load", "capacity", "goodput", "ttft_p99", "answered", "refused", "failed", "retries", "ejections",
-    "computed",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +127,7 @@ def main() -> None:
         for load in args.loads:
             row = fleet_row(args, workers, load, each)
             rows.append(row)
-            print("".join(f"{name:>14} {row[name]:<9.4g}" for name in SHOWN), flush=True)
+            print_row(**row)
     print_record(Record("overload-fleet", vars(args), {"rows": rows}))
 
 

@@ -17,8 +17,6 @@ after the other without a pause. goodput: requests that are due within a load's 
 Exit code 1: a system did not start, did not end within its limit, or failed a request.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import math

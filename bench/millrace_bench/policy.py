@@ -10,8 +10,6 @@
    per second a KV index takes from the workers' reports.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import random
@@ -25,7 +23,7 @@ from millrace.v1.worker_pb2 import CacheChange
 from millrace_common.page_hash import BLOCK_BYTES, page_hashes
 from millrace_common.step_times import StepTimes
 from millrace_load.options import add_options
-from millrace_load.record import Record, Summary, print_record
+from millrace_load.record import Record, Summary, print_record, print_row
 from millrace_router.config import Policy, RouterConfig, Routing, SloConfig
 from millrace_router.flow.metrics import build
 from millrace_router.policy.kv_index import KvIndex
@@ -33,7 +31,6 @@ from millrace_router.policy.placer import Placer
 from millrace_router.policy.prefix_index import PrefixIndex
 from millrace_router.policy.snapshot import PlacementRequest, Replica, View
 
-TARGET_US = 300.0
 PAGE_SIZE = 64
 TIMES = StepTimes(fixed_s=0.018, sequence_s=1e-4, key_s=2e-8, chunk_s=0.008, token_s=4e-5, pair_s=1e-9)
 
@@ -211,20 +208,9 @@ def main() -> None:
     )
     add_options(parser, Settings)
     record = run(Settings(**vars(parser.parse_args())))
-    found = record.results
-    print(
-        f"{'policy':24} {'p50 us':>8} {'p99 us':>8} {'max us':>8} {'elapsed p99':>12}   (target: p99 {TARGET_US:.0f})"
-    )
-    for row in found["decisions"]:
-        name = row["policy"] + (" + limits" if row["limits"] else "")
-        print(
-            f"{name:24} {row['us']['p50']:8.1f} {row['us']['p99']:8.1f} {row['max_us']:8.1f} "
-            f"{row['elapsed_us']['p99']:12.1f}"
-        )
-    print(f"hashing a prompt: p50 {found['hash_us']['p50']:.1f} us, p99 {found['hash_us']['p99']:.1f} us")
-    for row in found["memory"]:
-        rate = f"{row['blocks_per_s'] / 1e6:.2f} M blocks/s"
-        print(f"{row['index']} index of {row['blocks']:,} blocks: {row['bytes_per_block']:.0f} bytes/block, {rate}")
+    for row in (*record.results["decisions"], *record.results["memory"]):
+        print_row(**row)
+    print_row("hash_us", **record.results["hash_us"])
     print_record(record)
 
 

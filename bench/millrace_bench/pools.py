@@ -1,7 +1,5 @@
 """A model's KV pool without an engine."""
 
-from __future__ import annotations
-
 import torch
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import Execution, Limits

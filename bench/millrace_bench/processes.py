@@ -1,7 +1,5 @@
 """What benches of ranks share: a process for each rank, its device, the group that it joins, and its rows."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -86,17 +84,3 @@ def call_us(call: Callable[[], object], repeats: int, device: torch.device, grap
 def slowest(of_ranks: list[list[Row]], key: str) -> list[Row]:
     """Of each row the one whose rank took longest: all of them wait for it."""
     return [max(same, key=lambda row: row[key]) for same in zip(*of_ranks, strict=True)]
-
-
-def by_way(rows: list[Row], *keys: str) -> str:
-    """A line for each size, which is the values of `keys`; a column of microseconds for each way."""
-    found: dict[tuple[Any, ...], Row] = {}
-    for row in rows:
-        if "us" in row:
-            found.setdefault(tuple(row[key] for key in keys), {})[row["way"]] = row["us"]
-    ways = list(dict.fromkeys(way for us in found.values() for way in us))
-    lines = ["  ".join((*(f"{key:>7}" for key in keys), *(f"{way:>12}" for way in ways)))]
-    for size in sorted(found, key=lambda size: size[0]):
-        cells = (f"{found[size][way]:>12.1f}" if way in found[size] else " " * 12 for way in ways)
-        lines.append("  ".join((*(f"{value:>7}" for value in size), *cells)))
-    return "\n".join(lines)

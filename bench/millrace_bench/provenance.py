@@ -1,7 +1,5 @@
 """What makes the JSON of a run evidence: a clean commit, the command, and the locked versions of what it measured."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -10,8 +10,6 @@ millrace bench ranks --ranks 2 --exchange none gather peer --decode 128x4096 256
 millrace bench ranks --ranks 2 --exchange none gather --decode 2x100 --layers 2 --tiny       on a CPU: whether it runs
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import functools
@@ -22,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from millrace_kernels.peer.sizes import row_bytes
 from millrace_load.record import Record, Row, print_record
 from millrace_serve.engine.start.exchange import PEER_BYTES
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
@@ -53,7 +52,7 @@ def peer(config: ModelConfig, dims: ParallelDims, args: argparse.Namespace, devi
     sizes = [(kind, tuple(map(int, size.split("x")))) for kind in ("decode", "prefill") for size in getattr(args, kind)]
     assert dims.dp_group is not None
     choices = config.num_experts_per_tok + 1
-    fit = PEER_BYTES // dims.dp // Exchange.row_bytes(config.hidden_size, choices, torch.bfloat16)
+    fit = PEER_BYTES // dims.dp // row_bytes(config.hidden_size, choices, torch.bfloat16)
     most = min(fit, max(count if kind == "decode" else count * length for kind, (count, length) in sizes))
     exchange = Exchange(dims.dp_group, device, most, config.hidden_size, choices, torch.bfloat16)
     return functools.partial(PeerExperts, exchange)

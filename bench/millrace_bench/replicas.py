@@ -11,13 +11,12 @@ graphs. Weights are random.
     accept         tokens that a sequence got in such a step: 1 without drafts
     tokens_per_s   of all replicas together
     imbalance      with redundant experts: choices on the busiest rank over the mean, before and after experts move
+    memory         GiB of a rank's device, as estimated before the weights were there and as measured then
 
 python -m millrace_bench.replicas --dp 8 --widths v3 --exchange peer gather --decode 256x2048 --prefill 4x4096
 python -m millrace_bench.replicas --dp 8 --widths v3 --decode 128x4096 --drafts 1 --skew "power law" --spare 0 1
 python -m millrace_bench.replicas --dp 2 --widths tiny --layers 2 --device cpu --decode 2x100 --prefill 2x70   a dry run
 """
-
-from __future__ import annotations
 
 import argparse
 import faulthandler
@@ -27,16 +26,17 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from millrace_common.config import load
-from millrace_load.record import Record, Row, print_record
-from millrace_serve.engine.config import Execution, Limits, Role
+from millrace_load.record import Record, Row, print_record, print_row
+from millrace_serve.engine.config import GIB, Execution, Limits, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
 from millrace_serve.engine.engine import Engine
+from millrace_serve.engine.start.memory import MemoryPlan
 from millrace_serve.engine.start.torch_factory import Rank, load_rank
 from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.engine.step.runner import StepHandle
@@ -106,31 +106,41 @@ class Replica:
     def __init__(
         self, rank: Rank, engines: Engines, folder: Path, dims: ParallelDims, args: argparse.Namespace
     ) -> None:
-        self.engine, self._model = rank.engine(), rank.runner._model
+        self.engine, self._model, self._rank = rank.engine(), rank.runner._model, rank
         self._engines, self._folder, self._dims, self._args = engines, folder, dims, args
         self._full_of = _watch(self.engine, dims.dp)
 
     def measure(self) -> list[Row]:
-        rows, args = [], self._args
+        rows, args = [memory_row(self._rank.memory)], self._args
         fill(self.engine.pool.view())
         for name in args.skew:
             skew(self._model, name)
-            for kind, sizes in (("decode", args.decode), ("prefill", args.prefill)):
-                for count, length in sizes:
-                    what = f"{kind} {count}x{length}, {name}"
-                    say(f"replica {self._dims.dp_rank}: {what}")
-                    self.meet(what)
-                    row = getattr(self, kind)(count, length, what)
-                    rows.append({"kind": kind, "count": count, "length": length, "skew": name, **row})
+            rows += self._sized("decode", args.decode, name) + self._sized("prefill", args.prefill, name)
             for count, length, chunk in args.mixed:
                 self.meet(f"mixed {count}x{length}+{chunk}, {name}")
                 row = {"kind": "mixed", "count": count, "length": length, "chunk": chunk, "skew": name}
                 rows.append({**row, **self.mixed(count, length, chunk)})
+        if args.eager_prompts:
+            self.meet("end of graphs")
+            self._rank.runner.use_graphs(None, None)
+            rows += [
+                {**row, "skew": name, "graphs": False} for row in self._sized("prefill", args.prefill, f"{name}, eager")
+            ]
         self.meet("end")
         self.engine.stop()
         while not self.engine.stopped:
             self.engine.step()
         self.engine.close()
+        return rows
+
+    def _sized(self, kind: str, sizes: Sequence[tuple[int, int]], name: str) -> list[Row]:
+        rows = []
+        for count, length in sizes:
+            what = f"{kind} {count}x{length}, {name}"
+            say(f"replica {self._dims.dp_rank}: {what}")
+            self.meet(what)
+            row = getattr(self, kind)(count, length, what)
+            rows.append({"kind": kind, "count": count, "length": length, "skew": name, **row})
         return rows
 
     def meet(self, name: str) -> None:
@@ -199,6 +209,12 @@ class Replica:
         return {"ms": round(statistics.median(times) * 1e3, 3), "steps": len(times), "accept": 1.0}
 
 
+def memory_row(plans: Sequence[MemoryPlan]) -> Row:
+    """`plans`: estimated and measured; empty on a CPU."""
+    uses = [{use: round(size / GIB, 3) for use, size in plan.demand._asdict().items()} for plan in plans]
+    return {"kind": "memory", **dict(zip(("estimated", "measured"), uses, strict=False))}
+
+
 def _watch(engine: Engine, dp: int) -> Callable[..., bool]:
     """Tells whether in the step launched since its last call every replica decoded so many sequences, and computed so
     many prompt tokens.
@@ -248,12 +264,14 @@ def run(engines: Engines, args: argparse.Namespace) -> list[Row]:
 
 
 def merged(rows: list[Row], engines: Engines) -> Row:
-    """Of one size: the replicas wait for the slowest one."""
+    """Of one size: the replicas wait for the slowest one. The first one's memory is that of all."""
+    how = {"replicas": len(rows), "exchange": engines.exchange, "drafts": engines.drafts, "spare": engines.spare}
+    if rows[0]["kind"] == "memory":
+        return {**rows[0], **how}
     row = max(rows, key=lambda one: one["ms"])
     accept = statistics.mean(one["accept"] for one in rows)
     tokens = row["count"] * (row["length"] if row["kind"] == "prefill" else accept) + row.get("chunk", 0)
     rate = {"accept": round(accept, 4), "tokens_per_s": round(len(rows) * tokens / row["ms"] * 1e3)}
-    how = {"replicas": len(rows), "exchange": engines.exchange, "drafts": engines.drafts, "spare": engines.spare}
     return {**row, **rate, **how}
 
 
@@ -275,6 +293,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--decode", nargs="*", default=[], type=size, metavar="BATCHxCONTEXT", help="per replica")
     parser.add_argument("--prefill", nargs="*", default=[], type=size, metavar="PROMPTSxLENGTH", help="per replica")
     parser.add_argument("--mixed", nargs="*", default=[], type=size, metavar="BATCHxCONTEXT+CHUNK")
+    parser.add_argument("--eager-prompts", action="store_true", help="the prompts again, launched op by op")
     parser.add_argument("--steps", type=int, default=50, help="counted decode steps")
     parser.add_argument("--repeats", type=int, default=3, help="repeats of prefill")
     parser.add_argument(
@@ -296,8 +315,9 @@ def main() -> None:
     for exchange, drafts, spare in itertools.product(args.exchange, args.drafts, args.spare):
         for row in run(Engines(exchange, drafts, spare), args):
             rows.append(row)
-            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-    print_record(Record("replicas", vars(args), {"rows": rows}))
+            print_row(**row)
+    memory, timed = ([row for row in rows if (row["kind"] == "memory") is wanted] for wanted in (True, False))
+    print_record(Record("replicas", vars(args), {"rows": timed, "memory": memory}))
 
 
 if __name__ == "__main__":

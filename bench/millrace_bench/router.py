@@ -16,8 +16,6 @@ Where there are more cores than routers, each router has a core that nobody else
 the routers, when each used up a core, or else the machine's cores; the CPU time of all processes is reported by role.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import multiprocessing
@@ -28,12 +26,11 @@ from dataclasses import asdict
 from typing import Any
 
 from millrace_load.options import add_options
-from millrace_load.record import Record, Summary, print_record
+from millrace_load.record import Record, Summary, print_record, print_row
 
 from millrace_bench.router_load import Got, Work, direct, one_by_one, probe, start, streams, timed
 from millrace_bench.router_system import Settings, System, system
 
-TARGET_TOKENS_PER_S, TARGET_ADDED_MS, TARGET_SCALING = 25_000, 1.5, 0.85
 WARMUP_TOKENS = 20
 BUSY = 0.9  # of a core
 TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
@@ -138,34 +135,6 @@ def _limit(router_cores: float, routers: int, rate: float, offered: float) -> st
     return f"the machine: {os.cpu_count()} cores for routers, workers and clients"
 
 
-def scaling(found: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Of the smallest number of routers: rate per router, and CPU time per token, of each number."""
-    base = min(found, key=int)
-    one = found[base]["tokens_per_s"] / int(base)
-    return {
-        **{f"rate_{n}": row["tokens_per_s"] / int(n) / one for n, row in found.items()},
-        **{f"cpu_{n}": found[base]["cpu_s_per_1000_tokens"] / r["cpu_s_per_1000_tokens"] for n, r in found.items()},
-    }
-
-
-def _cores(cores: dict[str, float]) -> str:
-    return ", ".join(f"{role} {used:.2f}" for role, used in cores.items())
-
-
-def _print(count: str, row: dict[str, Any]) -> None:
-    latency = row["token_latency_ms"]
-    print(
-        f"{count} router(s): {row['tokens_per_s']:,.0f} tokens/s in messages of {row['tokens_per_message']:.2f}; "
-        f"{row['cpu_s_per_1000_tokens'] * 1e3:.1f} ms CPU per 1,000 tokens = "
-        f"{row['tokens_per_s_per_core']:,.0f} per core (target {TARGET_TOKENS_PER_S:,}); limit: {row['limit']}\n"
-        f"  cores used: {_cores(row['cores'])}; at half load {_cores(row['half_cores'])}\n"
-        f"  half load: first token p50 {row['ttft_ms']['p50']:.2f} ms, added {row['added_ttft_p50_ms']:.2f} ms "
-        f"(target {TARGET_ADDED_MS}), p99 {row['added_ttft_p99_ms']:.2f} ms; "
-        f"a token from worker to client p50 {latency['p50']:.2f} ms, p99 {latency['p99']:.2f} ms\n"
-        f"  one-token requests: {row['requests_per_s']:,.0f}/s, {row['router_us_per_request']:.0f} us CPU each"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="millrace bench router", formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -173,12 +142,8 @@ def main() -> None:
     add_options(parser, Settings)
     given = vars(parser.parse_args())
     record = run(Settings(**given | {"routers": tuple(given["routers"])}))
-    found = record.results["routers"]
-    for count, row in found.items():
-        _print(count, row)
-    if len(found) > 1:
-        shares = ", ".join(f"{name.replace('_', ' of ')}: {value:.2f}" for name, value in scaling(found).items())
-        print(f"scaling (target {TARGET_SCALING} where there are cores): {shares}")
+    for count, row in record.results["routers"].items():
+        print_row(f"{count} router(s)", **row)
     print_record(record)
 
 

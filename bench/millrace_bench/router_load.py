@@ -5,8 +5,6 @@ Load (`streams`, `one_by_one`) reads frames or lines and parses next to nothing,
 routers. What measures times (`probe`, `timed`, `direct`) speaks gRPC as every client does, with its library.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

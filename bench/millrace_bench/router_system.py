@@ -2,8 +2,6 @@
 has a core to itself, and all others share what is left, if anything is.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -15,12 +15,9 @@ millrace bench shard --shard ep8 --decode 1x65536 8x65536 --attention dense spar
 millrace bench shard --shard ep8 --decode 2x100 --layers 2 --tiny        on a CPU: whether everything runs
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools
-import json
 import re
 import statistics
 import sys
@@ -28,7 +25,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -298,9 +294,6 @@ def runs(model: DeepseekV3, args: argparse.Namespace) -> list[Row]:
             rows.append(row := measure(model, kind, count, length, kv_dtype, args))
             torch.cuda.empty_cache()
             print({key: value for key, value in row.items() if not key.startswith("kernels")}, flush=True)
-            if args.out:
-                with args.out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
     return rows
 
 
@@ -315,7 +308,6 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small widths on a CPU, to see that it runs")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="one more step under the profiler, by kernel")
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here as they come")
     args = parser.parse_args()
     device, rows = torch.device("cpu" if args.tiny else "cuda"), []
     for attention in args.attention:

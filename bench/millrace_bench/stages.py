@@ -5,8 +5,6 @@ OUT/NAME.json   its last JSON line, if it printed any
 OUT/logs/NAME/  logs of the router and the workers that it started
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Moments on a device's stream; on a CPU, where work is done when a call returns, moments of the host's clock."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

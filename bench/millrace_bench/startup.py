@@ -9,8 +9,6 @@ millrace bench startup --widths tp8 --layers 61 --device cuda
 millrace bench startup --widths tiny --layers 2                        on a CPU: whether everything runs
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import tempfile
@@ -18,7 +16,7 @@ from pathlib import Path
 
 from millrace_cli import probe
 from millrace_cli.cluster import ClusterSpec, LocalCluster
-from millrace_load.record import Record, Row, print_record
+from millrace_load.record import Record, Row, print_record, print_row
 from millrace_serve.worker import caches
 
 from millrace_bench import v3
@@ -49,7 +47,7 @@ def main() -> None:
         rows: list[Row] = []
         for name in ("cold", "warm"):
             rows.append({"caches": name, **asyncio.run(start(spec)), "files": _files(cache)})
-            print(rows[-1], flush=True)
+            print_row(**rows[-1])
     print_record(Record("startup", vars(args), {"rows": rows}))
 
 

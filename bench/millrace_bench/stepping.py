@@ -16,8 +16,6 @@ alone_us  the work of one rank after the other in one process, so that nobody wa
 The load averages (one minute) before and after the run are in the record: its own ranks raise the second one.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os
@@ -29,11 +27,10 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from operator import methodcaller
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from millrace_load.record import Record, Row, print_record
+from millrace_load.record import Record, Row, print_record, print_row
 from millrace_serve.engine.config import Limits
 from millrace_serve.engine.lockstep import packing
 from millrace_serve.engine.lockstep.join import Exchange
@@ -78,7 +75,7 @@ def _agreement(kind: str, replicas: int, hosts: int, steps: int) -> Row:
     node_leaders = range(0, replicas, replicas // hosts)
     members = [rank for rank in range(replicas) if rank not in node_leaders]
     row = {"kind": "agreement", "over": kind, "replicas": replicas, "hosts": hosts, "steps": steps, "wall_us": wall}
-    parts = {"member": members} if kind == "gloo" else {"member": members, "captain": node_leaders}
+    parts = {"member": members} if kind == "gloo" else {"member": members, "node_leader": node_leaders}
     return row | {f"{name}_cpu_us": round(statistics.median(cpu[r] for r in ranks), 1) for name, ranks in parts.items()}
 
 
@@ -152,7 +149,7 @@ def alone(replicas: int, hosts: int, steps: int = 300) -> Row:
     for lockstep in joined_ranks:
         lockstep.close()
     medians = [round(statistics.median(column) * 1e6, 1) for column in zip(*times, strict=True)]
-    return {"alone_member_us": medians[0], "alone_captain_us": medians[1], "alone_path_us": round(sum(medians), 1)}
+    return {"alone_member_us": medians[0], "alone_node_leader_us": medians[1], "alone_path_us": round(sum(medians), 1)}
 
 
 def _replicas(lockstep: Lockstep) -> Replicas:
@@ -187,18 +184,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--agreements", nargs="+", default=["2/1", "8/1", "72/9"], metavar="REPLICAS/HOSTS")
     parser.add_argument("--groups", type=int, nargs="+", default=[2, 8], help="ranks of a tensor-parallel replica")
-    parser.add_argument("--out", type=Path, help="a JSON file")
     args = parser.parse_args()
     agreements = [[int(count) for count in pair.split("/")] for pair in args.agreements]
     config = {"steps": args.steps, "load_average_before": os.getloadavg()[0]}
     rows = []
     for row in run(agreements, args.groups, args.steps):
         rows.append(row)
-        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-    record = Record("stepping", config | {"load_average_after": os.getloadavg()[0]}, {"rows": rows})
-    if args.out:
-        args.out.write_text(record.to_json() + "\n")
-    print_record(record)
+        print_row(**row)
+    print_record(Record("stepping", config | {"load_average_after": os.getloadavg()[0]}, {"rows": rows}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Ranks for the bench of stepping: processes that run one step again and again, or threads that have joined."""
 
-from __future__ import annotations
-
 import multiprocessing as mp
 import os
 import statistics

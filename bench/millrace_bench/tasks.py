@@ -6,8 +6,6 @@
 3. `judge` compares an output with the item's answer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

@@ -11,8 +11,6 @@ millrace bench tiers                     on a CPU
 millrace bench tiers --device cuda       copies of a GPU, and passes of the tiny model on it
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import time
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 from millrace_common.page_hash import BLOCK_BYTES
-from millrace_load.record import ROOT, Record, Row, Summary, print_record
+from millrace_load.record import ROOT, Record, Row, Summary, print_record, print_row
 from millrace_serve.engine.cache.changes import TierChanges
 from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
 from millrace_serve.engine.config import GIB, EngineConfig, Role
@@ -228,13 +226,9 @@ def main() -> None:
         ("passes", (row for kind in ("simulated", "tiny") for row in both(kind, args))),
     ):
         for row in rows:
-            print(f"{name}  " + "  ".join(f"{key} {_short(value)}" for key, value in row.items()), flush=True)
+            print_row(name, **row)
             results[name].append(row)
     print_record(Record("tiers", vars(args), results))
-
-
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

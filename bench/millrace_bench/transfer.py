@@ -8,8 +8,6 @@ millrace bench transfer                              host memory
 millrace bench transfer --devices cuda:0 cuda:1      from the first GPU to the second
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import multiprocessing as mp
@@ -24,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import zmq
-from millrace_load.record import Record, print_record
+from millrace_load.record import Record, print_record, print_row
 from millrace_serve.engine.core import RequestId
 from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadState
 from millrace_serve.transfer.messages import AddSource, FromReader, ReadDone, ReadPages, StopReader, ToReader
@@ -35,7 +33,6 @@ from millrace_serve.worker.channels import Receiver, Sender
 V3_PAGE_BYTES = 61 * 64 * 576 * 2  # layers x tokens x (latent 512 + rope 64) x bf16
 SMALL_PAGE_BYTES = 4096
 Memory = Any  # uint8 [pages, page_bytes]: a numpy array, or a tensor on a GPU
-TARGET_GB_PER_S, TARGET_OVERHEAD_MS = 3.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -208,18 +205,6 @@ def _export(pipe: Connection, num_pages: int, page_bytes: int, device: str, ucx:
     del memory
 
 
-def report(result: Result) -> None:
-    for row in result.rows:
-        print("  ".join(f"{key} {value:,.4g}" for key, value in asdict(row).items()))
-    print(
-        f"once: agent and registration {result.backend_ms:.0f} ms, connect {result.connect_ms:.2f} ms, "
-        f"first read of the pair {result.first_read_ms:.2f} ms\n"
-        f"one small page, warm: {result.overhead_ms:.4f} ms, through the reader thread "
-        f"{result.reader_overhead_ms:.4f} ms (target <= {TARGET_OVERHEAD_MS:g} ms)\n"
-        f"best at V3's page size: {result.v3_gb_per_s:.2f} GB/s (target >= {TARGET_GB_PER_S:g} GB/s)"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--pages-per-read", type=int, nargs="+", default=[1, 4, 16, 64])
@@ -232,8 +217,11 @@ def main() -> None:
     ucx = dict(setting.split("=", 1) for setting in args.ucx.split(",") if setting)
     settings = Settings(args.pages_per_read, args.repeats, ucx, tuple(args.devices))
     result = run(settings)
-    report(result)
-    print_record(Record("transfer", asdict(settings), asdict(result) | {"v3_gb_per_s": result.v3_gb_per_s}))
+    results = asdict(result) | {"v3_gb_per_s": result.v3_gb_per_s}
+    for row in results["rows"]:
+        print_row(**row)
+    print_row(**{name: value for name, value in results.items() if name != "rows"})
+    print_record(Record("transfer", asdict(settings), results))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 from with `random_weights=true`. bench/data/v3.yaml has them.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One streamed request over gRPC or over the OpenAI API, with the time of every piece that arrives."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import AsyncIterator, Mapping

@@ -1,7 +1,5 @@
 """Command-line options from the fields of a dataclass: `streams: Annotated[int, "help"] = 256` is --streams."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import fields

@@ -8,8 +8,6 @@ are. A dotted line is the rate itself, or the limit of the figure. The title has
 Without matplotlib, which is in the extra `bench`: PlotError.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
@@ -177,7 +175,12 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="+", help="files with a JSON record; a system is named by its file")
     args = parser.parse_args()
     try:
-        draw([point for path in args.results for point in points(_read(path), path.stem)], args.picture)
+        records = {path.stem: _read(path) for path in args.results}
+        rows = [row for record in records.values() for row in record["results"].get("rows", ()) if "timeline" in row]
+        if rows:
+            draw_changes(rows, args.picture)
+        else:
+            draw([point for name, record in records.items() for point in points(record, name)], args.picture)
     except PlotError as error:
         sys.exit(str(error))
 

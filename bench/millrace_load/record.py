@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -88,11 +88,11 @@ def _cpu_name() -> str:
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs of this machine as they are now; none without a driver."""
+    """Those that this process may use, as they are now; none without a driver."""
     if shutil.which(SMI[0]) is None:
         return []
     found = subprocess.run(SMI, capture_output=True, text=True, timeout=30, check=False).stdout
-    return [_gpu(line) for line in found.splitlines() if line]
+    return _shown(_gpu(line) for line in found.splitlines() if line)
 
 
 @contextlib.contextmanager
@@ -112,10 +112,15 @@ def busiest_gpus() -> Iterator[list[Gpu]]:
             process.terminate()
             process.wait()
             file.seek(0)
-            readings = [_gpu(line) for line in file if line.endswith("\n") and line.count(",") == len(GPU) - 1]
-            by_power = sorted(readings, key=lambda gpu: gpu["power_w"] or 0.0)
+            whole = (line for line in file if line.endswith("\n") and line.count(",") == len(GPU) - 1)
+            by_power = sorted(_shown(map(_gpu, whole)), key=lambda gpu: gpu["power_w"] or 0.0)
             found += {gpu["index"]: gpu for gpu in by_power}.values()  # the last one of an index stays
             found.sort(key=lambda gpu: gpu["index"])
+
+
+def _shown(found: Iterable[Gpu]) -> list[Gpu]:
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [gpu for gpu in found if not shown or str(gpu["index"]) in shown.split(",")]
 
 
 def _gpu(line: str) -> Gpu:
@@ -183,6 +188,17 @@ def _plain(value: Any) -> Any:
     if isinstance(value, int | None):
         return value
     return str(value).replace(f"{ROOT}{os.sep}", "")  # no record names a folder of one machine
+
+
+def print_row(*names: str, **figures: Any) -> None:
+    """A line for who looks on; the JSON has all digits."""
+    print("  ".join((*names, *(f"{key} {_short(value)}" for key, value in figures.items()))), flush=True)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"({', '.join(f'{key} {_short(one)}' for key, one in value.items())})"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def print_record(record: Record) -> None:

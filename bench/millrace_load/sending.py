@@ -1,7 +1,5 @@
 """Sends what a plan says: each turn with everything that was said before it, answers included."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

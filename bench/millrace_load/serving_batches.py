@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from rich.table import Table
-
 from millrace_load.clients import Client, Sample
 from millrace_load.record import Summary
 from millrace_load.sending import send
@@ -54,13 +52,3 @@ async def measure(client: Client, workload: Workload, sizes: Sequence[int], done
     conversations = iter(workload.plan(sum(sizes)).conversations)
     batches = [Plan(tuple(islice(conversations, size))) for size in sizes]
     return [Row.of(await send(client, batch, size, done)) for batch, size in zip(batches, sizes, strict=True)]
-
-
-def table(rows: Sequence[Row]) -> Table:
-    columns = ("batch", "failed", "latency ms", "TTFT ms", "ITL ms", "input tokens/s", "output tokens/s", "overall")
-    table = Table(*columns, title="Batches", title_justify="left")
-    for row in rows:
-        times = (f"{1000 * value:.2f}" for value in (row.latency, row.ttft, row.itl))
-        rates = (row.input_throughput, row.output_throughput, row.overall_throughput)
-        table.add_row(str(row.batch), str(row.errors), *times, *(f"{value:.1f}" for value in rates))
-    return table

@@ -1,7 +1,5 @@
 """The options of `millrace bench serving`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

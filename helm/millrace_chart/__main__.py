@@ -1,7 +1,5 @@
 """`make golden`: write values.schema.json and k8s/golden."""
 
-from __future__ import annotations
-
 import sys
 
 from millrace_chart.render import GOLDEN, ChartError, presets, written

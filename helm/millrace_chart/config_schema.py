@@ -4,8 +4,6 @@ The schemas leave out the keys that the chart sets itself, so each key has one p
 the defaults of the model fill it in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -3,8 +3,6 @@
 No command is run. Names and versions come from the chart: repositories from values.yaml, the version from appVersion.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import subprocess

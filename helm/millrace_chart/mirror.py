@@ -4,8 +4,6 @@ A line is an image. With a registry, a line is an image and its copy, which the 
 that registry. Our own images have the names that `make images` gives them without a registry.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

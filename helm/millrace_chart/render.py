@@ -1,7 +1,5 @@
 """Run Helm on the chart: render a preset as objects, or as the text that k8s/golden keeps."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Make values.schema.json. It refuses unknown keys, except inside objects that Kubernetes defines."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

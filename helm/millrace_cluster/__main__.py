@@ -1,7 +1,5 @@
 """`make cluster-test CONTEXT=...`. Exit status 0: all steps passed; 1: one did not; 2: called wrongly."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Decisions of the steps, made from the output of kubectl. No command is run here."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ The file /tmp/first is made after the first good answer. The last line that is p
 Standard library only, and no request is repeated: what a client sees as an error counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

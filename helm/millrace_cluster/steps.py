@@ -1,7 +1,5 @@
 """The steps, in order. Each returns what it found in words, and raises Failed with the reason."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

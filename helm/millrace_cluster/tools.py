@@ -1,7 +1,5 @@
 """Run kubectl, helm and docker."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

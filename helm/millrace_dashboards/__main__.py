@@ -3,8 +3,6 @@
 --check says which files differ instead and exits with 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import fields

@@ -7,8 +7,6 @@ Rules are of one deployment, which the labels `namespace`, `model` and `release`
 of placeholders.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """All rules as Prometheus reads them: rules.yaml with thresholds and the labels of a deployment."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """All dashboards: those of boards/*.yaml, and one with a panel for each alert, made from the rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

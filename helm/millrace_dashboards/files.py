@@ -1,7 +1,5 @@
 """The files of the chart that are made here: `dashboards/<name>.json` and `alerts.yaml`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

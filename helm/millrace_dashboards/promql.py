@@ -2,8 +2,6 @@
 (millrace_common/metrics.py) does not have.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

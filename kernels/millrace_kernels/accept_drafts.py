@@ -11,8 +11,6 @@ lengths[slot] grows by count; last_tokens[slot] becomes the newest token, and no
 each, B sequences.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -12,8 +12,6 @@ Two choices are made elsewhere. Up to SMALL_TOKENS tokens an FP8 product reads p
 library refuses to our kernel of the op.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -81,10 +79,7 @@ TABLE: dict[str, tuple[KernelChoice, ...]] = {
     "fp8.compile_ahead": (KernelChoice("millrace_kernels.lib.deep_gemm:compile_ahead", needs="deep_gemm"),),
     "fp8.small_linear": _ours("small_linear:small_linear", on=E4M3),
     "int8.quant_rows": _ours("int8:quant_rows"),
-    "int8.int8_linear": (
-        *_ours("int8:int8_linear"),
-        KernelChoice("millrace_kernels.lib.cublas:int8_linear", min_size=17, capability=PLAIN),
-    ),
+    "int8.int8_linear": _ours("int8:int8_linear"),
     "rms_norm.rms_norm": _ours("rms_norm:rms_norm"),
     "silu_mul.silu_mul": _ours("quant:silu_mul"),
     # experts
@@ -106,7 +101,7 @@ TABLE: dict[str, tuple[KernelChoice, ...]] = {
     ),
     "moe_experts.moe_experts_int8": _ours("int8:moe_experts_int8"),
     "moe_experts.moe_experts_other": (KernelChoice("millrace_kernels.lib.cublas:moe_experts_other", capability=PLAIN),),
-    "moe_masked.moe_masked": (KernelChoice("millrace_kernels.lib.deep_gemm_masked:moe_masked", needs="deep_gemm"),),
+    "moe_masked.moe_masked": (KernelChoice("millrace_kernels.lib.deep_gemm_grouped:moe_masked", needs="deep_gemm"),),
     # decode rows, sampling, acceptance
     "decode_rows.decode_rows": _ours("decode_rows:decode_rows"),
     "embed_part.embed_part": _ours("embed_part:embed_part"),
@@ -130,6 +125,7 @@ TABLE: dict[str, tuple[KernelChoice, ...]] = {
     "mla_expand.rope_q": _ours("mla_expand:rope_q"),
     "merge_state.merge_state": _ours("merge_state:merge_state"),
     "kv_gather.kv_gather": _ours("kv_gather:kv_gather"),
+    "page_sum.page_sums": _ours("page_sum:page_sums"),
     "mla_decode.plan": (KernelChoice("millrace_kernels.lib.flash_mla:schedule", needs="flash_mla"),),
     "mla_decode.mla_decode": (
         KernelChoice("millrace_kernels.lib.flash_mla:mla_decode", needs="flash_mla"),
@@ -148,8 +144,8 @@ TABLE: dict[str, tuple[KernelChoice, ...]] = {
     "indexer.plan": (KernelChoice("millrace_kernels.lib.deep_gemm_indexer:schedule", needs="deep_gemm"),),
     "indexer.index_logits": (KernelChoice("millrace_kernels.lib.deep_gemm_indexer:index_logits", needs="deep_gemm"),),
     "mla_sparse.mla_sparse": (
-        *_ours("indexer:mla_sparse", when="millrace_kernels.lib.flash_mla_sparse:is_slower"),
-        KernelChoice("millrace_kernels.lib.flash_mla_sparse:mla_sparse", needs="flash_mla"),
+        *_ours("indexer:mla_sparse", when="millrace_kernels.lib.flash_mla:sparse_is_slower"),
+        KernelChoice("millrace_kernels.lib.flash_mla:mla_sparse", needs="flash_mla"),
         *_ours("indexer:mla_sparse"),
     ),
 }

@@ -7,8 +7,6 @@ A row at or behind `capacity` has no page: its KV goes to the null page, place 0
 sequences, q rows of each, P pages of the longest.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """The embedding of tokens by one rank's part of the vocabulary; the sum over ranks is the whole."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

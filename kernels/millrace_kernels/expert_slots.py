@@ -1,7 +1,5 @@
 """Where a rank finds the experts that rows have chosen."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Activations carry one scale per row and 128 columns, weights one per 128 x 128 b
 Edge blocks may be smaller than 128.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """This process's GPU, as far as configurations of kernels depend on it."""
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 
@@ -30,15 +28,13 @@ def gpu() -> Gpu:
     if not torch.cuda.is_available():
         return H200
     device = torch.device("cuda", torch.cuda.current_device())
-    return Gpu(torch.cuda.get_device_name(device), capability(device), sms())
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return Gpu(torch.cuda.get_device_name(device), capability(device), int(count))
 
 
-@functools.cache
 def sms() -> int:
     """Multiprocessors of this process's GPU; without one, those of an H200."""
-    if not torch.cuda.is_available():
-        return H200.sms
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
+    return gpu().sms
 
 
 @functools.cache

@@ -8,8 +8,6 @@ becomes E4M3 is first multiplied by a Hadamard matrix, which leaves products alo
 Letters: T tokens, H index heads, I index_head_dim, R rope dim, P pages of the longest sequence.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

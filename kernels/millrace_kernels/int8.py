@@ -7,8 +7,6 @@ Published DeepSeek checkpoints in INT8 have one of two kinds of scales:
     by block     a weight has one per 128 x 128 block, its activations one per row and 128 columns, as in FP8
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, TypeAlias
 
 import torch

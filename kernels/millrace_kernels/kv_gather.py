@@ -1,7 +1,5 @@
 """out = the pool rows of a token range of each sequence, back to back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

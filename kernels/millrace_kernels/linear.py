@@ -5,8 +5,6 @@ reads plain rows; above by `fp8_linear`, which reads quantised rows. `operand` m
 one quantisation serves several products; `rms_norm` and `silu_mul` make it in the same pass.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

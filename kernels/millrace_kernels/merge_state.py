@@ -3,8 +3,6 @@
 lse = log(exp(lse_a) + exp(lse_b))        out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

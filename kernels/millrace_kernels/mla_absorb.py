@@ -8,8 +8,6 @@ instead. The references read the plain weight; their `torch.bmm` writes through 
 inside of tokens, so nothing is copied.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

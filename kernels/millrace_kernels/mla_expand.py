@@ -3,8 +3,6 @@
 k_h = [up_nope_h | k_pe]        v_h = up_v_h        q_h = [q_nope_h | rope(q_pe_h)]
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 out_i = sum_j softmax_j(scale * q_i . k_j) v_j        lse_i = log sum_j exp(scale * q_i . k_j)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

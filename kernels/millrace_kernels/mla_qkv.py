@@ -4,8 +4,6 @@ q = rms_norm(q) q_weight        c_kv = rms_norm(c_kv) kv_weight        k_pe = ro
 kv[slot // page_size, slot % page_size] = [c_kv | k_pe]
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

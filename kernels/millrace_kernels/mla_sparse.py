@@ -3,8 +3,6 @@
 out_i = sum_j softmax_j(scale * q_i . kv_j) c_kv_j        j over the chosen rows of token i
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

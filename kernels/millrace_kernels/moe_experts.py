@@ -4,8 +4,6 @@ The second term exists with `shared_expert`: the shared expert is one more exper
 chooses it with weight 1, which saves a launch and a pass.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +13,8 @@ from millrace_kernels.fp8 import BLOCK, Fp8, Operand, dequant_blocks
 from millrace_kernels.int8 import Int8, Matrix
 from millrace_kernels.linear import linear
 from millrace_kernels.silu_mul import reference_silu_mul
+
+MAX_ROWS = 9 << 14  # of a pass, before padding: 16,384 tokens of V3; more take turns, so scratch memory has a bound
 
 
 def moe_experts(

@@ -4,8 +4,6 @@ s = sigmoid(logits)    group score = sum of its two largest (s + bias)    top-k 
 weight = s / sum(s chosen)  (norm_topk_prob)  * routed_scaling_factor
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

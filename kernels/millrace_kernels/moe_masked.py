@@ -4,8 +4,6 @@ An exchange that sorts rows by expert leaves them like this: every expert has ro
 only the device knows how many came.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

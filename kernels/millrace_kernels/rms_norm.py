@@ -1,7 +1,5 @@
 """out = x / sqrt(mean(x^2) + eps) * weight, statistics in FP32."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -11,8 +11,6 @@ The hash is integer arithmetic and g is rounded once from float64, so the noise 
 in every batch and on every device. Letters: S sampled rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -10,8 +10,6 @@ Each word is given out once per step, so it is zero. When the block is used up, 
 come from torch. The block stays where it is: a graph that captured a whole step zeroes it again in every replay.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

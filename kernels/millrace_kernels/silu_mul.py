@@ -1,7 +1,5 @@
 """out = silu(gate) * up, where x = [gate | up] and silu(v) = v / (1 + exp(-v))"""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

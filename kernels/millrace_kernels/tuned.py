@@ -10,9 +10,8 @@ ROW: "key", a list of numbers; "kind", the name of the configuration's class; "c
 row is a copy.
 """
 
-from __future__ import annotations
-
 import functools
+import itertools
 import json
 import logging
 from collections.abc import Iterable
@@ -62,7 +61,8 @@ def loaded() -> Tuned | None:
         log.warning("no kernel was tuned on %s: configurations for this %s are estimates", here.capability, here)
     elif found.gpu != here:
         log.warning("no kernel was tuned on this %s: the configurations of an %s are used", here, found.gpu)
-    if found and (others := _tritons(found) - {metadata.version("triton")}):
+    rows = itertools.chain.from_iterable(found.tables.values()) if found else ()
+    if found and (others := {row["triton"] for row in rows if "triton" in row} - {metadata.version("triton")}):
         log.info("kernels of %s were tuned with Triton %s, which is not installed", found.gpu, ", ".join(others))
     return found
 
@@ -76,10 +76,6 @@ def nearest(here: Gpu, files: Iterable[Tuned]) -> Tuned | None:
 def read(path: Path) -> Tuned:
     content = json.loads(path.read_text(encoding="utf-8"))
     return Tuned(Gpu(content["device"], content["capability"], content["sms"]), content["tables"])
-
-
-def _tritons(file: Tuned) -> set[str]:
-    return {row["triton"] for rows in file.tables.values() for row in rows if "triton" in row}
 
 
 def _build(kind: type[Config], fields: Row) -> Config:

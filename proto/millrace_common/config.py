@@ -1,7 +1,5 @@
 """Configuration: frozen models, one per component, from a YAML file and `--set a.b=c`. An unknown key is an error."""
 
-from __future__ import annotations
-
 import difflib
 import logging
 from collections.abc import Sequence
@@ -9,7 +7,8 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
+from pydantic_core import CoreSchema
 
 from millrace_common.json_values import JsonObject
 
@@ -29,9 +28,15 @@ class ConfigError(Exception):
 
 
 class Config(BaseModel):
-    """Base of all configuration models."""
-
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class OrAuto:
+    """Of a key that may be `auto` in a worker's configuration, which puts a value in its place (plan/settings.py)."""
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonObject:
+        schema = handler(core)
+        return {**schema, "type": [schema["type"], "string"], "pattern": "^auto$"}
 
 
 C = TypeVar("C", bound=Config)

@@ -5,8 +5,6 @@
 Who knows one derived key knows neither the secret nor another one.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

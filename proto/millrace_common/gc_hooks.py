@@ -4,8 +4,6 @@ A collection can start inside any allocation, also while a lock of logging or me
 appends to a deque, and the process's loop takes the pauses out and reports them.
 """
 
-from __future__ import annotations
-
 import collections
 import gc
 import logging
@@ -39,16 +37,10 @@ class PauseWatch:
         """The pauses since the last call; long ones are logged."""
         pauses = [self._pauses.popleft() for _ in range(len(self._pauses))]
         for pause in pauses:
-            if pause.seconds >= WARN_S:  # counting the objects takes time
-                log.warning(
-                    "gc pause of %.1f ms in %s: generation %d, %d objects collected, %d tracked, %d frozen",
-                    pause.seconds * 1e3,
-                    self._process,
-                    pause.generation,
-                    pause.collected,
-                    len(gc.get_objects()),
-                    gc.get_freeze_count(),
-                )
+            if pause.seconds >= WARN_S:
+                text = "gc pause of %.1f ms in %s: generation %d, %d objects collected, %d frozen"
+                found = pause.generation, pause.collected, gc.get_freeze_count()
+                log.warning(text, pause.seconds * 1e3, self._process, *found)
         return pauses
 
     def close(self) -> None:
@@ -82,7 +74,6 @@ class ProcessGc:
         return objects
 
     def report(self) -> None:
-        """The pauses since the last call."""
         self.observe(self._process, self._watch.take())
 
     def count_freeze(self, process: str, processes: int, objects: int) -> None:

@@ -1,7 +1,5 @@
 """Types of parsed JSON and YAML."""
 
-from __future__ import annotations
-
 from typing import Any
 
 # Any, because a recursive union would need a cast at every index. Who reads a value checks what it takes: pydantic

@@ -5,8 +5,6 @@ makes a line of its own. Text of several lines (tracebacks, tables of `extra={"l
 `MARGIN`. What requests and connections can cause at any rate is written once per second and place in the code.
 """
 
-from __future__ import annotations
-
 import contextvars
 import logging
 import math

@@ -1,7 +1,5 @@
 """The delay of the event loop: the time that a callback waits for others that do not yield. It delays every request."""
 
-from __future__ import annotations
-
 import asyncio
 
 from millrace_common.metrics import Metrics

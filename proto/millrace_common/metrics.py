@@ -25,6 +25,8 @@ _PAUSES = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1
 _GAPS = (*_PAUSES, 25.0, 60.0)
 _STAGES = (*_PAUSES[3:], 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 2400.0, 3600.0, 7200.0)
 Labels = tuple[str, ...]
+PAIR: Labels = ("prefill", "decode")  # addresses of workers
+POSITION: Labels = ("replica", "position")  # behind the newest token of a sequence
 
 KV_FAULTS = (  # reasons of kv_failures that neither a client nor a lost worker causes
     Reason.KV_EXPIRED,
@@ -104,13 +106,13 @@ ROUTER = (
         "drafted_tokens",
         "millrace_drafted_tokens_total",
         "Draft tokens verified in ended attempts, by worker addresses.",
-        ("prefill", "decode"),
+        PAIR,
     ),
     counter(
         "accepted_draft_tokens",
         "millrace_accepted_draft_tokens_total",
         "Draft tokens that became output tokens, by worker addresses.",
-        ("prefill", "decode"),
+        PAIR,
     ),
     counter("stale", "millrace_stale_messages_total", "Messages of attempts that had ended.", ("kind",)),
     counter("mismatches", "millrace_token_mismatches_total", "Tokens on which prefill and decode workers disagreed."),
@@ -136,8 +138,8 @@ WORKER = (
     counter("host_seconds", "millrace_host_copy_seconds_total", "Time of host memory copies.", ("replica", "way")),
     counter("disk_pages", "millrace_disk_pages_total", "KV pages by disk operation.", ("replica", "way")),
     counter("engine", "millrace_engine_total", "Engine events: steps, tokens, preemptions.", ("replica", "what")),
-    counter("drafted", "millrace_draft_tokens_total", "Draft tokens verified, by position.", ("replica", "position")),
-    counter("accepted", "millrace_draft_tokens_accepted_total", "Draft tokens accepted.", ("replica", "position")),
+    counter("drafted", "millrace_draft_tokens_total", "Draft tokens verified, by position.", POSITION),
+    counter("accepted", "millrace_draft_tokens_accepted_total", "Draft tokens accepted.", POSITION),
     gauge("expert_imbalance", "millrace_expert_imbalance", "Routed tokens of the busiest rank over the ranks' mean."),
     counter("expert_moves", "millrace_expert_moves_total", "Experts that moved to another slot."),
     counter("kv_bytes", "millrace_kv_bytes_total", "KV bytes read from other workers."),

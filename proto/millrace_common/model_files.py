@@ -1,7 +1,5 @@
 """Reads the files of a model's folder. Each error is one line that names the file and what is wrong with it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -7,8 +7,6 @@ blocks, so equal blocks prove equal tokens. The salt separates the prompts of te
 derives it from its secret (deployment_secret.py), and workers take it as it comes.
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections.abc import Iterable

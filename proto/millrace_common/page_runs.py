@@ -1,7 +1,5 @@
 """Pages that are neighbours on both sides of a copy travel as one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 

@@ -8,8 +8,6 @@ Core dumps: a file with a process's memory would have prompts, KV pages and keys
 gRPC's C++ core writes to stderr itself, a line per connection that goes wrong, past the logging of Python (log.py).
 """
 
-from __future__ import annotations
-
 import resource
 import signal
 import sys

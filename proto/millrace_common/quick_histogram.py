@@ -2,8 +2,6 @@
 labels, and for one thread.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Text of others inside of ours: in the log, in errors."""
 
-from __future__ import annotations
-
 import re
 
 QUOTED = 100  # characters of a client's text in an error

@@ -1,7 +1,5 @@
 """The recent speed of repeated work, such as the bytes per second of reads. Pure."""
 
-from __future__ import annotations
-
 FADE = 0.9  # of what is remembered, with every further piece of work
 
 

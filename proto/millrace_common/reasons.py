@@ -1,7 +1,5 @@
 """Reasons why a request fails. millrace_rpc/errors.py has their meaning for clients and routers."""
 
-from __future__ import annotations
-
 import enum
 
 
@@ -27,7 +25,7 @@ class Reason(enum.StrEnum):
     LAYOUT_MISMATCH = "LAYOUT_MISMATCH"
     KV_NOT_FOUND = "KV_NOT_FOUND"
     KV_EXPIRED = "KV_EXPIRED"
-    KV_MISMATCH = "KV_MISMATCH"  # the pages belong to other tokens than the prompt's
+    KV_MISMATCH = "KV_MISMATCH"  # pages of other tokens than the prompt's, or bytes changed on the way
     NOT_FINITE = "NOT_FINITE"  # the model's logits have a NaN or an infinite number
     TRANSFER_FAILED = "TRANSFER_FAILED"  # a read of pages, or one stream between workers, broke
     WORKER_LOST = "WORKER_LOST"  # the process or its connection went away

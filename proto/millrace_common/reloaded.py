@@ -1,7 +1,5 @@
 """Values made from files that are replaced while the process runs: certificates, API keys."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import threading

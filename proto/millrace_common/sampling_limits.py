@@ -1,7 +1,5 @@
 """Limits of a request that depend neither on the model nor on a configuration. Router and worker both check them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 U32, U64 = 2**32 - 1, 2**64 - 1

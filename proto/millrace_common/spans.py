@@ -1,7 +1,5 @@
 """Spans and their tracer, as the code that makes spans sees them; tracing.py makes the tracer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from pydantic import Field

@@ -24,6 +24,7 @@ HORIZON_S = 30.0  # an overload is assumed to last so long
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)  # of the prompts that replicas with streams run themselves
 JITTER = 0.02  # of a step's time, besides that of the number of sequences
 NEVER_S = 1e9
+LATE = 0.1  # of a request in time, that one is worth which is answered too late
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,6 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class DutySplit:
-    """Numbers of replicas by duty."""
-
     prefill: int = 0
     decode: int = 0
     both: int = 0
@@ -83,19 +82,24 @@ class Expected:
     """What a split makes of a workload."""
 
     goodput: float  # requests per second within both limits
+    served: float  # requests per second that are answered at all
     ttft_s: float  # mean
     tpot_s: float  # mean
-    prefill_use: float  # part of the capacity for prompts that is used, of all replicas; above 1: overload
     decode_sequences: float  # of a replica with streams
     why: str  # what limits it, in words
+
+    @property
+    def worth(self) -> float:
+        """Requests per second, late ones in part: where none is in time, the most that are answered is best."""
+        return self.goodput + LATE * self.served
 
 
 def expect(split: DutySplit, workload: Workload, slo: Slo, times: StepTimes, capacity: Capacity) -> Expected:
     """What the split makes of the workload, with the best share of prompts outside prefill replicas."""
     prefill, streams = split.prefill if split.decode else 0, split.decode + split.both
     if not streams:
-        return Expected(0.0, math.inf, math.inf, math.inf, 0.0, "nobody generates")
-    load = _Load.of(workload, slo, times, capacity)
+        return Expected(0.0, 0.0, math.inf, math.inf, 0.0, "nobody generates")
+    load = _Load(workload, slo, times, capacity)
     found = (load.expect(prefill, streams, share) for share in (SHARES if prefill else (1.0,)))
     return max(found, key=lambda expected: merit(expected, slo))
 
@@ -123,56 +127,34 @@ def merit(expected: Expected, slo: Slo) -> tuple[float, float]:
     return round(expected.goodput, 9), -max(part for part in use if not math.isnan(part))
 
 
-@dataclass(frozen=True, slots=True)
 class _Load:
     """A workload in seconds of a replica."""
 
-    workload: Workload
-    slo: Slo
-    times: StepTimes
-    capacity: Capacity
-    uncached: float  # prompt tokens to compute
-    outputs: float  # tokens that decode steps make
-    work_s: float  # of a prompt, without the fixed part of its steps
-    fixed_s: float  # of a prompt: that part, in full chunks
-    stream_s: float  # of a sequence in each step
-    most_sequences: float
-
-    @staticmethod
-    def of(workload: Workload, slo: Slo, times: StepTimes, capacity: Capacity) -> _Load:
-        uncached = max(workload.input_tokens - workload.cached_tokens, 1.0)
-        outputs = max(workload.output_tokens - 1, 0.0)
-        length = workload.input_tokens + outputs
-        return _Load(
-            workload,
-            slo,
-            times,
-            capacity,
-            uncached,
-            outputs,
-            times.token_s * uncached + times.pair_s * uncached * (workload.cached_tokens + uncached / 2),
-            (times.fixed_s + times.chunk_s) * uncached / capacity.chunk_tokens,
-            times.sequence_s + times.key_s * (workload.input_tokens + outputs / 2),
-            max(min(capacity.max_running, capacity.kv_tokens / max(length, 1.0)), 1.0),
-        )
-
-    @property
-    def prompt_s(self) -> float:
-        """Of a prefill replica that always has prompts."""
-        return max(self.work_s + self.fixed_s, 1e-12)
+    def __init__(self, workload: Workload, slo: Slo, times: StepTimes, capacity: Capacity) -> None:
+        self.workload, self.slo, self.times, self.capacity = workload, slo, times, capacity
+        self.uncached = uncached = max(workload.input_tokens - workload.cached_tokens, 1.0)  # prompt tokens to compute
+        self.outputs = max(workload.output_tokens - 1, 0.0)  # tokens that decode steps make
+        # Of a prompt: without the fixed part of its steps, and at a prefill replica that always has prompts
+        self.work_s = times.token_s * uncached + times.pair_s * uncached * (workload.cached_tokens + uncached / 2)
+        chunks_s = (times.fixed_s + times.chunk_s) * uncached / capacity.chunk_tokens
+        self.prompt_s = max(self.work_s + chunks_s, 1e-12)
+        self.keys = workload.input_tokens + self.outputs / 2  # cached tokens of a sequence, in the mean
+        self.stream_s = times.sequence_s + times.key_s * self.keys  # of a sequence in each step
+        length = workload.input_tokens + self.outputs
+        self.most_sequences = max(min(capacity.max_running, capacity.kv_tokens / max(length, 1.0)), 1.0)
 
     def streams_most(self) -> float:
         """Streams per second that a replica without prompts can begin, by its places and its memory."""
         each = self.outputs * (self.times.fixed_s + self.most_sequences * self.stream_s)
         return self.most_sequences / (each or 1e-12)
 
-    def _left_for_prompts(self) -> float:
-        return max(1 - (self.times.fixed_s + self.times.chunk_s) / (AIM * self.slo.tpot_s), 0.0)
-
     def prompts_beside(self, streams: float) -> float:
         """Prompts per second that a replica can compute beside the streams that it begins per second."""
         busy = streams * self.outputs * self.stream_s
-        return max(min((self._left_for_prompts() - busy) / (self.work_s or 1e-12), (1 - busy) / self.prompt_s), 0.0)
+        sequences = min(streams * self.outputs * AIM * min(self.slo.tpot_s, NEVER_S), self.most_sequences)
+        each = self.work_s + self._chunks(sequences) * self.times.chunk_s or 1e-12
+        left = max(1 - self.times.fixed_s / (AIM * self.slo.tpot_s), 0.0)
+        return max(min((left - busy) / each, (1 - busy) / self.prompt_s), 0.0)
 
     def expect(self, prefill: int, streams: int, share: float) -> Expected:
         """`share` of the prompts is run by the replicas of streams."""
@@ -191,13 +173,15 @@ class _Load:
         room = _Queue(rate, streams, self.streams_most(), 0.0, servers=self.most_sequences)
         parts = (share, 1 - share)
         first = sum(part * queue.within(slo.ttft_s) for part, queue in zip(parts, queues, strict=True) if part)
-        wait_s = room.wait_s + sum(part * queue.mean_s for part, queue in zip(parts, queues, strict=True) if part)
+        wait_s = room.wait_s + sum(
+            part * (queue.service_s + queue.wait_s) for part, queue in zip(parts, queues, strict=True) if part
+        )
         first *= room.within(slo.ttft_s)
         most = prefill / self.prompt_s + streams * self.prompts_beside(begun)
-        use = rate / most if most else math.inf
+        served = min(rate, most, streams * self.streams_most())
         tpot_s = step_s + handed_s
         why = self._why(max((q.use for q, part in zip(queues, parts, strict=True) if part)), room.use, on_time)
-        return Expected(rate * first * on_time, wait_s, tpot_s, use, sequences, why)
+        return Expected(rate * first * on_time, served, wait_s, tpot_s, sequences, why)
 
     def _step_s(self, local: float, begun: float) -> float:
         """The mean step of a replica that computes `local` prompts and begins `begun` streams per second. Prompts make
@@ -213,11 +197,10 @@ class _Load:
 
     def _chunks(self, sequences: float) -> float:
         """Steps of a prompt's own beside streams, in chunks that the TPOT limit leaves; at least 1."""
-        keys = sequences * (self.workload.input_tokens + self.outputs / 2)
-        start, chunk = int(self.workload.cached_tokens), self.capacity.chunk_tokens
-        if self.slo.tpot_s < math.inf:
-            chunk = min(self.times.tokens_within(AIM * self.slo.tpot_s, sequences, keys, start), chunk)
-        return max(self.uncached / chunk, 1.0) if chunk else NEVER_S
+        times, start, most = self.times, int(self.workload.cached_tokens), self.capacity.chunk_tokens
+        within = times.tokens_within(AIM * min(self.slo.tpot_s, NEVER_S), sequences, sequences * self.keys, start)
+        chunk = max(within, times.fewest(times.chunk_s, start, most)) if within else 1 if times.token_s else most
+        return max(self.uncached / min(chunk, most), 1.0)
 
     def _alone_s(self) -> float:
         tokens, start = math.ceil(self.uncached), int(self.workload.cached_tokens)
@@ -225,8 +208,10 @@ class _Load:
 
     def _beside_s(self, sequences: float) -> float:
         """Until a prompt beside streams is done."""
-        alone_s = self.times.fixed_s + self.times.chunk_s + sequences * self.stream_s
-        return min(self._chunks(sequences) * alone_s + self.work_s, NEVER_S)
+        chunks, alone_s = self._chunks(sequences), self.times.fixed_s + sequences * self.stream_s
+        prompts_s = chunks * self.times.chunk_s + self.work_s
+        left = 1 - alone_s / (AIM * self.slo.tpot_s)  # of the time, if the mean step is as long as the limit
+        return max(prompts_s + chunks * alone_s, min(prompts_s / left, NEVER_S) if left > 0 else NEVER_S)
 
     def _why(self, prompts: float, room: float, on_time: float) -> str:
         if room > 1:
@@ -242,7 +227,7 @@ class _Queue:
     def __init__(self, rate: float, replicas: int, each: float, service_s: float, servers: float = 1.0) -> None:
         """`service_s`: of one that need not wait; `servers`: that a replica serves at once."""
         self.use = rate / (replicas * each) if replicas and each else math.inf
-        self._service_s = service_s if replicas and each else NEVER_S
+        self.service_s = service_s if replicas and each else NEVER_S
         capacity = max(replicas * each, 1e-9)
         spare = capacity - rate
         # Twice the spare capacity, as of a queue with equal services; in an overload, by what it grows to.
@@ -255,13 +240,9 @@ class _Queue:
     def wait_s(self) -> float:
         return self._waits / self._tail
 
-    @property
-    def mean_s(self) -> float:
-        return self._service_s + self.wait_s
-
     def within(self, limit_s: float) -> float:
         """The probability that one is served in time."""
-        left_s = limit_s - self._service_s
+        left_s = limit_s - self.service_s
         return 1 - self._waits * math.exp(-self._tail * left_s) if left_s > 0 else 0.0
 
 

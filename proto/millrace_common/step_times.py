@@ -8,11 +8,15 @@ A step reads the weights once, whatever is in it: that is in `fixed_s`, so a pro
 only once.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+RECOVER = 128  # tokens of a stream that make up for longer steps, and as many before them
+LOSS = 0.1  # of its speed, that a long prompt gives up for short steps: a prompt that comes waits for the end of one
+SOON = 8  # steps: a prompt that takes no more gives up nothing of its speed
+KEPT = 0.25  # of a step's prompt tokens, for the prompt that came first
+MANY = 1 << 30  # tokens, for no limit
 AIM = 0.95  # of a TPOT limit: predicted times have an error, keys grow, and a hand-over adds to a stream's mean
 
 
@@ -44,19 +48,30 @@ class StepTimes:
         each = self.token_s + self.pair_s * start
         if left <= 0 or each <= 0:
             return 0
-        # tokens x each + pair x tokens^2 / 2 = left
-        if not self.pair_s:
-            return int(left / each)
-        return int((math.sqrt(each * each + 2 * self.pair_s * left) - each) / self.pair_s)
+        # tokens x each + pair x tokens^2 / 2 = left, solved in a form that needs no pair
+        return int(min(2 * left / (math.sqrt(each * each + 2 * self.pair_s * left) + each), MANY))
 
-    def chunk_beside(self, limit_s: float, sequences: float, keys: float, start: int, least: int, most: int) -> int:
+    def chunk_beside(
+        self, limit_s: float, spare_s: float, sequences: float, keys: float, start: int, wanted: int, least: int
+    ) -> int:
         """Prompt tokens of a step beside decode sequences with a TPOT limit, `start` tokens behind the beginning of
-        their prompt: what AIM of the limit leaves, but `least` in any case, because prompts must go on. `most` where
-        there is no limit, or the times are unknown.
+        their prompt; `wanted`: of all prompts. MANY where there is no limit, or the times are unknown.
+
+        The limit is one of means. A chunk so short that no step exceeds it would mostly pay for `chunk_s`. So a step
+        may be longer by `spare_s`: what each stream is ahead of AIM of its limit, and will save in RECOVER tokens that
+        come. Until that is worth `chunk_s`, steps without prompts save time, and the result is 0. Where the limit
+        leaves less than `least` tokens, steps have these: prompts must go on.
         """
         if math.isinf(limit_s) or not self.token_s:
-            return most
-        return min(max(self.tokens_within(AIM * limit_s, sequences, keys, start), least), most)
+            return MANY
+        if self.tokens_within(AIM * limit_s, sequences, keys, start) < least:
+            return least
+        within = self.tokens_within(self.step_s(sequences, keys) + spare_s, sequences, keys, start)
+        return within if within >= self.fewest(self.chunk_s, start, wanted) else 0
+
+    def prompts_s(self, tokens: float, pairs: float = 0) -> float:
+        """By how much so many prompt tokens make a step longer."""
+        return self.step_s(tokens=tokens, pairs=pairs) - self.fixed_s
 
     def prompt_s(self, tokens: int, start: int = 0, chunk: int = 1 << 30) -> float:
         """Seconds until the tokens from `start` on of a prompt of `start + tokens` are computed, in steps of at most
@@ -65,3 +80,50 @@ class StepTimes:
         steps = max(-(-tokens // max(chunk, 1)), 1)
         pairs = tokens * (start + tokens / 2)
         return steps * (self.fixed_s + self.chunk_s) + self.token_s * tokens + self.pair_s * pairs
+
+    def chunk_alone(self, start: int, most: int) -> int:
+        """The fewest tokens of a step, `start` tokens behind the beginning of their prompt, with which the prompt loses
+        no more than LOSS against steps of `most` tokens. `most` while the times are unknown.
+        """
+        return (self.fewest(self.fixed_s + self.chunk_s, start, most) if self.token_s else 0) or most
+
+    def fewest(self, step_s: float, start: int, most: int) -> int:
+        """Tokens with which a prompt loses no more than LOSS by paying `step_s` in each step."""
+        if not step_s or not most:
+            return 0
+        each = self.token_s + self.pair_s * start
+        return min(math.ceil(step_s / (LOSS * each + (1 + LOSS) * step_s / most)), most)
+
+    def divide(self, prompts: Sequence[tuple[int, int]], left: int, most: int) -> list[int]:
+        """Tokens of the next step, `left` in all and `most` in one without limits, for each of `prompts`: computed
+        tokens and the rest, in the order in which they came.
+
+        The least rest comes first, so that a prompt of 500 tokens does not wait for one of 100,000. The prompt that
+        came first has KEPT of the tokens; if it does not end, it takes as long as all else in the step. Prompts with a
+        longer rest wait until it ends.
+        """
+        shares, before_s = [0] * len(prompts), 0.0
+        kept = min(prompts[0][1], int(left * KEPT)) if prompts else 0
+        for index in sorted(range(len(prompts)), key=lambda index: prompts[index][1]):
+            start, rest = prompts[index]
+            each = self.token_s + self.pair_s * start
+            whole = most if start + rest <= SOON * most else self.chunk_alone(start, most)
+            tokens = min(rest, whole, left - kept if index else left)
+            if not index:
+                kept = 0
+                if before_s and each and rest > most // 2:
+                    tokens = min(tokens, max(int((self.fixed_s + self.chunk_s + before_s) / each), 1))
+            shares[index] = tokens
+            left, before_s = left - tokens, before_s + tokens * each
+            if not index and tokens < rest:
+                break
+        return shares
+
+
+def tokens_left(rests: Iterable[int], tokens: int, most: int) -> int:
+    """Of a step's `tokens` for newcomers, beside prompts with these rests. A rest of more than half of `most` tokens,
+    the step's without limits, lasts for more than the next step.
+    """
+    every = list(rests)
+    ends = [rest for rest in every if rest <= most // 2]
+    return tokens - sum(ends) - (int(tokens * KEPT) if len(ends) < len(every) else 0)

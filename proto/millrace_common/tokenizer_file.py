@@ -2,8 +2,6 @@
 Kimi K2), which become the same byte-level BPE.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import itertools

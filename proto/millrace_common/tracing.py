@@ -5,8 +5,6 @@ Without an endpoint nothing is recorded, and the received context goes on unchan
 clock (`loop.time()`, `time.monotonic()`), in seconds.
 """
 
-from __future__ import annotations
-
 import re
 
 from millrace_common.spans import OFF, Tracer, Tracing

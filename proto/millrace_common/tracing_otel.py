@@ -1,7 +1,5 @@
 """The tracer that records with the OpenTelemetry SDK. Imported only where tracing is on."""
 
-from __future__ import annotations
-
 import time
 
 from opentelemetry import trace

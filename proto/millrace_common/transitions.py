@@ -1,7 +1,5 @@
 """The legal moves of a state machine."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Generic, TypeVar
 

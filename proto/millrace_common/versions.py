@@ -1,6 +1,4 @@
 """Versions of our interfaces. Two processes work together only with equal numbers."""
 
-from __future__ import annotations
-
 WORKER_API = 2  # worker.proto, prefill.proto and decode.proto: the services of a worker
 KV_PROTOCOL = 3  # kv.proto, and the bytes of a page: how one worker reads the pages of another

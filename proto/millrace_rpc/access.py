@@ -5,8 +5,6 @@ a caller sends a token made of the deployment's secret, which opens everything. 
 is open: configurations allow that on a loopback address only (`exposed` in millrace_common/tls_config.py).
 """
 
-from __future__ import annotations
-
 import hmac
 from collections.abc import Collection
 
@@ -16,7 +14,7 @@ from millrace_common.reasons import Reason
 from millrace_common.tls_config import Peer, Tls
 
 from millrace_rpc.errors import MillraceError
-from millrace_rpc.server import Behavior, Interceptor, rebuilt
+from millrace_rpc.server import Interceptor, preceded
 
 HEADER = "authorization"
 MAY: dict[str, tuple[Peer, ...]] = {  # service, or method, to its callers; nobody calls what is not here
@@ -43,15 +41,11 @@ class Access(Interceptor):
     def wrap(self, handler: grpc.RpcMethodHandler, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         sent = dict(details.invocation_metadata).get(HEADER, "")
 
-        def checked(behavior: Behavior) -> Behavior:
-            def call(request: object, context: grpc.aio.ServicerContext) -> object:
-                names = context.auth_context().get("x509_subject_alternative_name", ())
-                self.check(details.method, [name.decode(errors="replace") for name in names], str(sent))
-                return behavior(request, context)
+        def check(context: grpc.aio.ServicerContext) -> None:
+            names = context.auth_context().get("x509_subject_alternative_name", ())
+            self.check(details.method, [name.decode(errors="replace") for name in names], str(sent))
 
-            return call
-
-        return rebuilt(handler, checked)
+        return preceded(handler, check)
 
     def check(self, method: str, names: Collection[str], sent: str) -> None:
         """`names`: of the caller's certificate; `sent`: its HEADER. Raises UNAUTHENTICATED."""

@@ -1,7 +1,5 @@
 """Client channels with the options that our servers expect, and the errors of calls on them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Sequence

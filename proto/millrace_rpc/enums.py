@@ -1,7 +1,5 @@
 """Names of a protobuf enum's values for people."""
 
-from __future__ import annotations
-
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
 

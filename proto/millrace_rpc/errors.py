@@ -84,9 +84,9 @@ class MillraceError(Exception):
         self.retry_after_s = self.row.retry_after_s if retry_after_s is None else retry_after_s
 
     @classmethod
-    def unexpected(cls, error: Exception) -> MillraceError:
-        """INTERNAL, of any other exception."""
-        return cls(Reason.INTERNAL, f"{type(error).__name__}: {error}")
+    def of(cls, error: Exception) -> MillraceError:
+        """The error itself; INTERNAL of any other exception."""
+        return error if isinstance(error, MillraceError) else cls(Reason.INTERNAL, f"{type(error).__name__}: {error}")
 
     @property
     def row(self) -> Row:

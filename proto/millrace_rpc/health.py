@@ -2,8 +2,6 @@
 one of them leaves, and a dropped client goes on sending to a draining router.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 

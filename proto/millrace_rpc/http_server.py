@@ -1,7 +1,5 @@
 """uvicorn inside our event loop: one listener, plain or TLS, with limits on its connections (http_connection.py)."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -63,11 +61,11 @@ class HttpServer:
 def listen(address: str) -> socket.socket:
     """Listen on `host:port`, IPv6 as `[host]:port`; port 0: any free one. Raises OSError when the address is taken."""
     host, _, port = address.rpartition(":")
-    host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, int(port)), family=family, backlog=2048)
-    # Its connections have it too. The kernel would take megabytes for a client that does not read.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
+    listener = socket.create_server((host.strip("[]"), int(port)), family=family, backlog=2048)
+    # Its connections have both: the kernel takes few bytes ahead of a slow client, and holds back no small write.
+    for option, value in ((socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES), (socket.TCP_NODELAY, 1)):
+        listener.setsockopt(socket.IPPROTO_TCP, option, value)
     return listener
 
 

@@ -1,7 +1,5 @@
 """The gRPC server of every process: asyncio, health, reflection, and errors from the one table."""
 
-from __future__ import annotations
-
 import abc
 import asyncio
 import contextlib
@@ -139,6 +137,21 @@ class _Errors(Interceptor):
         return rebuilt(handler, lambda behavior: wrapped(behavior, check), parse)
 
 
+def preceded(
+    handler: grpc.RpcMethodHandler, act: Callable[[grpc.aio.ServicerContext], object]
+) -> grpc.RpcMethodHandler:
+    """The handler with something to do before each call, in its task. What that raises ends the call."""
+
+    def wrap(behavior: Behavior) -> Behavior:
+        def call(request: object, context: grpc.aio.ServicerContext) -> object:
+            act(context)
+            return behavior(request, context)
+
+        return call
+
+    return rebuilt(handler, wrap)
+
+
 def rebuilt(
     handler: grpc.RpcMethodHandler, wrap: Callable[[Behavior], Behavior], parse: Callable[[bytes], object] | None = None
 ) -> grpc.RpcMethodHandler:
@@ -202,7 +215,7 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
         raise error
     if not isinstance(error, MillraceError):
         log.exception("unexpected error in a handler", extra=PER_REQUEST)
-        error = MillraceError.unexpected(error)
+        error = MillraceError.of(error)
     status = error.to_status()
     await context.abort(status.code, status.details, status.trailing_metadata)
 
@@ -215,7 +228,6 @@ def announce(path: Path, facts: Mapping[str, object]) -> None:
 
 
 def run(main: Coroutine[object, object, T]) -> T:
-    """Run an asyncio program on uvloop."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

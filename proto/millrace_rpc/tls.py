@@ -4,8 +4,6 @@ Certificates are files, checked again while the process runs (millrace_common/re
 for the next handshake, a client for its next channel.
 """
 
-from __future__ import annotations
-
 import ssl
 import time
 from collections.abc import Callable
@@ -19,8 +17,6 @@ from millrace_common.tls_config import Tls
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Material:
-    """What is made of the files."""
-
     context: ssl.SSLContext  # of an HTTPS server
     server: grpc.ServerCertificateConfiguration | None  # None: there is no certificate
     client: grpc.ChannelCredentials

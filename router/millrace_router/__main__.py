@@ -1,7 +1,5 @@
 """python -m millrace_router --config FILE --set key=value --announce FILE"""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -9,8 +9,6 @@
    to the grace; the rest ends with DRAINING; exit 0. Without streams the process ends at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging
@@ -78,7 +76,7 @@ class Router:
         self._gc = ProcessGc("router", metrics)
         demand = RecentDemand()
         backend = Backend(config, self.registry, self.admission, metrics, self.tracer, demand)
-        fleet, queued = self.registry.serving, lambda: self.admission.tokens
+        fleet, queued = self.registry.serving, lambda: (len(self.admission), self.admission.tokens)
         self._lead = Lead(self.registry.router_id, config.routing, demand, fleet, queued, metrics)
         tokenizer = Tokenizer.load(config.model, config.chat_template, config.special_tokens_in)
         self.inference = Inference(backend, tokenizer)
@@ -210,7 +208,6 @@ async def serve(config: RouterConfig, announced: Path | None = None) -> int:
 
 
 def main() -> int:
-    """Run the process from its command line to its exit code."""
     parser = argparse.ArgumentParser(prog="millrace router", description="Run a router, which needs no GPU.")
     parser.add_argument("--config", type=Path, help="YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")

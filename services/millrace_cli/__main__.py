@@ -1,7 +1,5 @@
 """The entry point of the command `millrace`."""
 
-from __future__ import annotations
-
 import os
 
 TERMINATED = 143  # as a shell reports a command that SIGTERM ended

@@ -1,7 +1,5 @@
 """The command `millrace`. Heavy packages are imported inside commands: a router needs no torch, `--help` nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import difflib
 import importlib.metadata
@@ -188,8 +186,7 @@ def workers(
     """Show the workers of a router. Example: millrace workers --watch"""
     from millrace_cli import workers as command
 
-    form = command.TableWidth.JSON if json else command.TableWidth.WIDE if wide else command.TableWidth.NARROW
-    asyncio.run(command.show(address, form, watch, access.identity(ca, cert, key), access.token(secret)))
+    asyncio.run(command.show(address, wide, json, watch, access.identity(ca, cert, key), access.token(secret)))
 
 
 keys = typer.Typer(help="Make API keys for a router's clients.", no_args_is_help=True)

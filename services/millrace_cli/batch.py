@@ -4,8 +4,6 @@ What has an answer in the output is not sent again, so the same command continue
 no server took is left out of the output, and with that for the next run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

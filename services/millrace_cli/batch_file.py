@@ -1,7 +1,5 @@
 """The batch files of OpenAI: one JSON object per line, requests in one file and answers in another."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`millrace check`: whether a checkpoint can be served, on which GPUs, and with how much KV. No weight is read."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +9,11 @@ from millrace_common import config as configuration
 from millrace_common.json_values import JsonObject
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.engine.config import GIB
-from millrace_serve.engine.start.layouts import NODE, SHAPES, Layout, choose, layouts
-from millrace_serve.model.checkpoint.headers import check_headers
+from millrace_serve.engine.start.layouts import SHAPES, Layout, choose, layouts
+from millrace_serve.model.checkpoint.shapes import check_headers
 from millrace_serve.model.config import ModelConfig, ModelConfigError
 from millrace_serve.model.weights import CheckpointError
+from millrace_serve.plan.settings import NODE
 from millrace_serve.worker.config import WorkerConfig
 from rich.console import Console
 from rich.table import Table
@@ -36,13 +35,12 @@ def check(path: Path, gpu: str, overrides: Sequence[str]) -> None:
         config = configuration.load(
             WorkerConfig, None, ["role=unified", "device=cuda", "limits.num_pages=auto", f"model={path}", *overrides]
         )
-        model = ModelConfig.load(path)
+        model = config.limits.layers_of(ModelConfig.load(path), path)
         if not config.random_weights:
-            check_headers(path, mtp=config.limits.draft_tokens > 0)
+            check_headers(path, mtp=model.num_nextn_predict_layers > 0)
         tokenizer = Tokenizer.load(path)
     except (ModelConfigError, CheckpointError, configuration.ConfigError) as error:
         raise CommandError(str(error)) from error
-    model = model if config.limits.draft_tokens else model.without_mtp()
     others = [item for item in overrides if item.partition("=")[0].strip() not in ("tp", "dp")]
     shapes = SHAPES if len(others) == len(overrides) else ((config.tp, config.dp),)
     found = list(layouts(config.limits, config, model, GPUS, shapes))
@@ -88,11 +86,11 @@ def _facts(model: ModelConfig, tokenizer: Tokenizer) -> str:
     style, experts = tokenizer.format.style, f"{model.n_routed_experts} experts in {model.n_group} group(s)"
     calls = "no tool calls" if style is None else f"tool calls as {style.name}"
     reasoning = "reasoning" if tokenizer.format.reasons else "no reasoning"
-    drafts = "an MTP layer" if model.num_nextn_predict_layers else "no MTP layer in use (limits.draft_tokens)"
+    mtp = "an MTP layer" if model.num_nextn_predict_layers else "no MTP layer in use (limits.draft_tokens)"
     chat = "" if tokenizer.has_template else "; no chat template: chat needs the router's chat_template"
     weights = f"{'FP8' if model.fp8_blocks else 'INT8' if model.int8 else 'BF16'} weights"
     packed = ", its experts in INT4 (FP8 in a GPU's memory)" if model.int4_experts else ""
-    return f"{model.num_hidden_layers} layers, {experts}, {weights}{packed}, {drafts}; {calls}, {reasoning}{chat}"
+    return f"{model.num_hidden_layers} layers, {experts}, {weights}{packed}, {mtp}; {calls}, {reasoning}{chat}"
 
 
 def _table(found: Sequence[Layout]) -> Table:

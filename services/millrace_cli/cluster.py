@@ -8,8 +8,6 @@ the tail of its log; later an exit is logged, and with `spec.restart` the child 
 back-off. Nothing survives this process, however it ends (see exec_guard).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -20,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from millrace.v1 import worker_pb2
 from millrace_common.deployment_secret import read
@@ -177,7 +175,7 @@ class LocalCluster:
     def _url(self, service: str) -> str:
         return f"{'https' if self._identity else 'http'}://{self.address('router', service)}"
 
-    async def __aenter__(self) -> LocalCluster:
+    async def __aenter__(self) -> Self:
         try:
             await self.start()
         except BaseException:

@@ -1,7 +1,5 @@
 """`millrace compile`: start the ranks as a worker does, without serving, so that all is compiled."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
@@ -34,7 +32,8 @@ async def fill(
     logs.setup("compile", config.log_level)
     environ.update(caches.variables(config.cache_dir))
     before = caches.sizes(config.cache_dir)
-    handlers: dict[type, Handler] = {RankProgress: _show, Events: _ignore, GcPauses: _ignore}
+    ignore: Handler = lambda rank, report: None  # noqa: E731
+    handlers: dict[type, Handler] = {RankProgress: _show, Events: ignore, GcPauses: ignore}
     ranks = Ranks(config, make_launcher(config.launcher), handlers, lambda why: None)
     try:
         await ranks.start()
@@ -61,10 +60,6 @@ def settings(path: Path | None, overrides: Sequence[str], *, random_weights: boo
 
 def _show(rank: int, progress: RankProgress) -> None:
     logging.getLogger(__name__).info("%s", progress.message)
-
-
-def _ignore(rank: int, report: object) -> None:
-    pass
 
 
 def _table(cache_dir: Path, before: dict[str, tuple[int, int]]) -> Table:

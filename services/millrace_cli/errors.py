@@ -1,7 +1,5 @@
 """The error of a command that cannot do its work: one line for the user, and the exit code."""
 
-from __future__ import annotations
-
 
 class CommandError(Exception):
     def __init__(self, message: str, code: int = 1) -> None:

@@ -1,7 +1,5 @@
 """`millrace generate`: one prompt, streamed over gRPC."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import AsyncIterator, Callable

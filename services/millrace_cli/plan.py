@@ -2,8 +2,6 @@
 split of workers into prefill and decode serves a workload best.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +9,13 @@ from pathlib import Path
 from millrace_common import config as configuration
 from millrace_common.split import Capacity
 from millrace_serve.engine.config import Role
+from millrace_serve.engine.start import layouts
 from millrace_serve.engine.start.memory import MemoryPlan, OverCommitted
 from millrace_serve.model.config import ModelConfig, ModelConfigError
-from millrace_serve.plan import fits, report, splits
+from millrace_serve.plan import report, splits
 from millrace_serve.plan.facts import EXPERTS
-from millrace_serve.plan.settings import NODE, Goal, Setting, Setup, decide
-from millrace_serve.worker.config import WorkerConfig, setup_of
+from millrace_serve.plan.settings import NODE, Goal, Setting, Setup, decide, setup_of
+from millrace_serve.worker.config import WorkerConfig
 
 from millrace_cli.check import GPUS
 from millrace_cli.errors import CommandError
@@ -30,7 +29,7 @@ def plan(model: Path, gpu: str, ranks: tuple[int, int], role: Role, goal: Goal, 
     (tp, dp), kind = ranks, setup.gpu
     print(f"{model.resolve().name}: a {role} worker on {tp * dp} x {kind}, tp={tp}, dp={dp}, goal {goal}\n")
     print(f"{report.settings(config, choices)}\n")
-    print(f"each rank, estimated before a start measures it:\n{fits.text(_memory(setup, config))}\n")
+    print(f"each rank, estimated before a start measures it:\n{layouts.memory_text(_memory(setup, config))}\n")
     print(report.steps(setup, config))
 
 
@@ -100,7 +99,7 @@ def _chosen(
 
 def _memory(setup: Setup, config: WorkerConfig) -> MemoryPlan:
     try:
-        return fits.memory(setup, config, GPUS[setup.gpu])
+        return layouts.memory_plan(setup, config, GPUS[setup.gpu])
     except (OverCommitted, ValueError) as error:
         raise CommandError(str(error)) from error
 

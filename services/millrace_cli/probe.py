@@ -1,7 +1,5 @@
 """Short queries to running processes. A missing answer is None, because processes start, stop and hang at any time."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Awaitable, Callable
 from typing import TypeVar

@@ -5,8 +5,6 @@ SIGKILL) → may `start` again. Every child leads its own process group, so that
 supervisor alone, and dies with the supervisor.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

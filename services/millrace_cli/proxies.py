@@ -1,7 +1,5 @@
 """Proxies that the environment names. Nothing of ours is behind one: neither a loopback address nor another worker."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import MutableMapping
 

@@ -1,7 +1,5 @@
 """`millrace serve-local`: a whole system on this machine until Ctrl-C; a second one kills instead of waiting."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

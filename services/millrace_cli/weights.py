@@ -1,7 +1,5 @@
 """`millrace weights`: one action on the weights of several workers at once, as a trainer does it between two steps."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

@@ -1,9 +1,6 @@
 """`millrace workers`: a router's view of its workers."""
 
-from __future__ import annotations
-
 import asyncio
-import enum
 import json
 import sys
 import time
@@ -20,15 +17,10 @@ from rich.table import Table
 from millrace_cli import probe, proxies
 from millrace_cli.errors import CommandError
 
+# Fits 80 columns; an address is whole wherever it ends.
 NARROW = ("role", "state", "routable", "running", "waiting", "pages free", "address")
 PERIOD_S = 1.0
 CLEAR = "\x1b[H\x1b[2J"  # a terminal
-
-
-class TableWidth(enum.Enum):
-    NARROW = enum.auto()  # fits 80 columns; an address is whole wherever it ends
-    WIDE = enum.auto()
-    JSON = enum.auto()
 
 
 def row(worker: admin_pb2.WorkerStatus) -> dict[str, str]:
@@ -71,10 +63,10 @@ def _experts(load: worker_pb2.ReplicaLoad) -> str:
     return f"{sum(layers) / len(layers):.2f}, worst {max(layers):.2f}{age}"
 
 
-def text(workers: Sequence[admin_pb2.WorkerStatus], form: TableWidth) -> str:
+def text(workers: Sequence[admin_pb2.WorkerStatus], wide: bool) -> str:
     """A table, and below it why workers get no requests. Never cut to the terminal: somebody copies what is in it."""
     rows = [row(worker) for worker in workers]
-    columns = NARROW if form is TableWidth.NARROW else tuple(row(admin_pb2.WorkerStatus()))
+    columns = tuple(row(admin_pb2.WorkerStatus())) if wide else NARROW
     table = Table(*columns, box=None, pad_edge=False)
     for one in rows:
         table.add_row(*(one[column] for column in columns))
@@ -88,7 +80,8 @@ def text(workers: Sequence[admin_pb2.WorkerStatus], form: TableWidth) -> str:
 
 async def show(
     admin_address: str,
-    form: TableWidth = TableWidth.NARROW,
+    wide: bool = False,
+    as_json: bool = False,
     watch: bool = False,
     identity: Identity | None = None,
     token: str = "",
@@ -100,11 +93,11 @@ async def show(
             raise CommandError(await _why(admin_address, error)) from error
         if watch and sys.stdout.isatty():
             print(CLEAR, end="")
-        if form is TableWidth.JSON:
+        if as_json:
             for worker in workers:
                 print(json.dumps(MessageToDict(worker, preserving_proto_field_name=True)))
         else:
-            print(text(workers, form))
+            print(text(workers, wide))
         if not watch:
             return
         await asyncio.sleep(PERIOD_S)

@@ -1,7 +1,5 @@
 """The bench of expert load balancing."""
 
-from __future__ import annotations
-
 import numpy as np
 from millrace_bench import balance
 

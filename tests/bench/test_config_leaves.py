@@ -1,7 +1,5 @@
 """How the keys of configurations are counted; tests/test_sizes.py has the limit."""
 
-from __future__ import annotations
-
 from millrace_bench.config_leaves import FILES, leaves
 from millrace_common.config import Config
 from millrace_common.tls_config import Tls

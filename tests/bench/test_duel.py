@@ -1,22 +1,26 @@
 """The duel of servers: what it concludes, the adapters of servers, and the shapes that SGLang answers with."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
 import random
 import re
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from millrace_bench.duel import __main__ as duel
-from millrace_bench.duel import millrace, sglang
+from millrace_bench.duel import aiperf, millrace, sglang
+from millrace_bench.duel.control import Control
 from millrace_bench.duel.faults import TIMETABLE, timetable
-from millrace_bench.duel.judge import HUNG, Compared, Key, compare, conclude, error_free_s, wrong
-from millrace_bench.duel.load import Clients, write_model
+from millrace_bench.duel.judge import HUNG, Compared, Key, compare, conclude, error_free_s
+from millrace_bench.duel.load import NO_WORDS, Clients, write_model
 from millrace_bench.duel.parts import Layout
+from millrace_bench.duel.ties import WORD, Judged
+from millrace_bench.duel.ties import words as split
+from millrace_bench.pd_load import Load, Segment
 from millrace_load.clients import Job, Sample
 from millrace_rpc.http_server import HttpServer
 from millrace_testing.paths import ROOT
@@ -37,44 +41,28 @@ CONTROL = sample("abcd")
 
 
 @pytest.mark.parametrize(
-    ("control", "run", "found"),
+    ("control", "run", "answers", "differs"),
     [
-        (CONTROL, sample("abcd"), (1, 0)),
-        (CONTROL, sample("abce"), (1, 1)),
-        (CONTROL, sample("abc"), (1, 1)),  # whole, it says
-        (CONTROL, sample("abc", "CUT"), (1, 0)),  # a beginning
-        (CONTROL, sample("abc\ufffd", "CUT"), (1, 0)),
-        (CONTROL, sample("x", "CUT"), (1, 1)),
-        (CONTROL, sample("abcdx", HUNG), (1, 1)),
-        (CONTROL, sample("", "NO_WORKERS"), (0, 0)),
-        (sample("ab", "CUT"), sample("abcd"), (0, 0)),  # nobody knows the right answer
+        (CONTROL, sample("abcd"), 1, False),
+        (CONTROL, sample("abce"), 1, True),
+        (CONTROL, sample("abc"), 1, True),  # whole, it says
+        (CONTROL, sample("abc", "CUT"), 1, False),  # a beginning
+        (CONTROL, sample("abc\ufffd", "CUT"), 1, False),
+        (CONTROL, sample("x", "CUT"), 1, True),
+        (CONTROL, sample("abcdx", HUNG), 1, True),
+        (CONTROL, sample("", "NO_WORKERS"), 0, False),
+        (sample("ab", "CUT"), sample("abcd"), 0, False),  # nobody knows the right answer
     ],
 )
-def test_an_answer_beside_its_control(control: Sample, run: Sample, found: tuple[int, int]) -> None:
-    assert compare({(0, 0): control}, {(0, 0): run}) == Compared(*found)
+def test_an_answer_beside_its_control(control: Sample, run: Sample, answers: int, differs: bool) -> None:
+    assert compare({(0, 0): control}, {(0, 0): run}) == Compared(answers, ((0, 0),) * differs)
 
 
 def test_only_requests_of_the_kind_and_of_both_runs_are_compared() -> None:
     control: dict[Key, Sample] = {(index, 0): CONTROL for index in range(7)}
     run: dict[Key, Sample] = {(index, 0): sample("abcd" if index % 3 else "x") for index in range(1, 9)}
-    assert [compare(control, run, kind, 3) for kind in range(3)] == [Compared(2, 2), Compared(2, 0), Compared(2, 0)]
-
-
-@pytest.mark.parametrize(
-    ("noise", "found", "count"),
-    [
-        ((50, 0), (60, 0), 0),
-        ((50, 0), (60, 3), 3),  # a server that always says the same is given nothing
-        ((0, 0), (60, 2), 2),
-        ((100, 50), (100, 50), 0),
-        ((100, 50), (100, 60), 0),  # two standard deviations
-        ((100, 50), (100, 61), 1),
-        ((100, 10), (400, 90), 38),
-        ((100, 100), (40, 40), 0),
-    ],
-)
-def test_noise_explains_its_share(noise: tuple[int, int], found: tuple[int, int], count: int) -> None:
-    assert wrong(Compared(*noise), Compared(*found)) == count
+    found = [compare(control, run, kind, 3) for kind in range(3)]
+    assert found == [Compared(2, ((3, 0), (6, 0))), Compared(2), Compared(2)]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +80,16 @@ def test_seconds_until_error_free(samples: list[Sample], seconds: float | None) 
     assert error_free_s(10.0, samples) == seconds
 
 
-def test_the_row_of_a_fault() -> None:
+@pytest.mark.parametrize(
+    ("noisy", "judged", "wrong", "untold"),
+    [
+        (False, None, 1, 1),  # any other answer is wrong, where undisturbed ones agree
+        (True, None, 0, 2),
+        (True, Judged(places=5, near_ties=3, wrong_tokens=2, wrong=1), 1, 1),
+        (False, Judged(places=1, near_ties=1), 0, 1),
+    ],
+)
+def test_the_row_of_a_fault(noisy: bool, judged: Judged | None, wrong: int, untold: int) -> None:
     control: dict[Key, Sample] = {(index, 0): CONTROL for index in range(4)}
     run: dict[Key, Sample] = {
         (0, 0): sample("abcx", due=11.0),
@@ -102,9 +99,9 @@ def test_the_row_of_a_fault() -> None:
         (4, 0): sample("", due=13.0, end=14.0),
         (5, 0): sample("z", due=30.0, end=31.0),
     }
-    row = conclude(10.0, control, run, {"greedy": Compared(9, 0), "seeded": Compared(9, 9)})
-    errors = {"NO_WORKERS": 1, "EMPTY": 1}
-    assert row == {"requests": 6, "differ": 2, "wrong": 1, "hung": 1, "errors": errors, "error_free_s": 10.0}
+    alone = {"requests": 6, "differ": 2, "hung": 1, "errors": {"NO_WORKERS": 1, "EMPTY": 1}, "error_free_s": 10.0}
+    row = conclude(10.0, control, run, {"greedy": noisy, "json": True}, judged)
+    assert row == alone | asdict(judged or Judged()) | {"wrong": wrong, "cannot_be_told": untold}
 
 
 # ------------------------------------------------------------------------------------- servers and faults
@@ -153,9 +150,15 @@ def test_parts_listen_on_ports_of_their_own_and_runs_are_apart(server: str, tmp_
     assert all(word in words for word in (*asked, str(tmp_path / "duel"), "600"))
 
 
-def test_a_pair_of_sglang_hands_over_through_the_port_that_its_gateway_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("visible", "gpus"), [(None, "01"), ("", "01"), ("2,3", "23")])
+def test_a_pair_of_sglang_hands_over_through_the_port_that_its_gateway_is_told(
+    visible: str | None, gpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     prefill, decode, router = layout("sglang-pair", tmp_path).parts
-    for part, gpu in ((prefill, "0"), (decode, "1")):
+    for part, gpu in zip((prefill, decode), gpus, strict=True):
         words = " ".join(part.command)
         assert f"--disaggregation-mode {part.role} --disaggregation-transfer-backend nixl" in words
         assert part.env == {"CUDA_VISIBLE_DEVICES": gpu}
@@ -188,13 +191,14 @@ def test_a_prompt_is_its_token_ids(tmp_path: Path) -> None:
     assert {"architectures", "scoring_func", "topk_method", "norm_topk_prob"} <= set(config), "which peers read"
     text = "".join(random.Random(0).choices(words, k=200))
     ids = tokenizer.encode(text, add_special_tokens=False).ids
-    assert len(ids) == 200 and min(ids) >= 1024 and tokenizer.decode(ids) == text
+    assert len(ids) == 200 and min(ids) >= NO_WORDS and tokenizer.decode(ids) == text
+    assert len(words) == 2048 - NO_WORDS and all(WORD.fullmatch(word) for word in words)
 
 
 BAD = [
     ("--server", "vllm-pair"), ("--loads", "4096@1"), ("--disturbed", "64/8x2@1"), ("--disturbed", "64/8@1,2"),
     ("--faults", "flood"), ("--kinds", "beam"), ("--controls", "1"), ("--seconds", "0"), ("--patience", "0"),
-    ("--limit", "-1"), ("--loads", None),
+    ("--limit", "-1"), ("--loads", None), ("--aiperf", "no/aiperf"),
 ]  # fmt: skip
 
 
@@ -222,17 +226,16 @@ def chunk(text: str, finish: str | None = None) -> dict[str, object]:
 BEGUN, LAST = [chunk(" a"), chunk(" b")], [chunk(" c", "length")]
 TOTAL = {**chunk(""), "choices": [], "usage": USAGE}
 ABORTED = {"error": {**ERROR, "type": "SERVICE_UNAVAILABLE", "code": 503}}
-STREAMS: dict[str, list[dict[str, object]]] = {
-    "whole": [*BEGUN, *LAST, TOTAL],
-    "aborted": [*BEGUN, ABORTED],
-    "gracefully aborted": [*BEGUN, chunk("", "abort"), TOTAL],
-    "cut": BEGUN,
-}
-FAILURES: dict[str, Response] = {
-    "refused": JSONResponse({**ERROR, "type": "BadRequest", "code": 400}, 400),
-    "no worker": JSONResponse({"error": {"type": "Service Unavailable", "code": "no_available_workers"}}, 503),
-    "bad gateway": PlainTextResponse("Bad Gateway", 502),
-    "text": JSONResponse({"error": "busy"}, 503),
+ANSWERS: dict[str, tuple[list[dict[str, object]] | Response, str, str]] = {  # text and error that a client sees
+    "whole": ([*BEGUN, *LAST, TOTAL], " a b c", ""),
+    "aborted": ([*BEGUN, ABORTED], " a b", "SERVICE_UNAVAILABLE"),
+    "gracefully aborted": ([*BEGUN, chunk("", "abort"), TOTAL], " a b", "ABORT"),
+    "cut": (BEGUN, " a b", "CUT"),
+    "hung": (BEGUN, " a b", HUNG),
+    "refused": (JSONResponse({**ERROR, "type": "BadRequest", "code": 400}, 400), "", "BADREQUEST"),
+    "no worker": (JSONResponse({"error": {"code": "no_available_workers"}}, 503), "", "NO_AVAILABLE_WORKERS"),
+    "bad gateway": (PlainTextResponse("Bad Gateway", 502), "", "HTTP_502"),
+    "text": (JSONResponse({"error": "busy"}, 503), "", "HTTP_503"),
 }
 
 
@@ -240,12 +243,13 @@ async def completions(request: Request) -> Response:
     """What the field `user` names."""
     body = await request.json()
     name = body["user"]
-    if name in FAILURES:
-        return FAILURES[name]
+    found, _, _ = ANSWERS[name]
+    if isinstance(found, Response):
+        return found
     assert body["cache_salt"] == "run-5" and body["temperature"] == 0.0 and body["stream"] is True
 
     async def events() -> AsyncIterator[str]:
-        for event in STREAMS.get(name, BEGUN):
+        for event in found:
             yield f"data: {json.dumps(event)}\n\n"
         if name == "hung":
             await asyncio.Event().wait()
@@ -254,21 +258,8 @@ async def completions(request: Request) -> Response:
     return StreamingResponse(events(), media_type="text/event-stream")
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "error"),
-    [
-        ("whole", " a b c", ""),
-        ("aborted", " a b", "SERVICE_UNAVAILABLE"),
-        ("gracefully aborted", " a b", "ABORT"),
-        ("cut", " a b", "CUT"),
-        ("hung", " a b", HUNG),
-        ("refused", "", "BADREQUEST"),
-        ("no worker", "", "NO_AVAILABLE_WORKERS"),
-        ("bad gateway", "", "HTTP_502"),
-        ("text", "", "HTTP_503"),
-    ],
-)
-async def test_an_answer_of_sglang(name: str, text: str, error: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_an_answer_of_sglang(name: str, tmp_path: Path) -> None:
     server = HttpServer(Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])]))
     port = server.start("127.0.0.1:0")
     found = Layout((), f"http://127.0.0.1:{port}", 1, sglang.HELD, layout("sglang-single", tmp_path).apart)
@@ -278,27 +269,99 @@ async def test_an_answer_of_sglang(name: str, text: str, error: str, tmp_path: P
     await clients.send(Job(0, " x", 3, 7), one)
     await clients.close()
     await server.stop()
-    whole = name == "whole"
+    whole, (_, text, error) = name == "whole", ANSWERS[name]
     assert (one.text, one.error, one.answered) == (text, error, whole) and clients.seen == {(0, 0): one}
     assert not whole or (one.prompt_tokens, one.cached_tokens, one.output_tokens) == (9, 8, 3)
 
 
+# ------------------------------------------------------------------------------------- AIPerf
+
+AIPERF = ROOT / "build" / "peers" / "aiperf" / "bin" / "aiperf"
+REPORT = Path(__file__).with_name("aiperf_report.json")  # of AIPerf 0.13.0, without figures that nobody reads
+
+
+def test_figures_of_a_report_of_aiperf() -> None:
+    report = json.loads(REPORT.read_text())
+    assert aiperf.figures(report) == {
+        **{"version": "0.13.0", "requests": 7, "completed": 5, "errors": {"Service Unavailable": 2}},
+        **{"prompt_tokens": 404, "output_tokens": 16},
+        **{"goodput": 0.4644, "request_throughput": 0.4644, "output_token_throughput": 1.4861},
+        "ttft": pytest.approx({"p50": 0.001751, "p99": 0.0053494}),
+        "tpot": pytest.approx({"p50": 0.0101462, "p99": 0.0101602}),
+        "request_latency": pytest.approx({"p50": 0.0320285, "p99": 0.0350411}),
+    }
+    del report["inter_token_latency"]  # answers of one token have none
+    assert aiperf.figures(report)["tpot"] == {"p50": None, "p99": None}
+
+
+def test_aiperf_sends_the_requests_of_our_client(tmp_path: Path) -> None:
+    words = [f" w{index:03}" for index in range(500)]
+    clients = Clients(layout("sglang-single", tmp_path), words, ["greedy", "json"], 60.0, number=7)
+    plan = clients.plan(Segment(Load.parse("40/8x2@4"), 4.0, 3.0, seed=1))
+    for one, line in zip(plan.conversations, aiperf.conversations(plan, clients.body), strict=True):
+        first, second = line["turns"]
+        assert (first["text"], second["text"]) == tuple(turn.said for turn in one.turns)
+        assert first["timestamp"] == line["timestamp"] == 1e3 * (one.start_s or 0.0) and second["delay"] == 1000.0
+        sent = clients.body(Job(one.index, first["text"], 8, one.turns[0].seed))
+        assert first["extra"] == {key: value for key, value in sent.items() if key not in aiperf.WRITES}
+        assert first["extra"]["cache_salt"] == "run-7" and first["extra"]["ignore_eos"] is (one.index % 2 == 0)
+
+
+@pytest.mark.parametrize(
+    ("command", "limit_s", "why"),
+    [("echo no model; exit 3", 60.0, r"exit code 3\. .*no model"), ("sleep 600", 0.0, "not done after 0 s")],
+)
+async def test_why_aiperf_has_no_figures(command: str, limit_s: float, why: str, tmp_path: Path) -> None:
+    row = await aiperf.report(["sh", "-c", command], tmp_path, limit_s)
+    assert list(row) == ["why"] and re.match(why, row["why"], re.DOTALL)
+
+
 # ------------------------------------------------------------------------------------- small, whole
 
-SMALL = "--engine sim --widths tiny --layers 1 --kinds greedy seeded --worker-set sim.vocab_size=2048 sim.step_s=0.01"
+SMALL = "--widths tiny --layers 1 --kinds greedy seeded --loads 40/4x2@4 --disturbed 40/20@8 --seconds 2"
 
 
 @pytest.mark.e2e
 @pytest.mark.long
 @pytest.mark.xdist_group("e2e")
-def test_two_systems_through_a_kill(tmp_path: Path) -> None:
-    loads = "--loads 40/4x2@4 --disturbed 40/20@8 --seconds 2 --faults kill-prefill leave --slo ttft=60"
+def test_two_systems_through_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of the first system read another word in one answer of the second fault. AIPerf fails."""
+    conclude, runs = Control.conclude, iter(range(4))
+
+    async def misread(self: Control, strike: float, run: Clients, *, whole: bool) -> dict[str, Any]:
+        if next(runs) == 1:
+            sample = next(one for (index, _), one in run.seen.items() if index % 2 == 0 and one.answered)
+            said = split(sample.text)
+            sample.text = "".join([*said[:7], said[0], *said[8:]])
+        return await conclude(self, strike, run, whole=whole)
+
+    monkeypatch.setattr(Control, "conclude", misread)
     out = ["--out", str(tmp_path / "duel.json"), "--server", "millrace-pair", "millrace-unified"]
-    record = duel.run(duel.parsed([*SMALL.split(), *loads.split(), *out]), tmp_path)
+    options = ["--faults", "kill-prefill", "leave", "--slo", "ttft=60", "--aiperf", "false"]
+    record = duel.run(duel.parsed([*SMALL.split(), *options, *out]), tmp_path)
     written = json.loads((tmp_path / "duel.json").read_text())["results"]
     assert written == json.loads(record.to_json())["results"] and written["failed"] == []
     assert all(row["completed"] == row["requests"] > 0 for row in written["rows"])
+    assert all("exit code 1" in row["why"] for row in written["aiperf"]) and len(written["aiperf"]) == 2
     assert [(row["kind"], row["differ"]) for row in written["noise"]] == [("greedy", 0), ("seeded", 0)] * 2
-    assert all(row["answers"] > 0 for row in written["noise"])
-    found = [(row["victim"], row["wrong"], row["hung"], row["lost"]) for row in written["faults"]]
-    assert found == [("prefill-0", 0, 0, 0), ("", 0, 0, 0), ("unified-0", 0, 0, 0), ("", 0, 0, 0)]
+    assert all(row["answers"] > 0 for row in written["noise"]) and written["noise"][0]["told"]
+    found = [(row["victim"], row["wrong"], row["differ"], row["hung"], row["lost"]) for row in written["faults"]]
+    assert found == [("prefill-0", 0, 0, 0, 0), ("", 1, 1, 0, 0), ("unified-0", 0, 0, 0, 0), ("", 0, 0, 0, 0)]
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+@pytest.mark.xdist_group("e2e")
+@pytest.mark.skipif(not AIPERF.exists(), reason="aiperf is not installed (make peers)")
+def test_aiperf_counts_what_we_count(tmp_path: Path) -> None:
+    options = "--server millrace-pair --widths tiny --layers 1 --loads 40/20@3 40/8x2@3 --seconds 3 --slo ttft=60"
+    out = ["--aiperf", str(AIPERF), "--out", str(tmp_path / "duel.json")]
+    results = duel.run(duel.parsed([*options.split(), *out]), tmp_path).results
+    for row in results["aiperf"]:
+        talks, ours = "turns" in row["load"], row["ours"]
+        same = ("requests", "completed", "output_tokens", *(() if talks else ("prompt_tokens",)))
+        assert {name: row[name] for name in same} == {name: ours[name] for name in same} and not row["errors"]
+        assert not talks or row["prompt_tokens"] > ours["prompt_tokens"], "with the words of the chat template"
+        assert row["goodput"] == row["request_throughput"] > 0
+        assert all(0 < row[name]["p50"] <= row[name]["p99"] for name in aiperf.TIMES)
+    assert len(results["aiperf"]) == 2

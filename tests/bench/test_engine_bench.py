@@ -1,7 +1,5 @@
 """Benches of an engine with a model: its rows on a CPU, and how numbers of drafts compare."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 
@@ -70,7 +68,7 @@ def test_decoding_starts_behind_a_context_that_nobody_computed(runners: list[wea
     assert [(row["kind"], row.get("batch")) for row in rows] == [("start", None), ("decode", 1), ("decode", 3)]
     for row in rows[1:]:
         assert row["prompt"] == 100 and row["accept"] == 1.0 and row["exact"]
-        assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["step_ms"] * 1e3, rel=1e-2)
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["step_ms"] * 1e3, rel=1e-2, abs=0.05)
     assert [runner() for runner in runners] == [None], "the next engine needs its memory"
 
 

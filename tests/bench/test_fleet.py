@@ -2,8 +2,6 @@
 simulated too.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from random import Random
@@ -22,7 +20,8 @@ def burst(shape: Shape, requests: int, seconds: float) -> Fleet:
     fleet = shape.fleet(rng)
     for _ in range(requests):
         fleet.submit(shape.request(rng))
-    fleet.run(seconds)
+    while fleet.live and fleet.now < seconds:
+        fleet.run(10.0)
     return fleet
 
 

@@ -1,10 +1,7 @@
 """The bench that finds the attention-form threshold: its arithmetic, and that it runs."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from millrace_bench.kernels import forms
@@ -24,18 +21,12 @@ def test_noise_before_the_last_crossing_does_not_count() -> None:
     assert forms.break_even({8: 2.0, 16: 1.0, 32: 2.0}, {8: 1.0, 16: 2.0, 32: 1.0}) == 24.0
 
 
-def test_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "forms.json"
-    sizes = ["--heads", "2", "--prefix", "128", "--queries", "8", "16", "--repeats", "1"]
-    monkeypatch.setattr(sys, "argv", ["forms", "--tiny", *sizes, "--out", str(out)])
+def test_it_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--heads", "2", "--prefix", "128", "--queries", "8", "16", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", ["forms", "--tiny", *options])
     forms.main()
-    results = json.loads(out.read_text())
-    assert json.loads(capsys.readouterr().out.strip().rpartition("\n")[2])["results"] == results
-    assert [(row["form"], row["queries"]) for row in results["rows"]] == [
-        ("absorbed", 8),
-        ("absorbed", 16),
-        ("expanded", 8),
-        ("expanded", 16),
-    ]
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    sizes = [("absorbed", 8), ("absorbed", 16), ("expanded", 8), ("expanded", 16)]
+    assert [(row["form"], row["queries"]) for row in results["rows"]] == sizes
     assert all(row["ms"] > 0 for row in results["rows"])
     assert [(one["heads"], one["prefix"]) for one in results["break_even"]] == [(2, 128)]

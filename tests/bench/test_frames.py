@@ -1,7 +1,5 @@
 """The load generator's own gRPC client: nothing that it counts depends on how the bytes were cut."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Logits against FP32 on a CPU: the measure, and the checkpoint's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from millrace_bench.eval import logits

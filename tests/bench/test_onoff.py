@@ -1,7 +1,5 @@
 """With an optimisation and without it the results are the same; kernels run in Triton's interpreter."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

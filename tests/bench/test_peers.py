@@ -1,7 +1,5 @@
 """The bench of our router beside smg: its worker and its clients, without smg, which is not ours to install."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from millrace_bench.peers.clients import HttpStream, Load, Target, first_tokens, latencies
-from millrace_bench.peers.router import SMG, Settings, run, table
+from millrace_bench.peers.router import Settings, run
 from millrace_bench.peers.sse_worker import MODEL, STREAM_HEAD, chunk, serve
 from millrace_bench.router_system import Settings as SystemSettings
 from millrace_bench.router_system import system
@@ -56,20 +54,6 @@ async def test_clients_and_our_router() -> None:
 def test_without_smg_there_is_a_plain_word(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="requirements/peers"):
         run(Settings(smg=tmp_path / "smg"))
-
-
-@pytest.mark.long
-@pytest.mark.e2e
-@pytest.mark.xdist_group("e2e")
-@pytest.mark.skipif(not SMG.exists(), reason="smg is not installed (requirements/peers.txt)")
-def test_a_small_run() -> None:
-    record = run(Settings(streams=4, seconds=0.5, requests=3, rounds=1, memory_streams=4))
-    assert list(record.results) == ["smg", "millrace http", "millrace grpc", "grpc alone"]
-    for found in record.results.values():
-        assert [len(rows) for rows in found["loads"].values()] == [1, 1, 1]
-        assert all(row["tokens_per_s"] > 0 and row["cores"] >= 0 for rows in found["loads"].values() for row in rows)
-        assert found["memory"]["mb"] >= found["memory"]["idle_mb"] > 1
-    assert table(dict(record.results)).count("\n") == 1 + 12 + 4
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 10_000])

@@ -1,7 +1,5 @@
 """A bench of a preset runs the settings that the chart installs from it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from millrace_common import config as configuration
 from millrace_load import plots
 from millrace_router.config import RouterConfig
 from millrace_serve.worker.config import WorkerConfig
+from millrace_testing.inside_cluster import InsideCluster
 
 SIM = Path(__file__).with_name("sim_preset.yaml")
 SCALED = {"dp", "tp", "device"}  # of the chart's own keys a bench keeps these
@@ -104,9 +103,8 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.helm
-@pytest.mark.e2e
-@pytest.mark.xdist_group("e2e")
-def test_preset_runs_under_a_load_that_changes(tmp_path: Path) -> None:
+def test_preset_runs_under_a_load_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pd, "LocalCluster", InsideCluster)
     options = "--engine sim --warmup 1 --think-time 0 --slo ttft=60 --changing 200/8@20 40/4x2@10 --every 1"
     record = json.loads(pd.run(pd.parsed(["--preset", str(SIM), *options.split()]), tmp_path).to_json())
     *segments, whole = record["results"]["rows"]

@@ -1,7 +1,5 @@
 """The bench of ranks that compute together, on a CPU and small widths; its timing needs GPUs."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest
@@ -21,22 +19,6 @@ def arguments(**changes: object) -> argparse.Namespace:
     sizes = {"decode": ["2x100"], "prefill": ["2x70"], "kv_dtype": ["bfloat16"]}
     rest = {"ranks": 2, "experts": 16, "layers": 2, "tiny": True, "repeats": 2, "profile": False, "shard": "tiny"}
     return argparse.Namespace(**{**sizes, **rest, "limit_s": 100.0, **changes})
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("exchange", ["none", "gather"])
-def test_two_ranks_run_every_kind_of_step(exchange: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Each row is printed when it is measured."""
-    rows = ranks.run(exchange, arguments())
-    wanted = [("decode", 2, 100), ("prefill", 2, 70)]
-    assert [(row["kind"], row["count"], row["length"]) for row in rows] == wanted
-    assert all(row["ms"] > 0 and row["exchange"] == exchange and row["ranks"] == 2 for row in rows)
-    out, err = capfd.readouterr()
-    assert out.splitlines() == [str(row) for row in rows]
-    for rank in (0, 1):
-        for kind, count, length in wanted:
-            what = f"rank {rank}, {exchange}: {kind} {count}x{length} bfloat16: "
-            assert err.index(f"{what}the first step") < err.index(f"{what}warm-up")
 
 
 @pytest.mark.long

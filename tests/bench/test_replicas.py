@@ -1,12 +1,7 @@
 """The bench of replicas that step together, on a CPU and small widths; its timing needs GPUs."""
 
-from __future__ import annotations
-
-import pytest
 from millrace_bench import replicas
 from millrace_bench.replicas import Engines
-
-SMALL = ["--dp", "2", "--widths", "tiny", "--layers", "2", "--device", "cpu", "--set", "graphs=on", "--steps", "6"]
 
 
 def test_a_row_is_that_of_the_slowest_replica() -> None:
@@ -23,17 +18,3 @@ def test_engines_have_room_for_every_size() -> None:
     assert limits.max_running == 8 and limits.max_prefill_tokens == 1500
     assert limits.max_model_len == 900 + replicas.outputs(Engines("peer", 1, 0), args)
     assert replicas.outputs(Engines("peer", 1, 1), args) > 2 * replicas.ROUNDS * replicas.INTERVAL
-
-
-@pytest.mark.long
-def test_two_replicas_run_every_kind_of_step() -> None:
-    """With drafts a step gives what was drawn, and experts move where some are chosen more often."""
-    args = replicas.parser().parse_args(
-        [*SMALL, "--decode", "8x100", "--prefill", "2x70", "--skew", "power law, sorted"]
-    )
-    plain = replicas.run(Engines("gather", 0, 0), args)
-    assert [(row["kind"], row["accept"], row["replicas"]) for row in plain] == [("decode", 1, 2), ("prefill", 1, 2)]
-    (drafted, _), (spared, _) = (replicas.run(Engines("gather", *both), args) for both in ((2, 0), (0, 1)))
-    assert 1 < drafted["accept"] < 3
-    before, after = spared["imbalance"]
-    assert before > 1.1 and after < before

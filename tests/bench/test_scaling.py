@@ -1,7 +1,5 @@
 """The model of 8 and 72 GPUs gives the measurements back for two."""
 
-from __future__ import annotations
-
 import pytest
 from millrace_bench import scaling
 from millrace_bench.figures import rows

@@ -1,7 +1,5 @@
 """docs/seeds.md: every known optimisation has a row, and what a row names is there."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

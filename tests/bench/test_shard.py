@@ -1,7 +1,5 @@
 """The shard bench's parts on a CPU and small widths; its timing needs a GPU."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Clusters of stand-in processes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 from millrace_cli.cluster import ClusterSpec
+from millrace_testing.command import millrace  # noqa: F401
 
 STANDIN = Path(__file__).with_name("standin.py")
 

@@ -6,8 +6,6 @@ A worker is ready at once. A router calls a worker routable while it answers. Ke
 It imports little: many are started.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

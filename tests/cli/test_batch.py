@@ -1,7 +1,5 @@
 """`millrace batch` against a scripted server, and against a file that was cut off anywhere."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

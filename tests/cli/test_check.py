@@ -1,7 +1,5 @@
 """`millrace check` tells what a worker would find out when it starts."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -20,8 +18,8 @@ from millrace_chart.render import template
 from millrace_cli.check import GPUS, check
 from millrace_cli.errors import CommandError
 from millrace_serve.engine.start.layouts import Layout, choose, layouts
-from millrace_serve.model.checkpoint.headers import Headers
 from millrace_serve.model.checkpoint.random_weights import META, RandomWeights
+from millrace_serve.model.checkpoint.shapes import Headers
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
@@ -238,3 +236,7 @@ def test_what_cannot_be_served_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(CommandError, match=re.escape(words)) as error:
             check(folder, "H200", [])
         assert "\n" not in str(error.value)
+    shutil.copytree(TINY, tmp_path / "f")
+    (tmp_path / "f" / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    with pytest.raises(CommandError, match=r"^draft_tokens=1: .*f has no MTP layer"):
+        check(tmp_path / "f", "H200", ["limits.draft_tokens=1"])

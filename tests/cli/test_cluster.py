@@ -1,7 +1,5 @@
 """ControlledCluster over stand-in processes: start, kill, restart, and that nothing ever stays behind."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -203,7 +201,7 @@ async def test_worker_that_ends_after_it_was_seen_ready_fails_the_start(
 async def test_kill_minus_nine_of_the_supervisor_leaves_nothing(tmp_path: Path, wait_gone) -> None:
     script = textwrap.dedent(f"""
         import asyncio, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
         from conftest import standin_command
         from millrace_cli.cluster import ClusterSpec, LocalCluster
 

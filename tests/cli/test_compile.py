@@ -1,33 +1,35 @@
 """`millrace compile` starts the ranks of a worker and nothing else."""
 
-from __future__ import annotations
-
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from millrace_bench.v3 import write_folder
+from millrace_cli import compile as command
 from millrace_cli.compile import fill, settings
 from millrace_cli.errors import CommandError
 from millrace_common.config import load
 from millrace_serve.engine.config import Role
 from millrace_serve.worker.config import WorkerConfig
+from millrace_testing import inside
 from millrace_testing.paths import TINY
 
 
-def test_config_alone_is_enough(tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def ranks_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "make_launcher", lambda kind: inside.Threads())
+
+
+async def test_config_alone_is_enough(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     shutil.copy(TINY / "config.json", tmp_path)
-    sets = ("--set", f"cache_dir={tmp_path / 'caches'}", "--set", "graphs=on", "--set", "limits.max_running=2")
-    command = [sys.executable, "-m", "millrace_cli", "compile", "--model", str(tmp_path), "--random-weights", *sets]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "capture" in result.stdout and "load" in result.stdout
-    assert all(name in result.stdout for name in ("triton", "deep_gemm", "flashinfer", str(tmp_path / "caches")[:40]))
-    assert "graphs captured buckets=1,2" in result.stderr
+    sets = [f"model={tmp_path}", f"cache_dir={tmp_path / 'caches'}", "graphs=on", "limits.max_running=2"]
+    await fill(None, sets, dict(os.environ), random_weights=True)
+    shown = capfd.readouterr()
+    assert "capture" in shown.out and "load" in shown.out
+    assert all(name in shown.out for name in ("triton", "deep_gemm", "flashinfer", str(tmp_path / "caches")[:40]))
+    assert "graphs captured buckets=1,2" in shown.err
 
 
 async def test_mistakes_are_one_line(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The command line: every mistake is one clear line and an exit code, and nothing heavy is imported for little."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json
@@ -182,8 +180,10 @@ def test_a_bench_that_is_not_installed_says_so(
 
 
 @pytest.mark.parametrize("command", [["generate", "hello"], ["workers"]])
-def test_missing_server_is_exit_1_with_its_address(command: list[str], closed_port: int) -> None:
-    result = millrace(*command, "--address", f"127.0.0.1:{closed_port}")
+def test_missing_server_is_exit_1_with_its_address(
+    command: list[str], closed_port: int, here: Callable[..., CompletedProcess[str]]
+) -> None:
+    result = here(*command, "--address", f"127.0.0.1:{closed_port}")
     assert result.returncode == 1
     assert f"127.0.0.1:{closed_port}" in result.stderr
     assert result.stderr.count("\n") == 1
@@ -206,8 +206,8 @@ async def test_generate_prints_the_text_as_it_is(
     assert text == "".join(pieces) and json.loads("{" + line)["text"] == text
 
 
-def test_version() -> None:
-    assert millrace("--version").stdout.strip().count(".") == 2
+def test_version(here: Callable[..., CompletedProcess[str]]) -> None:
+    assert here("--version").stdout.strip().count(".") == 2
 
 
 @pytest.mark.parametrize("argument", ["--help", "--version"])
@@ -219,16 +219,6 @@ def test_light_commands_import_nothing_heavy(argument: str) -> None:
     )
     result = millrace(argument, code=code)
     assert result.stdout.endswith("[]\n"), result.stdout
-
-
-def test_router_needs_no_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys\nsys.modules['torch'] = None\nsys.argv[1:] = ['router', '--help']\n"
-        "import millrace_router.config, importlib, importlib.util\n"
-        "importlib.import_module('millrace_router.main')\nprint('imported')"
-    )
-    result = millrace(code=code)
-    assert result.stdout == "imported\n", result.stderr
 
 
 @pytest.mark.parametrize("tenant", ["team-a", "true", "1.5", None])

@@ -1,7 +1,5 @@
 """`millrace plan` on a machine without a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import astuple
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A proxy of the environment is used for hosts outside alone."""
 
-from __future__ import annotations
-
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc

@@ -1,7 +1,5 @@
 """`millrace serve-local` as a process, over stand-in routers and workers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -23,7 +21,7 @@ from rich.console import Console
 SCRIPT = """
 import sys
 from pathlib import Path
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from conftest import standin_command
 from millrace_cli import app as cli, serve_local
 from millrace_cli.cluster import ClusterSpec
@@ -38,7 +36,9 @@ class Running:
     """The supervisor with its output in a file."""
 
     def __init__(self, folder: Path, fields: str) -> None:
-        script = SCRIPT.format(tests=str(Path(__file__).parent), logs=str(folder / "logs"), fields=fields)
+        script = SCRIPT.format(
+            tests=[str(Path(__file__).parent), str(Path(__file__).parents[1])], logs=str(folder / "logs"), fields=fields
+        )
         self.output_path = folder / "output"
         with self.output_path.open("wb") as out:
             self.process = subprocess.Popen([sys.executable, "-c", script], stdout=out, stderr=subprocess.STDOUT)

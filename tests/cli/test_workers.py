@@ -1,7 +1,5 @@
 """The table of `millrace workers`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 
@@ -69,10 +67,10 @@ WORKERS = [
 
 def test_table_is_narrow_and_reasons_stand_below(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "20")
-    lines = workers.text(WORKERS, workers.TableWidth.NARROW).splitlines()
+    lines = workers.text(WORKERS, wide=False).splitlines()
     assert all(len(line.removesuffix(one.address)) <= 80 for line, one in zip(lines[1:], WORKERS, strict=False))
     assert lines[-1] == f"{WORKERS[1].address}: KV layout differs" and len(lines) == 4
-    assert "accept length" not in lines[0] and "accept length" in workers.text(WORKERS, workers.TableWidth.WIDE)
+    assert "accept length" not in lines[0] and "accept length" in workers.text(WORKERS, wide=True)
 
 
 async def test_json_is_one_object_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +78,7 @@ async def test_json_is_one_object_a_line(monkeypatch: pytest.MonkeyPatch, capsys
         return WORKERS
 
     monkeypatch.setattr(workers.probe, "listed", found)
-    await workers.show("a:1", workers.TableWidth.JSON)
+    await workers.show("a:1", as_json=True)
     shown = [json.loads(line)["address"] for line in capsys.readouterr().out.splitlines()]
     assert shown == [worker.address for worker in WORKERS]
 

@@ -1,7 +1,5 @@
 """The line format, the request id, and who may talk."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

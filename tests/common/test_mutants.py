@@ -1,7 +1,5 @@
 """The deliberate breaks of `make mutants` still fit the code. Whether tests notice them takes minutes."""
 
-from __future__ import annotations
-
 from millrace_testing.mutants import everything, lost
 
 

@@ -1,7 +1,5 @@
 """What a process does before it imports anything else, at every place where one starts."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess
@@ -68,7 +66,7 @@ def test_the_entry_points_are_those_of_the_processes() -> None:
 RANK = """
 from types import SimpleNamespace
 from millrace_serve.worker.rank import process
-process._live = lambda *args: show()
+process._serve = lambda *args: show()
 config = SimpleNamespace(role="decode", log_level="INFO", secret=None)
 process.run(SimpleNamespace(config=config, rank=0, frontend="inproc://none", group=""))
 """

@@ -1,7 +1,5 @@
 """What a split of replicas is expected to do: known cases, and what holds for every workload."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -18,11 +16,11 @@ SLO = Slo(ttft_s=1.0, tpot_s=0.04)
 
 times = st.builds(
     StepTimes,
-    fixed_s=st.floats(0.001, 0.03),
+    fixed_s=st.floats(0.001, 0.03),  # and a fit finds 0 for what its steps do not tell apart
     sequence_s=st.floats(0, 1e-3),
     key_s=st.floats(0, 1e-7),
     chunk_s=st.just(0.0) | st.floats(0, 0.02),
-    token_s=st.floats(1e-6, 1e-3),
+    token_s=st.just(0.0) | st.floats(1e-6, 1e-3),
     pair_s=st.floats(0, 1e-8),
 )
 workloads = st.builds(
@@ -62,7 +60,7 @@ def test_a_queue_grows_before_it_fails() -> None:
     assert [f.goodput / rate for f, rate in zip(found, (2, 6, 10, 14, 20), strict=True)] == sorted(
         (f.goodput / rate for f, rate in zip(found, (2, 6, 10, 14, 20), strict=True)), reverse=True
     )
-    assert found[0].prefill_use < 0.5 and found[-1].prefill_use > 1
+    assert found[0].served == 2 and found[-1].served < 20
 
 
 def test_kinds_share_by_what_each_can_serve() -> None:
@@ -88,7 +86,7 @@ def test_whatever_the_load_the_numbers_are_numbers(
     assert len(rows) == replicas
     for _, expected in rows:
         assert 0 <= expected.goodput <= workload.rate * (1 + 1e-9)
-        values = expected.ttft_s, expected.tpot_s, expected.prefill_use, expected.decode_sequences
+        values = expected.ttft_s, expected.tpot_s, expected.served, expected.decode_sequences
         assert not any(math.isnan(value) or value < 0 for value in values) and expected.why
     assert [e.goodput for _, e in rows] == pytest.approx(sorted((e.goodput for _, e in rows), reverse=True), abs=1e-8)
 

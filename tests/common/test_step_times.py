@@ -1,8 +1,6 @@
 """The predicted time of a step."""
 
-from __future__ import annotations
-
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given
@@ -40,3 +38,24 @@ def test_tokens_within_a_limit_are_the_most_that_fit(
 
     assert tokens == 0 or took(tokens) <= limit_s * (1 + 1e-9)
     assert took(tokens + 1) > limit_s * (1 - 1e-9)
+
+
+@given(
+    times=st.builds(StepTimes, *(st.sampled_from((0.0, part)) for part in astuple(replace(TIMES, pair_s=2e-9)))),
+    prompts=st.lists(st.tuples(st.sampled_from((0, 64, 50_000)), st.integers(1, 20_000)), max_size=4),
+    left=st.integers(0, 2048),
+    spare=st.sampled_from((-0.4, 0.0, 0.1)),
+    sequences=st.sampled_from((0, 100)),
+)
+def test_parts_of_a_step_that_cost_nothing_are_no_fault(
+    times: StepTimes, prompts: list[tuple[int, int]], left: int, spare: float, sequences: int
+) -> None:
+    """A fit finds 0 for what its steps do not tell apart."""
+    shares = times.divide(prompts, left, 2048)
+    assert sum(shares) <= left and all(0 <= share <= rest for share, (_, rest) in zip(shares, prompts, strict=True))
+    assert sum(shares) > 0 or not prompts or not left
+    for start, rest in prompts:
+        keys = 1000 * sequences
+        assert times.chunk_beside(0.04, spare, sequences, keys, start, rest, 64) >= 0
+        assert times.prompts_s(rest, rest * start) >= 0
+        assert times.prompt_s(rest, start, 2048) >= 0 and 0 < times.chunk_alone(start, 2048) <= 2048

@@ -1,8 +1,7 @@
 """Tokenizers of checkpoint folders: tiktoken's ranks give the ids that tiktoken's algorithm gives."""
 
-from __future__ import annotations
-
 import base64
+import functools
 import json
 from collections import Counter
 from itertools import pairwise
@@ -23,6 +22,7 @@ ADDED = {"1003": {"content": "<|im_end|>", "special": True}, "1005": {"content":
 CUT = regex.compile(MOONSHOT, regex.V1)  # V1: `&&` is an intersection
 
 
+@functools.cache
 def ranks() -> dict[bytes, int]:
     """256 bytes and 744 merges of the text's most frequent pairs."""
     known = {bytes([i]): i for i in range(256)}
@@ -45,18 +45,15 @@ def merged(word: tuple[bytes, ...], pair: tuple[bytes, bytes]) -> tuple[bytes, .
     return tuple(parts)
 
 
-RANKS = ranks()
-
-
 def by_rank(text: str) -> list[int]:
     """tiktoken's algorithm: merge the neighbours whose union has the lowest rank."""
-    ids = []
+    ids, known = [], ranks()
     for match in CUT.finditer(text):
         parts = [bytes([byte]) for byte in match.group().encode()]
-        while options := [(RANKS[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in RANKS]:
+        while options := [(known[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in known]:
             at = min(options)[1]
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        ids += [RANKS[part] for part in parts]
+        ids += [known[part] for part in parts]
     return ids
 
 
@@ -69,7 +66,7 @@ def write(folder: Path, known: dict[bytes, int], added: dict) -> None:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("ranks")
-    write(folder, RANKS, ADDED)
+    write(folder, ranks(), ADDED)
     return load_tokenizer(folder)
 
 

@@ -1,7 +1,5 @@
 """Dashboards and alerts as files: they are what the generator writes, complete, and fit to be looked at."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

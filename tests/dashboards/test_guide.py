@@ -1,7 +1,5 @@
 """docs/how-to and docs/alerts name only what exists, and every alert has a page."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

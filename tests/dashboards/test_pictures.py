@@ -1,7 +1,5 @@
 """The pictures of the guide: what is drawn from a recording, and that there is one of every board."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

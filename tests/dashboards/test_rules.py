@@ -3,8 +3,6 @@
 faults.yaml has the faults. tests/e2e/test_prometheus.py inflicts some of them on real processes.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Tokens and requests are compared exactly. Each tool's own times of its requests 
 the tool's figures. Against a run of ours on the same server, times are compared by order of magnitude only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

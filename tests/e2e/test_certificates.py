@@ -2,8 +2,6 @@
 bundle of both between. Streams go on, new connections have the new certificates, and nothing is blamed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 import urllib.request

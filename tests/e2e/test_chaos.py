@@ -1,28 +1,15 @@
 """A part of `make chaos`: a few faults, one after the other, under load."""
 
-from __future__ import annotations
-
-import asyncio
 import os
-import sys
 from pathlib import Path
 
 import pytest
 from millrace_testing.beside_hostile import beside_hostile
 from millrace_testing.chaos import FAULTS, calm, chaos
-from millrace_testing.namespaces import Namespaces, available
 from millrace_testing.overload_chaos import overload
 
 MINUTES = float(os.environ.get("MILLRACE_STARVE_S", "15")) / 60  # of a test
 pytestmark = [pytest.mark.long, pytest.mark.timeout(340 + 60 * MINUTES)]
-ECHO = """
-import socket, sys
-server = socket.create_server((sys.argv[1], 0))
-print(server.getsockname()[1], flush=True)
-connection, _ = server.accept()
-while data := connection.recv(100):
-    connection.sendall(data)
-"""
 CHOSEN = (
     *("kill decode", "pause prefill", "tear pages of the disk", "partition decode", "fill the disk", "drain prefill"),
     "kill router",
@@ -78,27 +65,3 @@ async def test_processes_with_a_fifth_of_the_time_are_not_taken_for_hung(tmp_pat
     assert not report.violations, report.violations[:3]
     complete = [seen for seen in report.seen if not seen.error]
     assert len(complete) >= 4 and len(complete) == len(report.seen), report.table()
-
-
-async def test_namespace_that_is_cut_off_hears_nothing_until_it_is_joined() -> None:
-    """What `make chaos` cuts workers off with: connections stay open, packets are lost and sent again."""
-    if not available():
-        pytest.skip("this machine makes no network namespaces")
-    with Namespaces(["server"]) as spaces:
-        host = spaces.host("server")
-        command = (*spaces.enter("server"), sys.executable, "-c", ECHO, host)
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-        assert process.stdout is not None
-        async with asyncio.timeout(60):
-            port = int(await process.stdout.readline())
-            reader, writer = await asyncio.open_connection(host, port)
-            writer.write(b"before ")
-            assert await reader.readexactly(7) == b"before "
-            spaces.cut("server")
-            writer.write(b"meanwhile")
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(reader.read(1), 0.3)
-            spaces.join("server")
-            assert await reader.readexactly(9) == b"meanwhile"
-            writer.close()
-            assert await process.wait() == 0

@@ -5,12 +5,11 @@ One fleet has three prefill workers (3, 1 and no drafts) and two decode workers 
 router, which may use any pair, each pair has a router that knows no other.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import random
+import re
 from collections.abc import AsyncIterator, Sequence
 from functools import cache
 from typing import Any
@@ -46,11 +45,13 @@ SETTINGS = (
 OWN = {"prefill-0": 3, "decode-0": 3, "prefill-1": 1}
 LENGTHS = (1, 64, 65, 200)  # of prompts of noise
 TRAINED = {"copy": 2, "sort": 1, "chat": 1}  # prompts that the model was trained to answer: it is sure of most tokens
+IN_GRAMMAR = 1  # the prompt whose answer is
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8, "top_p": 0.9, "seed": 3},
     {"temperature": 0.9, "seed": 5, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
 )
+WORDS = common_pb2.Grammar(regex=r"([a-z]{3,6}, ){20}end")  # far from over when its worker dies
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -86,6 +87,7 @@ async def plain(routers: Routers) -> list[Answer]:
     async with client_of(routers[0]) as client:
         answers = await ask_all(client)
     assert not any(answer.usage.drafted_tokens for answer in answers)
+    assert re.fullmatch(WORDS.regex, answers[IN_GRAMMAR].text)
     return answers
 
 
@@ -108,6 +110,8 @@ async def prompts() -> list[list[int]]:
 async def ask(client: Client, number: int, prompt: list[int], answer: Answer) -> Answer:
     """Answers end one after another, so that the number of sequences, and with it of drafts, changes."""
     options = {"max_tokens": 30 + 5 * number, "ignore_eos": True, "logprobs": 0, **SAMPLINGS[number % len(SAMPLINGS)]}
+    if number == IN_GRAMMAR:
+        options |= {"grammar": WORDS, "max_tokens": 400, "ignore_eos": False}
     async for chunk in client.stream(prompt, timeout=120, **options):
         collect(answer, chunk)
     return answer

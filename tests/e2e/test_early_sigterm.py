@@ -1,7 +1,5 @@
 """SIGTERM while a process is PID 1 and still imports: the kernel drops it there unless the process has a handler."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The trained checkpoint answers right through prefill -> decode: items of the task suite, with real processes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

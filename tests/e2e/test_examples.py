@@ -1,7 +1,5 @@
 """Every file of examples/ runs as it is, against a system with the small model."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -16,10 +14,12 @@ import yaml
 from millrace_chart.images import ROUTER, WORKERS
 from millrace_chart.render import CHART, find_helm, objects, template
 from millrace_cli import probe
-from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_cli.cluster import ClusterSpec
 from millrace_cli.process import Process
+from millrace_testing import HANG_S
 from millrace_testing.charts import of_kind
 from millrace_testing.cluster import SMALL
+from millrace_testing.inside_cluster import InsideCluster
 from millrace_testing.paths import ROOT
 from millrace_testing.prometheus import free_port
 
@@ -33,16 +33,16 @@ OTHERS = {"batch.sh", "batch.jsonl", "compose.yaml", "keda-values.yaml"}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, str]]:
+async def system() -> AsyncIterator[dict[str, str]]:
     """The environment of an example."""
-    async with LocalCluster(ClusterSpec(log_dir=tmp_path_factory.mktemp("logs"), worker_set=SMALL)) as cluster:
+    async with InsideCluster(ClusterSpec(worker_set=SMALL)) as cluster:
         commands = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         yield os.environ | {"MILLRACE_URL": cluster.http_url, "MILLRACE_GRPC": cluster.grpc_address, "PATH": commands}
 
 
 async def run(command: list[str], environment: dict[str, str]) -> str:
     process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=asyncio.subprocess.PIPE)
-    output, _ = await asyncio.wait_for(process.communicate(), 90)
+    output, _ = await asyncio.wait_for(process.communicate(), HANG_S)
     assert process.returncode == 0
     return output.decode()
 
@@ -96,7 +96,7 @@ async def test_services_of_the_compose_file_serve(tmp_path: Path) -> None:
             await process.start(command)
             stack.push_async_callback(process.stop, 10)
         address = f"127.0.0.1:{ports['50051']}"
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(HANG_S):
             while not await probe.is_serving(address):
                 await asyncio.sleep(0.2)
             asked = [sys.executable, str(EXAMPLES / "generate_grpc.py")]

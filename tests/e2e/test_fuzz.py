@@ -1,7 +1,5 @@
 """Requests that nobody would write, over HTTP and gRPC, against a router and its workers."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import os
@@ -24,7 +22,7 @@ from millrace_testing.unharmed import Unharmed
 from millrace_testing.wire import messages
 from schemathesis import GenerationMode
 
-SECONDS = float(os.environ.get("MILLRACE_FUZZ_S", 30))  # of all tests here together; 600 before a release
+SECONDS = float(os.environ.get("MILLRACE_FUZZ_S", 20))  # of all tests here together; 600 before a release
 SHARE = {"http": 0.4, "bodies": 0.1, "public": 0.3, "workers": 0.2}
 CHECK_S = 10.0  # between two looks at the system
 PATIENCE_S = 60.0  # of one answer

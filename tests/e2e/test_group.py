@@ -1,7 +1,5 @@
 """A worker of two pods: the chart's own configuration, script and environment with a real Ray, as on Kubernetes."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import signal

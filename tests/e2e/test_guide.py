@@ -1,7 +1,5 @@
 """The commands of docs/how-to for the router's admin port, run as written, plain and with mutual TLS."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shlex
@@ -10,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from millrace_chart.render import find_helm
-from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_cli.cluster import ClusterSpec
 from millrace_common.tls_config import Tls
 from millrace_testing.certificates import Authority
 from millrace_testing.charts import of_kind, rendered
+from millrace_testing.inside_cluster import InsideCluster
 from millrace_testing.paths import ROOT
 from millrace_testing.prometheus import free_port
 
@@ -38,7 +37,7 @@ async def test_every_command_is_answered(tmp_path: Path) -> None:
     spec = ClusterSpec(
         engine="sim", ports={"admin_http": port}, worker_set=(f"profile_dir={tmp_path}", "served_name=tiny")
     )
-    async with LocalCluster(spec) as cluster:
+    async with InsideCluster(spec) as cluster:
         ask = f"curl -si {cluster.http_url}/v1/completions -H 'Content-Type: application/json'"
         _, answer = await shell(f'{ask} -d \'{{"model": "tiny", "prompt": "a", "max_tokens": 2}}\'', tmp_path)
         (request,) = re.findall(r"x-request-id: (\S+)", answer, re.IGNORECASE)
@@ -62,7 +61,7 @@ async def test_names_in_a_certificate_are_those_that_the_guide_uses(tmp_path: Pa
     files = authority.tls(tmp_path, *names, require_client_cert=True, server_name="localhost")
     (command,) = re.findall(r"`(curl --cacert [^`]*:8001/)…`", re.sub(r"\s+", " ", GUIDE))
     spec = ClusterSpec(engine="sim", ports={"admin_http": port}, tls=Tls.model_validate(files))
-    async with LocalCluster(spec) as cluster:
+    async with InsideCluster(spec) as cluster:
         code, output = await shell(f"{command.replace(':8001', f':{port}')}workers --fail-with-body -s", tmp_path)
         assert code == 0 and "ROLE_DECODE" in output, output
         tls = "--tls-ca ca.crt --tls-cert tls.crt --tls-key tls.key"

@@ -1,7 +1,5 @@
 """Processes that live and do nothing: a stopped rank, a step without end, a stopped frontend. Streams leave them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -17,8 +15,6 @@ from millrace_testing.cluster import ControlledCluster
 from millrace_testing.faulty_worker import HANG
 from millrace_testing.paths import ROOT
 from millrace_testing.procs import ranks_of
-
-pytestmark = pytest.mark.timeout(240)
 
 TOKENS = 400  # 4 s of steps
 SILENT = "rank 0 hangs: no sign of its process for 2"

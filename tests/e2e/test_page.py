@@ -12,8 +12,9 @@ import httpx
 import pytest
 import pytest_asyncio
 from millrace_cli.cluster import ClusterSpec
+from millrace_testing import HANG_S
 from millrace_testing.browser import browser, needs_browser
-from millrace_testing.cluster import ControlledCluster
+from millrace_testing.inside_cluster import InsideCluster
 from millrace_testing.prometheus import free_port
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = [needs_browser, pytest.mark.asyncio(loop_scope="module")]
 KEY = "sk-page-0123456789abcdef0123456789"
 NAME = "<b onclick=alert(1)>tiny</b>"
-WORKERS, PAIRS, PATIENCE_MS = "#worker-rows tr", "#pair-rows tr", 30_000
+WORKERS, PAIRS = "#worker-rows tr", "#pair-rows tr"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -36,9 +37,8 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Simp
         ports={"admin_http": port},
         worker_set=(f"served_name={NAME}",),
         router_set=(f"api_keys={folder / 'keys'}", f'connections.cors=["http://127.0.0.1:{port}"]'),
-        log_dir=folder / "logs",
     )
-    async with ControlledCluster(spec) as cluster, browser(folder) as started:
+    async with InsideCluster(spec) as cluster, browser(folder) as started:
         yield SimpleNamespace(cluster=cluster, browser=started, port=port)
 
 
@@ -46,7 +46,7 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Simp
 async def page(system: SimpleNamespace) -> AsyncIterator[Page]:
     """Opened. It may ask the two ports alone, and nothing that it does is an error of its own."""
     opened, errors, urls = await system.browser.new_page(), [], []
-    opened.set_default_timeout(PATIENCE_MS)
+    opened.set_default_timeout(HANG_S * 1000)
     opened.on("pageerror", lambda error: errors.append(error))
     opened.on("request", lambda request: urls.append(request.url))
     await opened.goto(system.cluster.admin_http_url)
@@ -64,7 +64,8 @@ async def shows(page: Page, selector: str, text: str) -> None:
 
 async def test_workers_pairs_and_what_was_served(system: SimpleNamespace, page: Page) -> None:
     ask = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
-    async with httpx.AsyncClient(base_url=system.cluster.http_url, headers={"authorization": f"Bearer {KEY}"}) as http:
+    key = {"authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=system.cluster.http_url, headers=key, timeout=HANG_S) as http:
         assert (await http.post("/v1/chat/completions", json=ask)).status_code == 200
         assert (await http.post("/v1/chat/completions", json=ask | {"max_tokens": 10**6})).status_code == 400
     await shows(page, "#state", "ready")
@@ -163,7 +164,7 @@ async def test_it_fits_every_width(page: Page, width: int, scheme: str) -> None:
 async def test_worker_that_dies_is_seen_and_one_that_comes_back(system: SimpleNamespace, page: Page) -> None:
     cluster = system.cluster
     row = f"{WORKERS}:has-text('{cluster.address('decode-1')}')"
-    await cluster.kill("decode-1")
+    await cluster.end("decode-1")
     await shows(page, row, "unreachable")
     await shows(page, "#workers-sum", "2 of 3 get requests")
     await shows(page, "#state", "ready")
@@ -173,7 +174,7 @@ async def test_worker_that_dies_is_seen_and_one_that_comes_back(system: SimpleNa
 
 
 async def test_router_that_is_gone_is_said_and_that_what_is_shown_is_older(system: SimpleNamespace, page: Page) -> None:
-    await system.cluster.kill("router")
+    await system.cluster.end("router")
     await shows(page, "#trouble", "What is below is older.")
     await shows(page, "#state", "no answer")
     await system.cluster.restart("router")

@@ -1,21 +1,15 @@
 """Routing by prefix caches with real workers: what they say is true, and short prompts need no prefill worker."""
 
-from __future__ import annotations
-
 import asyncio
-import contextlib
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 
-import grpc
-import pytest
-from millrace.v1 import admin_pb2, inference_pb2, worker_pb2
-from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace.v1 import admin_pb2, worker_pb2
+from millrace_cli.cluster import ClusterSpec
+from millrace_testing import HANG_S
 from millrace_testing.client import Client
+from millrace_testing.inside_cluster import InsideCluster
 from millrace_testing.sim import expected, prompt_of
-
-pytestmark = pytest.mark.timeout(120)
 
 PREFILL, DECODE = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE
 
@@ -25,28 +19,16 @@ def spec(*router_set: str, prefill: int = 2) -> ClusterSpec:
         prefill=prefill,
         decode=1,
         engine="sim",
-        worker_set=("limits.checks=[canary]", "timeouts.lease=3"),
+        worker_set=("limits.checks=[canary]",),
         router_set=router_set,
     )
-
-
-async def ask(client: Client, name: str, prompt: list[int], max_tokens: int = 8) -> list[int]:
-    tokens: list[int] = []
-    request = inference_pb2.GenerateRequest(
-        prompt={"token_ids": {"ids": prompt}},
-        sampling={"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True},
-        request_id=name,
-    )
-    async for chunk in client.stub.Generate(request, timeout=60):
-        tokens += chunk.token_ids
-    return tokens
 
 
 async def ask_and_settle(client: Client, name: str, prompt: list[int]) -> list[int]:
     """The next request meets an idle decode worker, and the router knows that it is."""
     before = await decoded(client)
-    tokens = await ask(client, name, prompt)
-    async with asyncio.timeout(120):
+    tokens = (await client.generate(prompt, name=name, max_tokens=8, ignore_eos=True)).tokens
+    async with asyncio.timeout(HANG_S):
         while await decoded(client) < before + len(tokens) - 1:  # perhaps without the first
             await asyncio.sleep(0.01)
     await client.wait_whole()
@@ -56,14 +38,14 @@ async def ask_and_settle(client: Client, name: str, prompt: list[int]) -> list[i
 async def ask_and_report(client: Client, name: str, prompt: list[int], max_tokens: int = 8) -> list[int]:
     """The next request meets idle prefill workers, and the router knows that they are."""
     before = await prompts_computed(client, PREFILL)
-    tokens = await ask(client, name, prompt, max_tokens)
+    tokens = (await client.generate(prompt, name=name, max_tokens=max_tokens, ignore_eos=True)).tokens
     await reported(client, before + len(prompt))
     return tokens
 
 
 async def reported(client: Client, prompt_tokens: int) -> int:
     """What prefill workers were given, once they report at least so many tokens."""
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(HANG_S):
         while (found := await prompts_computed(client, PREFILL)) < prompt_tokens:
             await asyncio.sleep(0.01)
     return found
@@ -80,15 +62,6 @@ async def decision(client: Client, name: str) -> admin_pb2.PlacementDecision:
     return found
 
 
-async def placed(client: Client, name: str) -> str:
-    """The way of a request that has only just been sent."""
-    async with asyncio.timeout(120):
-        while True:
-            with contextlib.suppress(grpc.aio.AioRpcError):  # NOT_FOUND
-                return (await decision(client, name)).route
-            await asyncio.sleep(0.01)
-
-
 async def prompts_computed(client: Client, role: int) -> int:
     """Prompt tokens that the workers of a role were given."""
     workers = await client.wait_whole()
@@ -97,7 +70,7 @@ async def prompts_computed(client: Client, role: int) -> int:
 
 async def _until_measured(client: Client) -> None:
     """Ask until a replica knows how long its steps with prompts take."""
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(HANG_S):
         for length in itertools.count(100, 50):
             if any(worker.load.replicas[0].step_times.token_s for worker in await client.wait_whole()):
                 return
@@ -108,7 +81,7 @@ async def test_an_idle_decode_worker_runs_prompts_with_the_same_tokens() -> None
     lengths = (1, 63, 64, 65, 127, 128, 300)
     prompts = [prompt_of(length) for length in lengths]
     local = spec("routing.slo.ttft=5", prefill=1)
-    async with LocalCluster(local) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
+    async with InsideCluster(local) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
         await _until_measured(client)
         before = await prompts_computed(client, PREFILL)
         answers = [await ask_and_settle(client, f"r{len(prompt)}", prompt) for prompt in prompts]
@@ -123,31 +96,12 @@ async def test_an_idle_decode_worker_runs_prompts_with_the_same_tokens() -> None
         await client.wait_whole()
 
 
-@pytest.mark.long
-async def test_a_prompt_goes_where_its_first_token_is_earliest() -> None:
-    # What is not in a step yet is waiting. The long prompt takes 6 s: far more than sending the others.
-    settings = ("sim.token_s=0.004", "limits.max_prefill_tokens=100")
-    slow = replace(spec("routing.slo.ttft=60", prefill=1), worker_set=settings)
-    async with LocalCluster(slow) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
-        prompts = {"idle": prompt_of(400), "long": prompt_of(1500), "spared": prompt_of(601), "short": prompt_of(70)}
-        assert await ask(client, "idle", prompts["idle"]) == expected(prompts["idle"], 8)
-        await _until_measured(client)
-        running, ways = [], []
-        for name in ("long", "spared", "short"):
-            running.append(asyncio.create_task(ask(client, name, prompts[name])))
-            ways.append(await placed(client, name))
-        assert sorted(ways[:2]) == ["local", "pair"], "the second one does not wait for the first"
-        for name, task in zip(("long", "spared", "short"), running, strict=True):
-            assert await task == expected(prompts[name], 8)
-        await client.wait_whole()
-
-
 async def test_prefix_is_computed_where_it_is_cached() -> None:
     """With two prefill workers, every prompt of a family goes to one that has computed all of it; after a flush nobody
     has anything.
     """
     kv_aware = spec("prefill_policy=kv_aware", "decode_policy=round_robin")
-    async with LocalCluster(kv_aware) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
+    async with InsideCluster(kv_aware) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
         family = prompt_of(640)
         assert await ask_and_report(client, "first", family) == expected(family, 8)
         home = chosen((await decision(client, "first")).selections[0])
@@ -172,7 +126,7 @@ async def _until_known(
     client: Client, family: list[int], condition: Callable[[dict[str, int]], bool], flush: bool = False
 ) -> None:
     """Ask for one token after the family until the router knows what it should of the prefill workers."""
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(HANG_S):
         for number in itertools.count():
             if flush:
                 await client.wait_whole()

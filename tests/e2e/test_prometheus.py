@@ -4,8 +4,6 @@ The system is loaded, then a few faults are inflicted on it, each until the aler
 played to Prometheus's rule tester in tests/dashboards/test_rules.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """A company's proxy in the environment: a system starts and answers, and so do the commands that ask it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -5,12 +5,9 @@ Real processes with the simulated engine, which says by its tokens which model g
 docs/how-to/upgrade.md: `helm upgrade` with the new pools, then routers' `routing.revision`, then without the old pools.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -33,12 +30,6 @@ NEW = "routing.revision=b"
 
 def expected_of_new_model(prompt: list[int], length: int) -> list[int]:
     return oracle_outputs(prompt, SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True), MODEL)
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[KubeServer]:
-    async with KubeServer() as running:
-        yield running
 
 
 def addresses(*pods: Pod) -> set[str]:

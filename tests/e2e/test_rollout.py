@@ -5,12 +5,9 @@ them through a Kubernetes API server, clients use the channel that docs/how-to/d
 than a worker's drain, so that some are handed over in the middle.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +18,6 @@ from millrace_testing.prometheus import free_port
 from millrace_testing.rollout import WORKERS, Load, routable, router_spec
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[KubeServer]:
-    async with KubeServer() as running:
-        yield running
 
 
 async def test_workers_come_and_go_without_a_failed_request(server: KubeServer, tmp_path: Path) -> None:

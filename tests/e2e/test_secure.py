@@ -2,8 +2,6 @@
 without TLS, whose processes know each other by the deployment's secret.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -25,6 +23,7 @@ from millrace_common.tls_config import Tls
 from millrace_rpc.client import channel
 from millrace_rpc.errors import from_rpc_error
 from millrace_rpc.tls import Identity
+from millrace_testing import HANG_S
 from millrace_testing.certificates import Authority
 from millrace_testing.collector import Collector, Seen, collecting
 
@@ -69,7 +68,7 @@ async def cluster(authority: Authority, collector: Collector, tmp_path: Path) ->
 
 async def generate(address: str, identity: Identity | None, metadata: tuple[tuple[str, str], ...]) -> list[int]:
     async with channel(address, identity) as ch:
-        call = inference_pb2_grpc.InferenceStub(ch).Generate(REQUEST, metadata=metadata, timeout=30)
+        call = inference_pb2_grpc.InferenceStub(ch).Generate(REQUEST, metadata=metadata, timeout=HANG_S)
         return [token async for response in call for token in response.token_ids]
 
 
@@ -88,7 +87,7 @@ async def test_token_through_mutual_tls_with_a_key_and_a_trace(
     await _the_tree_of_spans(collector)
     await _from_the_command_line(cluster, client.tls)
     ports = cluster.processes["router"].announced() or {}
-    metrics = urllib.request.urlopen(f"http://127.0.0.1:{ports['metrics']}/metrics", timeout=60).read().decode()
+    metrics = urllib.request.urlopen(f"http://127.0.0.1:{ports['metrics']}/metrics", timeout=HANG_S).read().decode()
     assert 'millrace_tenant_requests_total{status="ok",tenant="team-a"} 3.0' in metrics
     for stage in ("queue", "route", "prefill", "first_token", "decode", "total"):
         assert f'millrace_stage_seconds_count{{stage="{stage}"}} 3.0' in metrics
@@ -125,7 +124,7 @@ async def info(address: str, identity: Identity | None, token: str = "") -> Reas
     """Why a worker says nothing about itself; None: it does."""
     async with channel(address, identity, token) as ch:
         try:
-            await worker_pb2_grpc.WorkerServiceStub(ch).GetInfo(worker_pb2.GetInfoRequest(), timeout=20)
+            await worker_pb2_grpc.WorkerServiceStub(ch).GetInfo(worker_pb2.GetInfoRequest(), timeout=HANG_S)
         except grpc.aio.AioRpcError as error:
             return from_rpc_error(error).reason
         return None
@@ -149,7 +148,7 @@ async def test_system_without_tls_has_one_secret(tmp_path: Path) -> None:
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
             env |= {"MILLRACE_SECRET_FILE": str(secret)} if secret else {}
             process = await asyncio.create_subprocess_exec(*command, env=env, stdout=asyncio.subprocess.PIPE)
-            output, _ = await asyncio.wait_for(process.communicate(), 60)
+            output, _ = await asyncio.wait_for(process.communicate(), HANG_S)
             assert process.returncode == bool(why) and why in output.decode()
         assert len(await generate(cluster.grpc_address, None, ())) == 6
         logs = [process.log_path.read_text() for process in cluster.processes.values()]
@@ -159,13 +158,13 @@ async def test_system_without_tls_has_one_secret(tmp_path: Path) -> None:
 async def _over_https(cluster: LocalCluster, tls: Tls) -> None:
     context = ssl.create_default_context(cafile=str(tls.ca))
     with pytest.raises(httpx.TransportError):
-        async with httpx.AsyncClient(verify=context) as anybody:
+        async with httpx.AsyncClient(verify=context, timeout=HANG_S) as anybody:
             await anybody.get(f"{cluster.http_url}/health")
     with pytest.raises(httpx.TransportError):
-        async with httpx.AsyncClient(verify=context) as anybody:
+        async with httpx.AsyncClient(verify=context, timeout=HANG_S) as anybody:
             await anybody.get(f"{cluster.admin_http_url}/workers")
     context.load_cert_chain(str(tls.cert), str(tls.key))
-    async with httpx.AsyncClient(verify=context, timeout=30, base_url=cluster.http_url) as known:
+    async with httpx.AsyncClient(verify=context, timeout=HANG_S, base_url=cluster.http_url) as known:
         assert (await known.get("/ready")).status_code == 200
         assert len((await known.get(f"{cluster.admin_http_url}/workers")).json()["workers"]) == 2
         refused = await known.get("/v1/models")
@@ -187,7 +186,7 @@ async def _from_the_command_line(cluster: LocalCluster, tls: Tls) -> None:
             env={**os.environ, "MILLRACE_API_KEY": SECRET, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=asyncio.subprocess.PIPE,
         )
-        output, _ = await asyncio.wait_for(process.communicate(), 60)
+        output, _ = await asyncio.wait_for(process.communicate(), HANG_S)
         assert process.returncode == 0 and output
 
 

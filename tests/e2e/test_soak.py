@@ -1,7 +1,5 @@
 """Hundreds of requests of random lengths through a router, a prefill and a decode worker; some clients hang up."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
@@ -13,7 +11,7 @@ from millrace_testing.client import Answer, Client, collect
 from millrace_testing.cluster import SMALL, ControlledCluster
 from millrace_testing.reference import greedy
 
-REQUESTS = int(os.environ.get("MILLRACE_SOAK", 240))
+REQUESTS = int(os.environ.get("MILLRACE_SOAK", 160))
 WARM_UP = REQUESTS // 2
 PROMPTS = 50
 MAX_TOKENS = 24

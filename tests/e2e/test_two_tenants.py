@@ -4,16 +4,15 @@ Anna sends what another tenant should not notice, Bert is that other tenant. Car
 a rate of one request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
+import io
 import itertools
 import json
+import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -24,9 +23,11 @@ from millrace.v1 import common_pb2, inference_pb2
 from millrace_cli.cluster import ClusterSpec, LocalCluster
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import from_rpc_error
+from millrace_testing import HANG_S
 from millrace_testing.client import Answer, Client, collect
+from millrace_testing.inside_cluster import InsideCluster
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PAGES, LONG, SIZE = 9, 5, 64  # of a device's pool, of a long prompt, and tokens of a page
 HELD = 1 << 20  # bytes of bodies of one tenant
@@ -61,6 +62,7 @@ class House:
     client: Client
     http: httpx.AsyncClient
     told: dict[str, list[str]]  # what each tenant was answered over HTTP
+    logged: io.StringIO
 
     async def post(self, who: str, path: str, body: dict[str, Any] | bytes, **headers: str) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -78,7 +80,7 @@ class House:
         wanted = {"text": prompt} if isinstance(prompt, str) else {"token_ids": {"ids": prompt}}
         sampling = {"temperature": 0.0, "max_tokens": 4, **fields.pop("sampling", {})}
         request = inference_pb2.GenerateRequest(prompt=wanted, sampling=sampling, **fields)
-        return self.client.stub.Generate(request, metadata=credentials(who), timeout=60)
+        return self.client.stub.Generate(request, metadata=credentials(who), timeout=HANG_S)
 
     async def ask(self, who: str, prompt: list[int] | str, **fields: Any) -> Answer:
         """Over gRPC."""
@@ -118,16 +120,28 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House
     limits = (f"num_pages={PAGES + 1}", "max_prefill_tokens=512", "checks=[canary]", "max_model_len=1500")
     tiers = ("host_cache_gib=0.004", f"disk_cache={folder / 'pages'}", "disk_cache_gib=0.5")
     spec = ClusterSpec(
-        log_dir=folder / "logs",
         router_set=(f"api_keys={keys}", f"secret={deployment}", "prefill_policy=kv_aware", *bodies),
         worker_set=tuple(f"limits.{item}" for item in (*limits, *tiers)),
     )
     async with (
-        LocalCluster(spec) as cluster,
+        InsideCluster(spec) as cluster,
         Client(cluster.grpc_address, cluster.admin_address) as client,
-        httpx.AsyncClient(base_url=cluster.http_url, timeout=60) as http,
+        httpx.AsyncClient(base_url=cluster.http_url, timeout=HANG_S) as http,
     ):
-        yield House(cluster, client, http, {name: [] for name in TENANTS})
+        with logged() as lines:
+            yield House(cluster, client, http, {name: [] for name in TENANTS}, lines)
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[io.StringIO]:
+    """What all processes would write at their usual level."""
+    lines, root = io.StringIO(), logging.getLogger()
+    handler, before = logging.StreamHandler(lines), root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    yield lines
+    root.setLevel(before)
+    root.removeHandler(handler)
 
 
 def prompt_of(number: int) -> list[int]:
@@ -144,7 +158,7 @@ async def test_cached_pages_are_of_the_own_group_on_every_tier(house: House) -> 
     assert await house.cached(BERT, prompt_of(1)) == (0, whole)
     assert await house.cached(CARL, prompt_of(1)) == (0, whole)
     assert await house.cached(DORA, prompt_of(1)) == (whole, whole)
-    for tier, first, others in (("host_cached_tokens", 10, 3), ("disk_pages/load", 30, 9)):
+    for tier, first, others in (("host_cached_tokens", 10, 3), ("disk_pages/load", 30, 6)):
         assert await house.cached(CARL, prompt_of(first)) == (0, whole)
         for who, known in ((BERT, 0), (DORA, whole)):
             for number in range(others):
@@ -173,7 +187,7 @@ async def test_regexes_of_one_stop_no_structured_output_of_the_other(house: Hous
 
     async def keep_sending(send: Callable[[str], Awaitable[int | Reason]]) -> None:
         while True:
-            outcomes.add(await send(f"{next(numbers)}{'.*' * 1_900}"))
+            outcomes.add(await send(f"{next(numbers)}{'.*' * 1_000}"))
 
     numbers = itertools.count()
     senders = [asyncio.create_task(keep_sending(send)) for send in 3 * (by_http, by_grpc)]
@@ -228,13 +242,13 @@ async def test_bodies_that_one_holds_refuse_nobody_else(house: House) -> None:
     body = json.dumps({"model": "tiny", "prompt": "a fox", "max_tokens": 2}).encode()
     padded = body + b" " * (HELD // 2)
     async with contextlib.AsyncExitStack() as stack:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(HANG_S):
             while (await house.post(ANNA, "/v1/completions", padded)).status_code != 429:
                 await stack.enter_async_context(held_body(house, ANNA, HELD // 3))
         answer = await house.post(BERT, "/v1/completions", padded)
         assert answer.status_code == 200, answer.text
         await house.works(BERT)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(HANG_S):
         while (await house.post(ANNA, "/v1/completions", padded)).status_code == 429:
             await asyncio.sleep(0.02)
 
@@ -252,7 +266,7 @@ async def test_rates_are_of_one_tenant(house: House) -> None:
 
 async def test_request_of_the_same_id_is_another_request(house: House) -> None:
     """Anna leaves hers in the middle, by either API; Bert's goes on."""
-    endless = {"ignore_eos": True, "max_tokens": 120}
+    endless = {"ignore_eos": True, "max_tokens": 60}
     alone = await house.ask(BERT, [30, 31, 32], sampling=endless)
     body = {"model": "tiny", "prompt": [30, 31, 32], "temperature": 0, **endless}
     named = {"x-request-id": "the-same", "authorization": f"Bearer {secret(ANNA)}"}
@@ -315,6 +329,5 @@ async def test_nobody_was_told_of_another(house: House) -> None:
         others = re.compile("|".join(name for name in TENANTS if name != who))
         assert texts and not [text[:300] for text in texts if others.search(text)], who
         assert who == ANNA or not [text[:300] for text in texts if MARK in text], who
-    for path in sorted((house.cluster.spec.log_dir or Path()).glob("*.log")):
-        said = path.read_text()
-        assert MARK not in said and not [name for name in TENANTS if secret(name) in said], path
+    said = house.logged.getvalue()
+    assert said and MARK not in said and not [name for name in TENANTS if secret(name) in said]

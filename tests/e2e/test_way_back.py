@@ -1,22 +1,18 @@
 """Conversations whose answers come back to the prefill worker from the decode worker, with real processes."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import urllib.request
 
 import grpc
 import pytest
-from millrace.v1 import admin_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from millrace.v1 import admin_pb2, worker_pb2, worker_pb2_grpc
 from millrace_cli.cluster import ClusterSpec, LocalCluster, server_command
 from millrace_rpc.client import channel
-from millrace_testing.client import Answer, Client, collect
+from millrace_testing.client import Client
 from millrace_testing.paths import ROOT
 from millrace_testing.procs import PATHS
 from millrace_testing.sim import expected, prompt_of
-
-pytestmark = pytest.mark.timeout(180)
 
 PAGE = 64
 DECODE = worker_pb2.ROLE_DECODE
@@ -33,18 +29,6 @@ def patient(role: str) -> list[str]:
 def path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the processes."""
     monkeypatch.setenv("PYTHONPATH", ":".join(str(ROOT / folder) for folder in PATHS))
-
-
-async def ask(client: Client, name: str, prompt: list[int], max_tokens: int) -> Answer:
-    answer = Answer()
-    request = inference_pb2.GenerateRequest(
-        prompt={"token_ids": {"ids": prompt}},
-        sampling={"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True},
-        request_id=name,
-    )
-    async for chunk in client.stub.Generate(request, timeout=60):
-        collect(answer, chunk)
-    return answer
 
 
 async def cached_blocks(address: str) -> set[bytes]:
@@ -92,7 +76,7 @@ async def test_conversation_is_computed_once() -> None:
         history: list[int] = []
         for turn in range(10):
             prompt = [*history, *prompt_of(400)]
-            answer = await ask(client, f"turn {turn}", prompt, 200)
+            answer = await client.generate(prompt, name=f"turn {turn}", max_tokens=200, ignore_eos=True)
             assert answer.tokens == expected(prompt, 200)
             if turn:
                 prefix_fetch = (await explained(client, f"turn {turn}")).prefix_fetch

@@ -1,7 +1,5 @@
 """Masks along drafts against walks that accept the same tokens for good."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -3,8 +3,6 @@
 Pages carry canaries and freed ones are NaN.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from pathlib import Path
@@ -15,7 +13,8 @@ from millrace_router.text.tokenizer import Tokenizer as ChatTokenizer
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Request, SequenceOutput, Submit
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.start.torch_factory import load_rank
+from millrace_serve.engine.start.torch_factory import Rank, load_rank
+from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY
 
@@ -24,6 +23,17 @@ EVERY_STEP = (9, 9, 9)  # as many drafts as there may be, whatever the number of
 Said = dict[int, list[SequenceOutput]]
 Arrivals = dict[int, list[Request]]  # before which of its steps a replica gets which requests
 Tokens = dict[int, list[int]]  # by room
+
+
+@functools.cache
+def held(mtp: bool, path: Path = TINY) -> DeepseekV3:
+    return load_model(path, ParallelDims(), CPU, torch.float32, mtp=mtp)
+
+
+def rank_of(limits: Limits, role: Role = Role.UNIFIED, options: Execution | None = None, path: Path = TINY) -> Rank:
+    """All ranks of a test process share the model: none changes its weights."""
+    own = held(limits.draft_tokens > 0, path)
+    return load_rank(limits, role, path, ParallelDims(), CPU, torch.float32, options, model=own)
 
 
 def engine(
@@ -40,7 +50,9 @@ def engine(
     }  # fmt: skip
     options = Execution.model_validate({"graphs": graphs})
     one = Limits.model_validate(wanted)
-    return load_rank(one, role, model, ParallelDims(), device, torch.float32, execution=options).engine()
+    if device == CPU:
+        return rank_of(one, role, options, model).engine()
+    return load_rank(one, role, model, ParallelDims(), device, torch.float32, options).engine()
 
 
 def run(one: Engine, requests: list[Request]) -> Said:

@@ -2,8 +2,6 @@
 a process, so that no cache of another start is there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import itertools
@@ -122,12 +120,12 @@ def serve(engine: Engine, limits: Limits, launched: deque[str] | None = None) ->
     for group in everything:
         for one in group:
             engine.submit(Submit(one))
-        while engine.has_work():
+        while busy(engine):
             step()
     for one in itertools.chain(*everything[::2]):
         engine.submit(Submit(one))
         step()
-    while engine.has_work():
+    while busy(engine):
         step()
     engine.close()
     return seen, slowest
@@ -140,13 +138,18 @@ def serve_as_replica(engine: Engine, limits: Limits, replica: int) -> Counter[st
     seen, step = watched(engine), 0
     waiting = list(groups(limits.max_prefill_tokens, limits.max_model_len))[:: -1 if replica else 1]
     while not engine.stopped:
-        if step >= 50 * replica and not engine.has_work():
+        if step >= 50 * replica and not busy(engine):
             for one in waiting.pop() if waiting else engine.stop() or ():
                 engine.submit(Submit(one))
         check_step(engine, seen)
         step += 1
     engine.close()
     return seen
+
+
+def busy(engine: Engine) -> bool:
+    """A request whose grammar is being compiled is no work yet."""
+    return engine.has_work() or engine._grammars.waiting > 0
 
 
 def check_step(engine: Engine, seen: Counter[str]) -> None:

@@ -1,7 +1,5 @@
 """The graphs of an engine against the calls that they were captured from."""
 
-from __future__ import annotations
-
 import torch
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.step.device import Replay
@@ -18,7 +16,7 @@ def check_replays(one: Engine) -> None:
     for key, (forward, accept) in graphs._replays.items():
         for position in range(3):
             replayed = _results(one, key, position, forward, accept)
-            called = _results(one, key, position, graphs._body(key), accept and graphs._acceptance(key))
+            called = _results(one, key, position, graphs._body(key), accept and graphs._acceptance(key, graphs._accept))
             for name, values in replayed.items():
                 assert torch.equal(values, called[name]), (key, position, name)
             rows = replayed["logits"]

@@ -1,7 +1,5 @@
 """The table of engine/schedule/sequence.py as assertions: what a sequence holds fits its phase."""
 
-from __future__ import annotations
-
 from millrace_serve.engine.schedule.sequence import KvWriter, Phase, Sequence
 
 WRITERS = {

@@ -1,7 +1,5 @@
 """No combination of settings changes an answer: drawn at random, over the trained model in FP32."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -81,7 +79,6 @@ def drawn(draw: Any) -> tuple[dict[str, object], dict[str, object], str]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 @examples(10)
 @given(drawn())
 def test_no_setting_changes_an_answer(found: tuple[dict[str, object], dict[str, object], str]) -> None:
@@ -92,5 +89,5 @@ def test_no_setting_changes_an_answer(found: tuple[dict[str, object], dict[str, 
 def test_rows_of_drafts_behind_the_last_page_read_no_former_owners_page(page_size: int) -> None:
     """Without the prefix cache pages are poisoned when a sequence ends. Drafts may be longer than a page."""
     limits = {"page_size": page_size, "draft_tokens": 3, "prefix_cache": False, "max_running": 1}
-    lengths = (5, 16, 63, 130)
+    lengths = (40, 16, 5)
     assert answers(limits, {}, lengths=lengths) == plain(lengths)

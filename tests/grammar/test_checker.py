@@ -1,15 +1,17 @@
 """Compiling cannot be made a weapon: every text ends within limits, and with those who wait for it."""
 
-from __future__ import annotations
-
 import json
+import os
+import resource
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from millrace_common.grammar.checker import Checker, NobodyWaits
+from millrace_common.grammar import checker as checker_module
+from millrace_common.grammar.checker import Checker, CompilerStarved, NobodyWaits
 from millrace_common.grammar.child import CPU_S
 from millrace_common.grammar.source import GrammarError
 
@@ -22,19 +24,18 @@ PRODUCT = {
     "$ref": "#/$defs/0",
 }  # 2^20 objects
 HOSTILE: dict[str, tuple[str, Any]] = {
-    "stars": ("regex", ".*" * 2_000),
-    "options": ("regex", "a?" * 2_000),
+    "stars": ("regex", ".*" * 1_000),
+    "options": ("regex", "a?" * 1_000),
     "repeats": ("regex", "((((a|b){0,9999}){0,9999}){0,9999}c?){0,9999}"),
     "classes": ("regex", r"[\p{L}\p{N}]" * 300),
     "gaps": ("regex", "|".join(f".*{chr(97 + i % 26)}.{{{i * 7}}}b" for i in range(250))),
-    "product": ("json_schema", PRODUCT),
-    "patterns": ("json_schema", {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(100, 200)]}),
+    "patterns": ("json_schema", {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(100, 150)]}),
     "unions": ("json_schema", {"allOf": [{"anyOf": [{"maxLength": 99 * i + k} for k in range(30)]} for i in range(5)]}),
     "chain": ("json_schema", {"$ref": "#/$defs/0", "$defs": {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}}
                                                            for i in range(1_200)} | {"1200": {}}}),
     "items": ("json_schema", {"type": "array", "minItems": 100_000, "maxItems": 100_000}),
     "values": ("json_schema", {"enum": [f"v{i}" for i in range(6_000)]}),
-    "properties": ("json_schema", {"properties": {f"p{i}": {} for i in range(4_000)}}),
+    "properties": ("json_schema", {"properties": {f"p{i}": {} for i in range(1_000)}}),
     "length": ("json_schema", {"type": "string", "minLength": 100_000, "pattern": "a.*b"}),
     "multiples": ("json_schema", {"type": "integer", "allOf": [{"multipleOf": i} for i in (9973, 9967, 9949)]}),
     "digits": ("json_schema", {"minimum": 1e-300}),
@@ -62,6 +63,46 @@ def test_hostile_texts_end(checker: Checker, name: str) -> None:
 def test_a_grammar_over_the_limits_is_refused_with_the_limit(checker: Checker) -> None:
     with pytest.raises(GrammarError, match=f"more than {CPU_S} s or .* MB to compile"):
         checker.check("json_schema", json.dumps(PRODUCT), threading.Event())
+    assert checker.check("regex", "a+", threading.Event()).endswith("start: /a+/")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("WAIT_S", 0.0), ("_START", "import os; os.kill(os.getpid(), 9)"), ("_START", "import nothing_of_this_name")],
+)
+def test_process_that_is_starved_or_ended(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing of the grammar, which would be remembered as too complex."""
+    checker = Checker(1)
+    with monkeypatch.context() as patched, pytest.raises(CompilerStarved):
+        patched.setattr(checker_module, name, value)
+        checker.check("regex", "a", threading.Event())
+    assert checker.check("regex", "a", threading.Event())
+    checker.close()
+
+
+def test_compiles_beside_a_thousand_connections() -> None:
+    """The descriptor of the process's answer is a large number then, which `select` refuses."""
+    checker, before = Checker(1), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert checker.check("regex", "a", threading.Event())
+        assert checker._children[0]._process.stdout.fileno() >= 1024
+    finally:
+        for fd in taken:
+            os.close(fd)
+        checker.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("end", [signal.SIGXCPU, signal.SIGABRT, signal.SIGSEGV])
+def test_a_limit_ends_a_process_for_its_grammar(end: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    dies = f"import os, sys; sys.stdin.readline(); os.kill(os.getpid(), {end.value})"
+    monkeypatch.setattr(checker_module, "_START", dies)
+    checker = Checker(1)
+    with pytest.raises(GrammarError):
+        checker.check("regex", "a+", threading.Event())
+    checker.close()
 
 
 def test_a_job_that_is_given_up_frees_its_process() -> None:

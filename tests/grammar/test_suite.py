@@ -4,8 +4,6 @@ They are copied from jsonschema 4.26.0, without descriptions of the single insta
 which no schema may refer to here.
 """
 
-from __future__ import annotations
-
 import collections
 import json
 from pathlib import Path

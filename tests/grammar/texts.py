@@ -1,7 +1,6 @@
 """Which texts a grammar allows, byte by byte, and texts that it allows, drawn token by token."""
 
-from __future__ import annotations
-
+import functools
 import json
 import threading
 from typing import Any
@@ -24,10 +23,15 @@ ENDS = {token for token in range(1024) if TOKENIZER.decode([token]) in ('"', "}"
 
 def allows(grammar: str, text: str) -> bool:
     """Whether the text is whole. `grammar`: of source.py."""
+    matcher, data = _begun(grammar).deep_copy(), text.encode()
+    return matcher.try_consume_tokens(list(data)) == len(data) and matcher.is_accepting()
+
+
+@functools.lru_cache(1)
+def _begun(grammar: str) -> llguidance.LLMatcher:
     matcher = llguidance.LLMatcher(source._bytes(), source.lark(grammar), limits=source.LIMITS, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
-    data = text.encode()
-    return matcher.try_consume_tokens(list(data)) == len(data) and matcher.is_accepting()
+    return matcher
 
 
 def schema(value: Any) -> str:

@@ -1,7 +1,5 @@
 """Fan-out of chunks to Fetch streams, and the leases behind it, on a loop whose time is the next timer's."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from typing import Any

@@ -1,7 +1,5 @@
 """When a worker takes its transport for broken."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

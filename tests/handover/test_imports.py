@@ -43,7 +43,7 @@ from prometheus_client import CollectorRegistry
 
 ID = RequestId(9, 1)
 PROMPT = list(range(100))
-FIRST = SequenceOutput(ID, 0, [TokenOutput(5)])
+FIRST = SequenceOutput(ID, 0, [TokenOutput(5)], drafts=(7, 8))
 SOURCES = [MemoryHandle("nixl", f"p{rank}", b"", 0, 64, 10) for rank in range(2)]
 
 
@@ -109,7 +109,7 @@ def frontend_of(
         requests=requests,
         spans=WorkerSpans(OFF),
         metrics=catalogue.Metrics(catalogue.WORKER, CollectorRegistry()),
-        board=LoadBoard(1, lambda: worker_pb2.WORKER_STATE_READY, "ours"),
+        board=LoadBoard(1, "ours", worker_pb2.LoadSnapshot),
         identity=None,
         secret=b"",
         leave=leave,
@@ -148,11 +148,11 @@ class Bench:
         for _ in range(10):
             await asyncio.sleep(0)
 
-    async def reading(self, drafts: tuple[int, ...] = ()) -> None:
+    async def reading(self) -> None:
         """To both ranks reading the pages."""
         hashes = page_hashes(PROMPT, 64)
         self.peer.said.put_nowait(SOURCES)
-        self.peer.said.put_nowait(KvChunk(ID, 0, [7, 8], hashes, 100, True, FIRST, drafts))
+        self.peer.said.put_nowait(KvChunk(ID, 0, [7, 8], hashes, 100, True, FIRST))
         await self.settle()
         assert self.engine == [KvOffered(ID)]
         self.imports.on_reserved(KvReserved(ID, [3, 4], 0))
@@ -215,17 +215,6 @@ async def test_peer_with_another_epoch_is_dropped(bench: Bench) -> None:
     await bench.settle()
     [failed] = bench.engine
     assert failed.failure.reason == Reason.EPOCH_CHANGED and bench.peer.dropped
-
-
-@pytest.mark.parametrize(("sent", "used"), [((5, 0, 999), (5, 0, 999)), ((5, 1000, 6), (5,)), ((2**32 - 1,), ())])
-async def test_drafts_reach_the_engine_up_to_the_first_that_is_no_token(
-    bench: Bench, sent: tuple[int, ...], used: tuple[int, ...]
-) -> None:
-    await bench.reading(sent)
-    for rank in (0, 1):
-        bench.imports.on_read_done(rank, ReadDone(ID, 0, "", 2))
-    await bench.settle()
-    assert bench.engine[1:] == [KvArrived(ID, FIRST, used)] and bench.outputs == [FIRST]
 
 
 async def test_abort_during_reads_holds_the_pages_until_they_are_over(bench: Bench) -> None:

@@ -1,7 +1,5 @@
 """Many requests end at once while their KV is on its way, with the simulated engine."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 

@@ -1,7 +1,5 @@
 """Connections to prefill workers: who is dropped, when, and who is not."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
@@ -33,6 +31,19 @@ async def test_late_failure_of_a_dropped_peer_spares_its_successor() -> None:
     assert peers.get("127.0.0.1:1", "e") is second and dropped == [(0, "agent")]
     await peers.close()
     assert dropped == [(0, "agent")] * 2
+
+
+async def test_worker_that_is_known_by_two_names_stays_connected_while_one_of_them_is() -> None:
+    """Routers may name it by its address and by a name; all reads over the other connection would fail."""
+    dropped: list[tuple[int, str]] = []
+    peers = Peers(lambda rank, agent: dropped.append((rank, agent)))
+    first, second = peers.get("127.0.0.1:1", "e"), peers.get("localhost:1", "e")
+    first.agents = second.agents = {(0, "agent")}
+    peers.drop(first)
+    assert not dropped
+    peers.drop(second)
+    assert dropped == [(0, "agent")]
+    await peers.close()
 
 
 CANCELLED, UNAUTHENTICATED = grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAUTHENTICATED
@@ -125,8 +136,9 @@ async def test_peer_that_is_silent_is_dropped(monkeypatch: pytest.MonkeyPatch) -
         await peers.close()
 
 
-async def test_peer_that_has_forgotten_its_weights_is_dropped() -> None:
+async def test_peer_that_has_forgotten_its_weights_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be asleep, and others wait for the memory of its GPUs, which stays taken while a page is mapped."""
+    monkeypatch.setattr("millrace_serve.handover.peers.SILENCE_S", 3600.0)  # it is dropped for what it says
     dropped: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
     peers = Peers(lambda rank, agent: dropped.put_nowait((rank, agent)))
     async with worker() as (_, loads, address):

@@ -1,7 +1,5 @@
 """What a prefill worker's frontend does for a prefix fetch, with a scripted source and scripted ranks."""
 
-from __future__ import annotations
-
 import asyncio
 import types
 from collections.abc import AsyncIterator

@@ -4,8 +4,6 @@ Every test ends with the pools of all workers whole, and with the tokens of the 
 fetch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal
@@ -20,9 +18,9 @@ from millrace.v1 import common_pb2, kv_pb2, kv_pb2_grpc, prefill_pb2, worker_pb2
 from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
 from millrace_serve.handover import prefix_fetches
+from millrace_testing import HANG_S
 from millrace_testing.fake_router import FakeLink, FakePair, request
 from millrace_testing.inside import Inside, inside
-from millrace_testing.paths import ROOT
 from millrace_testing.patient_worker import PATIENCE_S
 from millrace_testing.procs import SIM, Worker, workers
 from millrace_testing.sim import expected, prompt_of
@@ -71,14 +69,14 @@ async def pages(worker: Worker, direction: str) -> float:
 
 
 async def until(worker: Worker, what: str, condition: Callable[[worker_pb2.ReplicaLoad], bool]) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(HANG_S):
         while not condition((await worker.load()).replicas[0]):
             assert worker.process.running, what
             await asyncio.sleep(0.02)
 
 
 async def until_counted(read: Callable[[], object], value: float) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(HANG_S):
         while await read() < value:  # type: ignore[misc,operator]
             await asyncio.sleep(0.02)
 
@@ -131,7 +129,7 @@ async def test_blocks_of_another_length_are_refused(three: list[Inside]) -> None
         wanted = kv_pb2.FetchPrefix(replica=0, blocks=blocks)
         id = common_pb2.AttemptId(room=1)
         begin = kv_pb2.FetchOpen(id=id, epoch=prefix_source.epoch, fingerprint=source.fingerprint, prefix=wanted)
-        call = kv_pb2_grpc.KvServiceStub(prefix_source.channel).Fetch(timeout=10)
+        call = kv_pb2_grpc.KvServiceStub(prefix_source.channel).Fetch(timeout=HANG_S)
         await call.write(kv_pb2.FetchRequest(open=begin))
         with pytest.raises(grpc.aio.AioRpcError, match=f"prefix.blocks {words}"):
             await call.read()
@@ -147,7 +145,7 @@ async def test_fetch_by_guess_is_told_no_memory(three: list[Inside]) -> None:
     async def told(**what: Any) -> list[str]:
         """The messages of one Fetch, up to its end or to the first that only says that the source lives."""
         begin = kv_pb2.FetchOpen(epoch=prefix_source.epoch, fingerprint=source.fingerprint, **what)
-        call = stub.Fetch(timeout=30)
+        call = stub.Fetch(timeout=HANG_S)
         await call.write(kv_pb2.FetchRequest(open=begin))
         seen = []
         with contextlib.suppress(grpc.aio.AioRpcError):
@@ -257,6 +255,7 @@ def resumed(worker: Worker) -> None:
         process.resume()
 
 
+@pytest.mark.long
 async def test_prefix_source_killed_costs_only_the_prefix_fetch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,32 +270,3 @@ async def test_prefix_source_killed_costs_only_the_prefix_fetch(
         go_on()
         await computed(prefill, link, r, 0)
         await prefill.whole()
-
-
-@pytest.mark.long
-@pytest.mark.timeout(240)
-async def test_model_with_a_fetched_prefix_gives_the_same_tokens(tmp_path: Path) -> None:
-    """The trained checkpoint with canaries: the tokens of a fetched prompt are those of a computed one."""
-    sets = (f"model={ROOT / 'models' / 'tiny'}", "limits.checks=[canary]", "limits.num_pages=129")
-    async with workers(tmp_path, "prefill", "decode", sets=sets, patient=True, timeout_s=120) as (prefill, decode):
-        history = [3 + token % 300 for token in prompt_of(300)]
-        prompt = [*history, *[3 + token % 300 for token in prompt_of(40)]]
-
-        async def ask(ref: prefill_pb2.KvPrefixRef | None) -> tuple[list[int], int]:
-            async with FakePair(prefill, decode) as both:
-                r = request(prompt, max_tokens=12)
-                both.to_decode.submit(r, both.source)
-                both.to_prefill.submit(r, ref)
-                first = await both.to_prefill.first(r)
-                await both.to_decode.finish(r)
-                tokens = both.to_decode.tokens(r)
-            for worker in (prefill, decode):
-                await worker.whole()
-                await worker.stub.FlushCache(worker_pb2.FlushCacheRequest())
-            return tokens, first.cached_tokens
-
-        tokens, cached_tokens = await ask(None)
-        assert cached_tokens == 0
-        await cache(decode, history)
-        assert await ask(await prefix(decode, 100)) == (tokens, 4 * PAGE)
-        assert await pages(prefill, "fetched") == 4

@@ -1,7 +1,5 @@
 """What a Fetch that asks for a prefix fetch gets, and what it leaves behind; the call and the engine are the test."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace

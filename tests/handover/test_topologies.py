@@ -1,11 +1,11 @@
 """A model through a prefill and a decode worker of unequal ranks: the answers are those of one unified rank. Of sparse
 attention, index keys travel with the latent rows.
 
+Ranks of the prefill worker share experts, or the chunks of one prompt, with the decode worker's doing neither.
+
 Pages hold every KV row on all ranks of a replica, so two ranks may read from one, and one from two. A page that came
 from the wrong rank, replica or place would change every later log-probability.
 """
-
-from __future__ import annotations
 
 import asyncio
 from pathlib import Path
@@ -21,7 +21,8 @@ from millrace_testing.sparse import write_sparse
 
 PAGE = 64
 LIMITS = (
-    "limits={num_pages: 129, max_model_len: 512, max_prefill_tokens: 96, max_running: 12, checks: [canary, poison]}"
+    "limits={num_pages: 129, max_model_len: 512, max_prefill_tokens: 96, max_running: 12, "
+    "checks: [checksum, canary, poison]}"
 )
 TINY_FP8 = ROOT / "models" / "generated" / "tiny-fp8"  # by `make checkpoint`
 KINDS = (GREEDY, SEEDED, COUNTED)
@@ -66,7 +67,11 @@ def of_one_rank(model: Path, tmp_path: Path) -> list[Continuation]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("prefill_ranks", "decode_ranks", "drafts", "model"),
-    [("tp=2", "dp=2", 2, TINY_FP8), ("dp=2", "tp=2", 0, TINY), ("tp=2", "dp=2", 2, "sparse")],
+    [
+        ("tp=2 expert_tp=true", "dp=2", 2, TINY_FP8),
+        ("dp=2 limits.context_parallel_tokens=60", "tp=2", 0, TINY),
+        ("tp=2", "dp=2", 2, "sparse"),
+    ],
     indirect=["model"],
 )
 async def test_answers_through_unequal_ranks_are_those_of_one(
@@ -75,7 +80,7 @@ async def test_answers_through_unequal_ranks_are_those_of_one(
     """Twice: the second time the prefill worker has the prompts in its cache, and another replica decodes."""
     given, sets = prompts(), (f"model={model}", LIMITS, f"limits.draft_tokens={drafts}")
     async with (
-        workers(tmp_path, "prefill", sets=(*sets, prefill_ranks)) as [prefill],
+        workers(tmp_path, "prefill", sets=(*sets, *prefill_ranks.split())) as [prefill],
         workers(tmp_path, "decode", sets=(*sets, decode_ranks)) as [decode],
         FakePair(prefill, decode) as both,
     ):

@@ -1,7 +1,5 @@
 """A decode worker of another version beside a prefill worker of ours: one message, no read, and both go on."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -44,6 +42,7 @@ async def test_pair_of_api_versions_must_be_equal(step: int) -> None:
     assert caught.value.reason is Reason.LAYOUT_MISMATCH
 
 
+@pytest.mark.long
 async def test_workers_of_a_later_version_are_refused_and_others_go_on(pair: list[Inside], tmp_path: Path) -> None:
     """Of pages and of the workers' API, whichever way a router brings the two together."""
     prefill, decode = pair

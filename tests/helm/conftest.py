@@ -1,7 +1,5 @@
 """Every test here that renders the chart needs a real helm; where none can be had it is skipped."""
 
-from __future__ import annotations
-
 import pytest
 from millrace_chart.render import find_helm
 

@@ -1,7 +1,5 @@
 """`make cluster-test`: what it decides from the output of kubectl, and the objects that it makes."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The checks that other tests rely on can fail, and an upgrade changes nothing that an API server keeps."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from pathlib import Path

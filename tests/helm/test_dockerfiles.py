@@ -1,7 +1,5 @@
 """A lint of the two Dockerfiles, and whether what they start exists."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a GPU pod gets on each fabric and cloud."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Configurations and scripts of pods have versions: a pod of an older revision that starts again finds its own."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

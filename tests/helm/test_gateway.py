@@ -1,7 +1,5 @@
 """Routes from a Gateway to the routers: what the chart makes."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 from millrace_chart.render import Object, objects, template

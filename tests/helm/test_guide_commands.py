@@ -1,7 +1,5 @@
 """The commands of the guides, tried on renders: helm takes the values; what kubectl is to find is there."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shlex

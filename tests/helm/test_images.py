@@ -1,7 +1,5 @@
 """What `make images` and `make mirror` print: the images that the chart asks for, from locks that are there."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,8 +1,8 @@
 """What an install, an upgrade and a dead node do with the objects of the chart."""
 
-from __future__ import annotations
-
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
 from millrace_chart.render import CHART, NAMESPACE, Object, objects, presets, run, template
@@ -202,6 +202,25 @@ def test_two_models_are_downloaded_by_two_jobs() -> None:
     more = ("workers.decode.model.uri=a/next", "workers.decode.model.path=next")
     assert len(of_kind(rendered("hf", *more), "Job")) == 2
     assert len(of_kind(rendered("hf"), "Job")) == 1
+
+
+def test_a_folder_keeps_the_model_that_was_downloaded(tmp_path: Path) -> None:
+    """Who asks for another revision is told. Pods would read the old files as the new ones."""
+    (container,) = of_kind(rendered("hf"), "Job")[0]["spec"]["template"]["spec"]["containers"]
+    hf, folder = tmp_path / "hf", tmp_path / "models"
+    hf.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\n')
+    hf.chmod(0o755)
+
+    def download(revision: str) -> tuple[int, str, int]:
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "URI": "a/b", "REVISION": revision, "FOLDER": str(folder)}
+        done = subprocess.run(container["command"], env=env, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, len((tmp_path / "calls").read_text().splitlines())
+
+    told = f"{folder} has a/b at v1: give another model.path for a/b"
+    assert [download("v1"), download("v1")] == [(0, "", 1)] * 2
+    assert [download("v2"), download("")] == [(1, f"{told} at v2\n", 1), (1, f"{told}\n", 1)]
+    (folder / ".millrace-complete").write_text("")
+    assert download("v2") == (0, "", 1), "nobody knows"
 
 
 def test_caches_are_warmed_before_workers_hold_the_gpus() -> None:

@@ -1,7 +1,5 @@
 """k8s/: what is referred to is pinned, what is there fits the chart."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """k8s/prerequisites/memlock: its script, with a stand-in for systemd."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

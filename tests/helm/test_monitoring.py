@@ -1,7 +1,5 @@
 """What the chart makes of files/alerts.yaml for a release, and the labels that rules and autoscalers rely on."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The npm package of helm, which the other tests run, ends at 3.10.1. The program 
 of helm 3.22.0 and 4.3.0, and answers on its standard input and output. It renders, and checks values by the schema.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

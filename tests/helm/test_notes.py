@@ -1,7 +1,5 @@
 """NOTES.txt: its commands name objects that are there, and its warnings what was chosen."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

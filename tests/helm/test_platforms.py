@@ -1,7 +1,5 @@
 """docs/platforms and helm/millrace/platforms: a page and values for each platform, which render on every preset."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from typing import Any

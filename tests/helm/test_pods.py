@@ -1,7 +1,5 @@
 """What the owner of a cluster may give to pods and objects, beside the chart's own placement."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What a pool may have that presets do not: CPUs of its own, a checkpoint on nodes' disks, groups within a domain."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

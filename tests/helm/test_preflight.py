@@ -1,7 +1,5 @@
 """The init container of every pod, on made-up machines."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys
@@ -228,7 +226,7 @@ def test_cache_that_code_cannot_be_loaded_from_is_said(tmp_path: Path) -> None:
 
 def test_marker_is_the_one_that_the_download_writes(preflight: ModuleType) -> None:
     templates = "".join(path.read_text() for path in (CHART / "templates").iterdir() if path.is_file())
-    assert f'touch "$FOLDER/{preflight.MARKER}"' in templates
+    assert f'marker="$FOLDER/{preflight.MARKER}"' in templates
 
 
 def test_pauses_between_looks_grow_to_a_minute(

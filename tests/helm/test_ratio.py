@@ -1,7 +1,5 @@
 """Autoscalers: what they count, how fast they shrink, and one signal for two pools, whose ratio then stays."""
 
-from __future__ import annotations
-
 import pytest
 from millrace_chart.render import NAMESPACE, RELEASE, ChartError, Object, objects, template
 from millrace_dashboards.promql import CATALOGUE

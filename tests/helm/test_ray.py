@@ -1,7 +1,5 @@
 """Ray's token: a Secret of the release, or one that is given."""
 
-from __future__ import annotations
-
 import base64
 
 import pytest

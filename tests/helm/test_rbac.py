@@ -1,7 +1,5 @@
 """The Role has every call that discovery makes, and no other."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Values that cannot work are refused while the chart renders, with a message that names them (refusals.yaml)."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What the chart renders: valid for every Kubernetes, the same with the oldest helm, and as it was committed."""
 
-from __future__ import annotations
-
 import json
 
 import kubernetes_validate

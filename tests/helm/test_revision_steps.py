@@ -1,7 +1,5 @@
 """The steps of docs/how-to/upgrade.md that put new pools beside the old: what each of them changes, and what not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

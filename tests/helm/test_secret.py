@@ -1,7 +1,5 @@
 """The secret behind the salts of tenants: one for all routers, made by the chart or given."""
 
-from __future__ import annotations
-
 import base64
 
 import pytest

@@ -1,7 +1,5 @@
 """start.sh: the environment that the preflight found, and who does what in a group."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """The tiers of a worker's KV: memory of its pods, and a volume."""
 
-from __future__ import annotations
-
 import pytest
 from millrace_chart.render import Object
 from millrace_testing.charts import pods, rendered

@@ -1,7 +1,5 @@
 """Certificates of a release: who is named in which, and what the processes make of them."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

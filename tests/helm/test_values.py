@@ -1,7 +1,5 @@
 """What values become: configurations that the processes accept, probes, autoscalers, policies, comments."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lengths that kernels are tested with: at and around tiles and pages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 TOKENS = (0, 1, 7, 64, 128)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from millrace_testing import triton_interpreter
 
 triton_interpreter.install()

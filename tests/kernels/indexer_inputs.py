@@ -1,7 +1,5 @@
 """Inputs of sparse attention's ops as keyword arguments; memory that must not be read is NaN."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

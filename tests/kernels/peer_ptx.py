@@ -2,8 +2,6 @@
 which other tests of this process may have put in the place of its compiler.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

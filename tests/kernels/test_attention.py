@@ -1,7 +1,5 @@
 """The attention ops against softmax written out per query, over poisoned pools."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels.cases import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase

@@ -2,8 +2,6 @@
 runs in test_gpu_compared.py.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from typing import Any

@@ -1,7 +1,5 @@
 """The kernels of a decode step around the model, through the interpreter: bit for bit what their references give."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

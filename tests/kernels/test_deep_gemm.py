@@ -1,7 +1,5 @@
 """Our side of DeepGEMM: a stand-in with its calling convention takes the library's place."""
 
-from __future__ import annotations
-
 import sys
 import types
 

@@ -1,7 +1,5 @@
 """Our side of DeepGEMM's grouped products: a stand-in with its calling conventions takes the library's place."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Iterator
@@ -127,9 +125,10 @@ def test_permuted_rows_that_leave_the_cache_first_are_the_same() -> None:
     generator = torch.Generator().manual_seed(0)
     x = quant_groups(torch.randn(20, DIM, generator=generator))
     experts = torch.rand(20, TOTAL, generator=generator).argsort(dim=1)[:, :3].int()
-    plan, _ = moe_route.route(held_ids(experts, FIRST, HELD - 1), HELD, True, 32)
+    plan, blocks = moe_route.route(held_ids(experts, FIRST, HELD - 1), HELD, True, 32)
     room = torch.zeros(2, plan.num_rows, DIM).to(torch.float8_e4m3fn)
-    plain, streamed = (permute(x, plan, out, stream=stream) for out, stream in zip(room, (False, True), strict=True))
+    tokens = blocks.tokens
+    plain, streamed = (permute(x, plan, tokens, out, stream=s) for out, s in zip(room, (False, True), strict=True))
     token, choice = (plan.rows >= 0).nonzero(as_tuple=True)
     rows = plan.rows[token, choice].long()
     assert len(rows) > 20 and len(rows.unique()) == len(rows)

@@ -1,7 +1,5 @@
 """Norm, rope, silu, linear against their formulas in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

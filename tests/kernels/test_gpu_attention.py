@@ -2,8 +2,6 @@
 the same GPU. Implementations whose library is missing are not in the table.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

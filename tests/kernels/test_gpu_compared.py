@@ -1,7 +1,5 @@
 """The libraries that are there to be compared, on a GPU that has them, and a CUDA toolkit that can build them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from millrace_bench.kernels.absorb import Weights

@@ -1,7 +1,5 @@
 """What the table chooses on a GPU, over DeepSeek-V3's widths, against the references on the same GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -2,8 +2,6 @@
 layer's decode step in a CUDA graph.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from millrace_kernels import backend, indexer

@@ -1,7 +1,5 @@
 """The gate and the experts that the table chooses on a GPU, over DeepSeek-V3's widths, against the references."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 

@@ -1,7 +1,5 @@
 """The exchange of rows between two GPUs: results, races, graphs, a peer that is gone."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """Sum over ranks + residual + norm in one kernel, on two GPUs: results, races, graphs, a peer that is gone."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Sampling on a GPU over DeepSeek-V3's vocabulary against the reference on the CPU: the same tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from millrace_testing.sampling_rows import draw_inputs, kept, kept_by_bounds, sample

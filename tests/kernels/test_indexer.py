@@ -2,8 +2,6 @@
 adapters hand to DeepGEMM and FlashMLA, whose stand-ins compute with the references.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any
@@ -14,7 +12,8 @@ from kernels.indexer_inputs import PAGE_ROWS
 from millrace_kernels import indexer
 from millrace_kernels.backend import forced
 from millrace_kernels.indexer import IndexRows
-from millrace_kernels.lib import deep_gemm_indexer, flash_mla_sparse
+from millrace_kernels.lib import deep_gemm_indexer
+from millrace_kernels.lib import flash_mla as library_kernels
 from millrace_kernels.mla_sparse import by_copies, mla_sparse, pool_rows
 from millrace_kernels.testing.attention_inputs import LATENT, PAGE, ROW, SCALE, Draw
 from millrace_kernels.testing.tolerances import FP8_TOLERANCE, rms_error
@@ -247,7 +246,7 @@ def flash_mla(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(("heads", "padded"), [(3, 64), (64, 64), (100, 128)])
 def test_flash_mla_reads_rows_in_place(flash_mla: list[tuple[int, ...]], heads: int, padded: int) -> None:
     call = indexer_inputs.mla_sparse(Draw(dtype=BF16), [300, 1, 70], 128, heads, BF16)
-    found = flash_mla_sparse.mla_sparse(**call)
+    found = library_kernels.mla_sparse(**call)
     assert flash_mla == [(3, padded, ROW)]
     kv = call["kv"]
     wide = {"q": call["q"].float(), "kv": pool_rows(kv).float().as_strided(kv.shape, kv.stride())}
@@ -269,5 +268,5 @@ def test_flash_mla_leaves_others_to_our_kernel(
     call["q"] = call["q"].to(BF16)
     kv = call["kv"]
     wide = {} if dtype == E4M3 else {"kv": pool_rows(kv).float().as_strided(kv.shape, kv.stride())}
-    assert_close(flash_mla_sparse.mla_sparse(**call), by_copies(**call | wide | {"q": call["q"].float()}))
+    assert_close(library_kernels.mla_sparse(**call), by_copies(**call | wide | {"q": call["q"].float()}))
     assert flash_mla == []

@@ -1,7 +1,5 @@
 """W8A8 products: the reference against exact arithmetic, our Triton sources through the interpreter, and on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from millrace_kernels.backend import TABLE, forced

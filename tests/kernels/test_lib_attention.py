@@ -2,8 +2,6 @@
 library does not take. The libraries are stand-ins here that compute with the references.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import sys

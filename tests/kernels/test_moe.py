@@ -1,7 +1,5 @@
 """Gate and experts against one token at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from millrace_kernels.fp8 import Operand, quant_groups

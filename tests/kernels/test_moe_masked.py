@@ -1,14 +1,12 @@
 """Experts on rows that are sorted by expert: our kernel in Triton's interpreter, and a stand-in for DeepGEMM."""
 
-from __future__ import annotations
-
 import sys
 import types
 
 import pytest
 import torch
 from millrace_kernels.fp8 import Fp8, fp8_linear
-from millrace_kernels.lib import deep_gemm_masked
+from millrace_kernels.lib import deep_gemm_grouped
 from millrace_kernels.moe_experts import moe_experts
 from millrace_kernels.moe_masked import BLOCK_ROWS, moe_masked
 from millrace_kernels.silu_mul import reference_silu_mul
@@ -61,7 +59,7 @@ def test_products_of_the_library_equal_the_reference(counts: list[int], monkeypa
     w13, w2 = draw_experts(HELD, DIM, SIZE, torch.bfloat16, True, here.device, torch.Generator().manual_seed(1))
     expected = moe_masked(x, here, w13, w2, 64)
     poison_empty(monkeypatch)
-    found = deep_gemm_masked.moe_masked(x, here, w13, w2, 64)
+    found = deep_gemm_grouped.moe_masked(x, here, w13, w2, 64)
     assert found.dtype == torch.bfloat16 and found.shape == (HELD, MOST, DIM)
     for expert, count in enumerate(counts):
         assert_close(found[expert, :count], expected[expert, :count], FP8_EXPERTS_TOLERANCE)

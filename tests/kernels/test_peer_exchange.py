@@ -157,6 +157,7 @@ def test_steps(tmp_path: Path) -> None:
     run_jobs([(case.tp, case.dp, steps, (case,)) for case in CASES], tmp_path)
 
 
+@pytest.mark.long
 def test_rank_that_is_lost(tmp_path: Path) -> None:
     (results,) = run_jobs([(1, 3, lost, ())], tmp_path)
     assert results == [(3, 3), (3, 3), (0, 0)]

@@ -1,7 +1,5 @@
 """Sum over ranks + residual + norm in one kernel: processes with Triton's interpreter, one per rank."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Sampling's kernels through the interpreter: the tokens, the kept sets and the noise of the reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton
@@ -109,10 +107,10 @@ def test_kept_set_is_the_references(
 
 @pytest.mark.parametrize(
     ("given", "nats"),
-    [({"top_k": 1999}, 3), ({"top_k": 1}, 1), ({"top_p": 0.9}, 3), ({"top_p": 0.999999}, 10)],
+    [({"top_k": 1999}, 3), ({"top_k": 1}, 0.25), ({"top_p": 0.9}, 2.5), ({"top_p": 0.999999}, 10)],
     ids=str,
 )
-def test_candidates(given: dict[str, float], nats: int) -> None:
+def test_candidates(given: dict[str, float], nats: float) -> None:
     """All within so many nats of the best, in the order of ids, here of two blocks."""
     x = -torch.arange(10000.0)[None].remainder(50) / 5  # 200 tokens each at 0, -0.2, -0.4, ...
     x[:, ::3] = -torch.inf

@@ -1,7 +1,5 @@
 """Zeros of a step, from one block."""
 
-from __future__ import annotations
-
 import threading
 
 import torch

@@ -1,7 +1,5 @@
 """Kernels are not compiled again for another number of tokens; their sources show it."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention's Triton kernels against the references, on a CPU through Triton's interpreter."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +11,7 @@ from millrace_kernels import mla_absorb as reference
 from millrace_kernels.backend import SMALL_TOKENS, forced
 from millrace_kernels.fp8 import Fp8, quant_groups
 from millrace_kernels.mla_qkv import mla_qkv_norm
+from millrace_kernels.page_sum import page_sums
 from millrace_kernels.testing import attention_inputs
 from millrace_kernels.testing.attention_inputs import Draw
 from millrace_kernels.testing.tolerances import FP8_TOLERANCE, dequantised, rms_error
@@ -181,6 +180,16 @@ def test_merge_state(num: int) -> None:
 )
 def test_kv_gather(starts: tuple[int, ...], lens: tuple[int, ...], kv_dtype: torch.dtype) -> None:
     check("kv_gather.kv_gather", "kv_gather:kv_gather", attention_inputs.kv_gather, starts, lens, kv_dtype)
+
+
+@pytest.mark.parametrize("num_words", [1, 4097, 33_000])
+@pytest.mark.parametrize("pages", [[], [2], [1, 0, 1]])
+def test_page_sums(pages: list[int], num_words: int) -> None:
+    low, high = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
+    pool = torch.randint(low, high, (3, num_words + 16), dtype=torch.int32)
+    wanted = page_sums(pool, numbers := torch.tensor(pages, dtype=torch.int64), num_words)
+    with forced(**{"page_sum.page_sums": "millrace_kernels.triton.page_sum:page_sums"}):
+        assert torch.equal(page_sums(pool, numbers, num_words), wanted)
 
 
 SHORT_PREFILL = [

@@ -1,7 +1,5 @@
 """The files of tuned configurations: which one holds on which GPU, and what the tuner writes into them."""
 
-from __future__ import annotations
-
 import logging
 import tomllib
 from collections.abc import Iterator
@@ -48,15 +46,22 @@ def test_the_file_of_this_gpu_wins_then_the_nearest_of_its_architecture() -> Non
     assert nearest(B200, files(H20, H200)) is None and nearest(H200, []) is None
 
 
-@pytest.mark.parametrize("here", [H200], indirect=True)
-def test_on_an_h200_its_own_file_holds(here: Gpu, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("here", [H200, H100], indirect=True)
+def test_a_gpu_that_was_tuned_takes_its_own_file(here: Gpu, caplog: pytest.LogCaptureFixture) -> None:
     found = tuned.loaded()
     assert found is not None and found.gpu == here and not caplog.records
-    assert {name: len(rows) for name, rows in found.tables.items()} == {table.name: len(table.rows) for table in TABLES}
+    read = {table.name: Table(table.name, *table.kinds.values()).rows for table in TABLES}
+    assert {name: len(rows) for name, rows in found.tables.items()} == {name: len(rows) for name, rows in read.items()}
+    tile = {H200: 32, H100: 64}[here]
+    assert read["moe_grouped"][32, 33, 2048].block_m == tile  # type: ignore[attr-defined]
     for name, rows in found.tables.items():
         for row in rows:
             assert "as" in row or {"commit", "triton"} <= set(row), (name, row)
             assert "as" not in row or row["as"] in [other["key"] for other in rows], (name, row)
+
+
+@pytest.mark.parametrize("here", [H200], indirect=True)
+def test_kernels_run_as_the_file_of_their_gpu_says(here: Gpu) -> None:
     assert fp8_linear.config(100, 24576, 1536) == fp8_linear.Fp8LinearConfig(128, 64, 1, 4, 3, 168)
     assert small_linear.config(1, 2112, 7168) == small_linear.Gemv(2, 1024, 2)
     launch = moe_grouped.Launch(4, 3, left=True)
@@ -64,13 +69,16 @@ def test_on_an_h200_its_own_file_holds(here: Gpu, caplog: pytest.LogCaptureFixtu
     assert mla_absorb.ABSORB.get(256, 16, 2) == mla_absorb.Tile(64, 8, 128)
 
 
-@pytest.mark.parametrize("here", [H100, H20], indirect=True)
+@pytest.mark.parametrize("here", [Gpu("NVIDIA H800", "sm90", 132), H20], indirect=True)
 def test_another_hopper_takes_the_nearest_file_and_says_so_once(here: Gpu, caplog: pytest.LogCaptureFixture) -> None:
+    near = nearest(here, map(tuned.read, tuned.FOLDER.glob("*.json")))
+    assert near is not None
     with caplog.at_level(logging.WARNING):
         for table in TABLES:
-            assert Table(table.name, *table.kinds.values()).rows == table.rows
+            keys = [tuple(row["key"]) for row in near.tables.get(table.name, [])]
+            assert list(Table(table.name, *table.kinds.values()).rows) == keys
     (record,) = caplog.records
-    assert str(here) in record.getMessage() and str(H200) in record.getMessage()
+    assert str(here) in record.getMessage() and str(near.gpu) in record.getMessage()
 
 
 @pytest.mark.parametrize("here", [B200], indirect=True)

@@ -1,7 +1,5 @@
 """Which points a picture has, and that it is drawn where matplotlib is installed."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Summaries and records."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
@@ -12,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_load import record as records
-from millrace_load.record import Record, Summary, command, hardware, percentile, print_record, versions
+from millrace_load.record import Record, Summary, command, hardware, percentile, print_record, print_row, versions
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50)
 
@@ -52,6 +50,11 @@ def test_record_is_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert record["hardware"] == hardware()
     assert record["versions"] == versions()
     assert record["command"] == command() != ""
+
+
+def test_a_row_is_one_short_line(capsys: pytest.CaptureFixture[str]) -> None:
+    print_row("smg", "half", ms={"p50": 1.23456, "p99": math.nan}, streams=128, exact=True, why=None)
+    assert capsys.readouterr().out == "smg  half  ms (p50 1.235, p99 nan)  streams 128  exact True  why None\n"
 
 
 def test_a_checkout_has_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +107,11 @@ def test_a_record_says_what_each_gpu_did(nvidia_smi: Path) -> None:
     }  # fmt: skip
     assert second["power_w"] is None and second["power_limit_w"] is None
     assert hardware().startswith("2 x H200, ")
+
+
+def test_gpus_of_other_processes_are_left_out(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
+    assert hardware().startswith("1 x H200, ") and [gpu["index"] for gpu in records.gpus()] == [1]
 
 
 def test_the_clock_is_that_of_the_most_power(nvidia_smi: Path) -> None:

@@ -1,7 +1,5 @@
 """Figures of a load run from samples that are easy to check by hand."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Closed and open loops, and the prompts of conversations, against a client that answers by itself."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import replace

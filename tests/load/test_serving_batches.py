@@ -1,13 +1,10 @@
 """Figures of a batch from samples that are easy to check by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 from millrace_load.clients import Sample
-from millrace_load.serving_batches import Row, table
-from rich.console import Console
+from millrace_load.serving_batches import Row
 
 FAST = Sample(due=1.0, arrivals=[1.5, 2.0, 2.5], prompt_tokens=10, output_tokens=3, end=2.6)
 LATE = Sample(due=1.0, arrivals=[2.0, 5.0], prompt_tokens=30, output_tokens=5, end=5.0)
@@ -28,11 +25,3 @@ def test_a_batch_without_answers_has_no_figures() -> None:
     row = Row.of([FAILED])
     assert row.errors == 1
     assert all(math.isnan(value) for value in (row.latency, row.itl, row.input_throughput, row.output_throughput))
-
-
-def test_the_table_names_sizes_and_failures() -> None:
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(table([Row.of([FAST, LATE, FAILED])]))
-    for text in ("Batches", "4000.00", "1000.00", "625.00", "12.0"):
-        assert text in capture.get()

@@ -1,7 +1,5 @@
 """Recorded loads: what is sent of them, and what is said about bad ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -57,13 +55,9 @@ BAD_ROWS = [
     ([1], "Input should be an object"),
     ({**ROW, "timestamp": -1}, "timestamp: Input should be greater than or equal to 0, not -1"),
     ({**ROW, "timestamp": float("nan")}, "timestamp: Input should be a finite number, not NaN"),
-    ({**ROW, "input_length": "many"}, 'input_length: Input should be a valid integer, not "many"'),
     ({**ROW, "output_length": 0}, "output_length: Input should be greater than or equal to 1, not 0"),
-    ({**ROW, "output_length": True}, "output_length: Input should be a valid integer, not true"),
-    ({key: ROW[key] for key in ROW if key != "hash_ids"}, "hash_ids: Field required"),
     ({**ROW, "hash_ids": [1, 2, "3"]}, 'hash_ids.2: Input should be a valid integer, not "3"'),
     ({**ROW, "hash_ids": [1, 2]}, "hash_ids must have 3 ids for input_length 1030, not 2"),
-    ({**LATER, "delay": "1 s"}, 'delay: Input should be a valid number, not "1 s"'),
     ({**ROW, "session_id": "r"}, "timestamp: later turns of a session have a delay"),
 ]
 NAMELESS = dag("c", {})
@@ -71,18 +65,13 @@ del NAMELESS["session_id"]
 BAD_DAGS = [
     (NAMELESS, "session_id: Field required"),
     (dag("c"), "turns: List should have at least 1 item"),
-    (dag("c", {"max_tokens": None}), "turns.0.max_tokens: Input should be a valid integer, not null"),
     (dag("c", {"messages": []}), "turns.0.messages: List should have at least 1 item"),
     (dag("c", {"messages": [{"content": 5}]}), "turns.0.messages.0.content: Input should be a valid string, not 5"),
-    (dag("c", {"delay": -1}), "turns.0.delay: Input should be greater than or equal to 0, not -1"),
-    (dag("c", {"forks": [5]}), "turns.0.forks.0: Input should be an object, not 5"),
-    (dag("c", {"spawns": [{"children": []}]}), "turns.0.spawns.0.children: List should have at least 1 item"),
     (dag("c", {"forks": ["r"]}, {}), "turns.0.forks ends the conversation, which has more turns"),
     (dag("c", {"spawns": [{"children": ["r"], "join_at": 0}]}, {}), "turns.0.spawns: join_at must be a later turn"),
     (dag("c", {"spawns": ["x"]}), "session_id 'x' is in no line"),
     (dag("c", {"spawns": ["c"]}), "session_id 'c' is a branch of itself"),
     (dag("r", {}), "session_id 'r' is in another line, too"),
-    (dag("c", {}, context_mode="message_array_with_responses"), "context_mode: Input should be 'deltas_without_"),
     (dag("c", {}, orchestrator=True), "orchestrator: Input should be False, not true"),
 ]
 
@@ -220,8 +209,6 @@ def test_sharegpt_takes_exchanges_until_nobody_answers(tmp_path: Path) -> None:
         ("[\n{]", "no JSON: Expecting property name enclosed in double quotes: line 2"),
         ({"conversations": []}, "Input should be a valid array"),
         ([talk(("human", "a"), ("gpt", "b")), {}], "1.conversations: Field required"),
-        ([{"conversations": [{"from": "human"}]}], "0.conversations.0.value: Field required"),
-        ([{"conversations": [{"from": 3, "value": "a"}]}], "0.conversations.0.from: Input should be a valid string"),
         ([{"conversations": ["hello"]}], '0.conversations.0: Input should be an object, not "hello"'),
     ],
 )  # fmt: skip

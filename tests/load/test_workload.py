@@ -1,7 +1,5 @@
 """Lengths, times, prompts and arrivals."""
 
-from __future__ import annotations
-
 import itertools
 from random import Random
 from typing import Any

@@ -4,8 +4,6 @@ Each answer is compared token by token. Nothing may be wrong or refused, no proc
 the time to the first token and of the gaps between messages may grow by a fifth.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

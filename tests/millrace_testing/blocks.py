@@ -1,7 +1,5 @@
 """Blocks (millrace_common/page_hash.py) of pages that nobody has computed."""
 
-from __future__ import annotations
-
 from millrace_common.page_hash import BLOCK_BYTES
 
 

@@ -16,8 +16,6 @@ For each fault, from the moment it strikes until the next one:
     whole              when every router again sent requests to every worker. Healing begins after `hold` seconds
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -10,8 +10,6 @@
 It prints a table and ends with 1 when something is not as it must be.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging

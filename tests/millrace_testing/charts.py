@@ -1,7 +1,5 @@
 """Renders of the Helm chart: presets, variants of them (tests/helm/variants.yaml), and what is in them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Four heads and 16 experts (so tp = 4), YaRN, and matrices with partial FP8 blocks. There is no tokenizer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -13,6 +13,8 @@ from millrace.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, in
 from millrace_rpc.client import channel
 from millrace_rpc.tls import Identity
 
+from millrace_testing import HANG_S
+
 
 @dataclass
 class Answer:
@@ -50,15 +52,15 @@ class Client:
             await self._admin_channel.close()
 
     def stream(
-        self, prompt: Sequence[int] | str, *, timeout: float = 60, stop: Sequence[str] = (), **sampling: Any
+        self, prompt: list[int] | str, *, timeout: float = HANG_S, stop: Sequence[str] = (), name: str = "", **more: Any
     ) -> grpc.aio.UnaryStreamCall:
-        """A cancellable call object. Greedy unless `temperature` is given."""
-        sampling.setdefault("temperature", 0.0)
+        """A cancellable call object. Greedy unless `temperature` is given. `name`: the request's id."""
+        more.setdefault("temperature", 0.0)
         wrapped = inference_pb2.Prompt(text=prompt) if isinstance(prompt, str) else None
         if wrapped is None:
             wrapped = inference_pb2.Prompt(token_ids=inference_pb2.TokenIds(ids=prompt))
         request = inference_pb2.GenerateRequest(
-            prompt=wrapped, sampling=common_pb2.SamplingParams(**sampling), stop=stop
+            prompt=wrapped, sampling=common_pb2.SamplingParams(**more), stop=stop, request_id=name
         )
         return self.stub.Generate(request, timeout=timeout)
 
@@ -71,7 +73,7 @@ class Client:
             call.cancel()  # gRPC does not where the task is cancelled between the request's end and the first read
         return answer
 
-    async def wait_whole(self, timeout: float = 20.0) -> list[admin_pb2.WorkerStatus]:
+    async def wait_whole(self, timeout: float = HANG_S) -> list[admin_pb2.WorkerStatus]:
         """Until no worker holds anything: every page is free or an idle cache page. Fails with the loads otherwise."""
         assert self.admin is not None
         deadline = time.monotonic() + timeout
@@ -80,7 +82,7 @@ class Client:
             if all(map(is_whole, workers)):
                 return list(workers)
             assert time.monotonic() < deadline, f"pools are not whole: {[w.load for w in workers]}"
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.02)
 
 
 def collect(answer: Answer, chunk: inference_pb2.GenerateResponse) -> None:
@@ -101,7 +103,7 @@ def is_whole(worker: admin_pb2.WorkerStatus) -> bool:
     )
 
 
-async def until(condition: Callable[[], bool], timeout: float = 20.0, what: str = "condition") -> None:
+async def until(condition: Callable[[], bool], timeout: float = HANG_S, what: str = "condition") -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"timed out waiting for: {what}"

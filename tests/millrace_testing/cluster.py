@@ -6,8 +6,6 @@ async with ControlledCluster(ClusterSpec(engine="sim")) as cluster:
     await cluster.wait_routable("decode-0")
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Mapping

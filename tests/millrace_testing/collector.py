@@ -1,7 +1,5 @@
 """A receiver of OTLP spans from other processes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Modules that a library compiles at their first use."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re

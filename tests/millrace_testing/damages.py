@@ -1,7 +1,5 @@
 """Damages that files of a model come with: downloads that broke off, or that fetched something else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A name server of the test's own: `dns://127.0.0.1:PORT/NAME:…` makes gRPC ask it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

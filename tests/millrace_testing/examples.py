@@ -1,7 +1,5 @@
 """How many examples a property is tried with: few by default, MILLRACE_EXAMPLES times as many before a release."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection
 from typing import Any

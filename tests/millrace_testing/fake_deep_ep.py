@@ -3,8 +3,6 @@
 Memory that the library leaves alone is NaN, and so are rows before their arrival was waited for.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

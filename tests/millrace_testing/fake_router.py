@@ -12,6 +12,7 @@ import grpc
 from millrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from millrace_rpc.errors import from_rpc_error
 
+from millrace_testing import HANG_S
 from millrace_testing.procs import Worker
 
 
@@ -92,17 +93,17 @@ class FakeLink:
     def tokens(self, request: worker_pb2.EngineRequest) -> list[int]:
         return [token for output in self.of(request) for token in output.token_ids]
 
-    async def first(self, request: worker_pb2.EngineRequest, timeout_s: float = 120.0) -> worker_pb2.SequenceOutput:
+    async def first(self, request: worker_pb2.EngineRequest, timeout_s: float = HANG_S) -> worker_pb2.SequenceOutput:
         await self._until(lambda: bool(self.of(request)), timeout_s)
         return self.of(request)[0]
 
-    async def finish(self, request: worker_pb2.EngineRequest, timeout_s: float = 120.0) -> worker_pb2.SequenceOutput:
+    async def finish(self, request: worker_pb2.EngineRequest, timeout_s: float = HANG_S) -> worker_pb2.SequenceOutput:
         """The final output."""
         await self._until(lambda: any(output.finish_reason for output in self.of(request)), timeout_s)
         assert [bool(output.finish_reason) for output in self.of(request)].count(True) == 1
         return self.of(request)[-1]
 
-    async def end(self, timeout_s: float = 120.0) -> grpc.aio.AioRpcError | None:
+    async def end(self, timeout_s: float = HANG_S) -> grpc.aio.AioRpcError | None:
         """Until the stream has ended; its error."""
         await asyncio.wait_for(asyncio.shield(self._task), timeout_s)
         return self.error

@@ -1,7 +1,5 @@
 """HTTP servers of this process that end at once: tests start and stop thousands."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 

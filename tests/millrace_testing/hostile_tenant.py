@@ -7,8 +7,6 @@ It says `ready` when most attacks were made once. At SIGTERM it prints, as JSON,
 outcome.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -4,8 +4,6 @@ They are ready in a tenth of the time that processes take, so they are for tests
 `async with inside("prefill", "decode") as (prefill, decode): ...`
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil
@@ -13,25 +11,24 @@ import signal
 import tempfile
 import threading
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
-import zmq
 from millrace_common.config import load
 from millrace_rpc.access import token
 from millrace_rpc.http_connection import ConnectionLimits
 from millrace_rpc.http_server import HttpServer
 from millrace_serve.handover.role import HandoverRole
 from millrace_serve.worker import main
-from millrace_serve.worker.channels import Sender, channel_key
+from millrace_serve.worker.channels import channel_key
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.lifecycle import State
 from millrace_serve.worker.launcher import Launcher, OnExit
-from millrace_serve.worker.messages import FromRank
 from millrace_serve.worker.rank import process
 from millrace_serve.worker.rank.parts import RankSpec
 
+from millrace_testing import HANG_S
 from millrace_testing.hasty import hasty_servers
 from millrace_testing.procs import SIM, Worker
 
@@ -52,15 +49,13 @@ class Threads(Launcher):
             spec = RankSpec(config, rank, frontend, bind, rendezvous, group)
             self._ends.append(end := loop.create_future())
 
-            def ended(rank: int = rank, end: asyncio.Future[None] = end) -> None:
+            def ended(code: int, rank: int = rank, end: asyncio.Future[None] = end) -> None:
                 end.set_result(None)
-                on_exit(rank, "the end of its thread")
+                on_exit(rank, f"exit code {code}")
 
-            def run(spec: RankSpec = spec, ended: object = ended) -> None:
-                try:
-                    live(spec)
-                finally:
-                    loop.call_soon_threadsafe(ended)
+            def run(spec: RankSpec = spec, ended: Callable[[int], None] = ended) -> None:
+                code = process.live(spec, channel_key(spec.config.secret, spec.group))
+                loop.call_soon_threadsafe(ended, code)
 
             threading.Thread(target=run, name=f"rank {rank}", daemon=True).start()
 
@@ -68,16 +63,6 @@ class Threads(Launcher):
         ends, self._ends = self._ends, []
         await asyncio.gather(*ends)
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def live(spec: RankSpec) -> None:
-    """As process.run, but for what is of a whole process."""
-    context, key = zmq.Context(), channel_key(spec.config.secret, spec.group)
-    outbox: Sender[FromRank] = Sender(context, spec.frontend, key)
-    try:
-        process._live(spec, context, key, lambda report: outbox.send(FromRank(spec.rank, report)))
-    finally:
-        context.destroy(linger=500)
 
 
 class Serving:
@@ -91,7 +76,7 @@ class Serving:
 
     async def ready(self) -> None:
         """A thread cannot be ended before it listens, so a worker that is not ready cannot stop."""
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(HANG_S):
             while self.frontend.lifecycle.state is not State.READY:
                 assert self.running, self._life.result()
                 await asyncio.sleep(0.005)

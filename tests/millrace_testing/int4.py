@@ -1,7 +1,5 @@
 """Copies of checkpoints with routed experts in INT4, as Kimi K2 Thinking is published (compressed-tensors, packed)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

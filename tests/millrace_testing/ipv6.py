@@ -1,7 +1,5 @@
 """Whether this machine has IPv6 on its loopback interface."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

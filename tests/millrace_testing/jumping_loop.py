@@ -1,7 +1,5 @@
 """An event loop whose clock jumps to the next timer: what waits for seconds takes none."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine

@@ -1,7 +1,5 @@
 """What an API server checks in code and not by a schema: names, labels, ports, quantities, selectors, resources."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Both the schemas of built-in kinds and CRDs are walked the same way.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

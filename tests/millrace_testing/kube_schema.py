@@ -5,8 +5,6 @@ CRDs in tests/helm/crds, or by the published ones that the folder $MILLRACE_CRDS
 with unknown fields refused, then lists with keys and CEL rules (kube_rules.py), then names (kube_names.py).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 No controller runs, and nothing is checked but the data of immutable objects. A patch replaces lists whole.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

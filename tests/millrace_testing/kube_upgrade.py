@@ -1,7 +1,5 @@
 """What an API server refuses to change in an object that is there. Helm fails an upgrade that tries."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

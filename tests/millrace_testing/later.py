@@ -1,7 +1,5 @@
 """Messages as a later version of ours says them."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor

@@ -5,8 +5,6 @@ multiple of 16, an address a multiple of 16 bytes. Here an op calls its Triton i
 and do nothing, and then its reference, whose result counts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """One implementation of an op against its reference, on equal inputs."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any

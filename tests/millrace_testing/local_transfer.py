@@ -3,8 +3,6 @@
 A read copies when it is polled, not when it is posted, so that callers see reads in flight here too.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import uuid

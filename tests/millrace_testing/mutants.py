@@ -6,8 +6,6 @@ The tree is copied once; each break is made in the copy, its tests run there unt
 exit code is 1 when a break survives, or when its fragment is no longer found exactly once.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os
@@ -62,7 +60,7 @@ MUTANTS = (
         ("prefill-held-unlimited", "return not held or self._most is None or", "return True or")),
     *of(f"{ENGINE}/schedule/streams.py", SCHEDULERS,
         ("decode-preempts-the-oldest", "victim = max((*self._ready", "victim = min((*self._ready")),
-    *of(f"{ENGINE}/schedule/streams.py", (*DRAFTS, *SCHEDULERS),
+    *of(f"{ENGINE}/schedule/scheduler.py", (*DRAFTS, *SCHEDULERS),
         ("decode-forgets-the-bound", "seq.num_reserved = min(written + seq.inflight * self._num_queries, seq.capacity)",
          "seq.num_reserved = min(written, seq.capacity)")),
     *of(f"{ENGINE}/schedule/pages.py", CACHE,
@@ -151,14 +149,16 @@ MUTANTS = (
     *of(f"{ENGINE}/step/graphs.py", "engine/step/test_graphs.py",
         ("graph-rows-are-not-counted", "self._num_rows.copy_(step.num_rows)", "pass")),
     # the watch over ranks
-    *of(f"{ENGINE}/health/rank_watch.py", "worker/test_rank_watch.py",
+    *of(f"{ENGINE}/health/rank_watch.py", "engine/health/test_rank_watch.py",
         ("watch-ignores-silence", "if not one.heartbeat.doing and one.silent_s > LEAST_S:", "if False:"),
-        ("watch-ignores-starvation", "self._lived + passed * (1 - self.starved)", "now"),
+        ("watch-ignores-starvation", "self._lived + passed * (1 - self.health.starved)", "now"),
         ("watch-names-the-first", "behind = min(ranks[rank].heartbeat.launched for rank in stuck)",
          "behind = max(ranks[rank].heartbeat.launched for rank in stuck)")),
-    *of(f"{ENGINE}/health/progress.py", "engine/step/test_progress.py",
+    *of("proto/millrace_common/pace.py", "common/test_starvation.py",
+        ("starvation-of-the-luckiest", "min(max((now.lost_s", "min(min((now.lost_s")),
+    *of(f"{ENGINE}/health/progress.py", "engine/health/test_progress.py",
         ("progress-busy-is-slow", "if tokens and not long_operation:", "if tokens:")),
-    *of(f"{ENGINE}/health/forecast.py", "engine/step/test_forecast.py",
+    *of(f"{ENGINE}/health/forecast.py", "engine/health/test_forecast.py",
         ("forecast-of-the-slowest", "seconds = min(", "seconds = max(")),
 )  # fmt: skip
 

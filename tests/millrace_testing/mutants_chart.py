@@ -1,7 +1,5 @@
 """Breaks of the chart and its tools, for mutants.py. Golden files notice every one, so their test is left out."""
 
-from __future__ import annotations
-
 from millrace_testing.mutants import of
 
 CHART, TOOLS = "helm/millrace/templates", "helm"

@@ -1,7 +1,5 @@
 """Deliberate breaks of the router and of RPC, for mutants.py."""
 
-from __future__ import annotations
-
 from millrace_testing.mutants import of
 
 R = "router/millrace_router"
@@ -102,7 +100,8 @@ MUTANTS = (
     *of(f"{R}/health/ejection.py", "router/health",
         ("ejections-are-remembered", "max(self.ejections - quiet, 0) + 1", "self.ejections + 1")),
     *of(f"{R}/health/workers.py", "router/health",
-        ("ejected-never-falls", "sum(now < record.ejected_until for", "sum(record.ejections > 0 for"),
+        ("ejected-never-falls", "self._records.items() if now < record.ejected_until",
+         "self._records.items() if record.ejections > 0"),
         ("all-may-be-left-out", "if epoch not in spared", "if epoch")),
     *of(f"{R}/health/retry_budget.py", "router/health",
         ("ended-requests-allow-nothing", "self._window.add(ENDED, 1, now)", "pass")),

@@ -4,8 +4,6 @@ They are on paths that are rare, and break what a glance at a passing test does 
 second of two, an order, a rate, a limit of memory, the code of an error.
 """
 
-from __future__ import annotations
-
 from millrace_testing.mutants import of
 
 SERVE = "services/millrace_serve"
@@ -14,10 +12,10 @@ FRONTEND, RANK, ENGINE = f"{WORKER}/frontend", f"{WORKER}/rank", f"{SERVE}/engin
 
 EXPORTS, SERVING, IMPORTS = "handover/test_exports.py", "handover/test_serving.py", "handover/test_imports.py"
 PREFIX_FETCHES, PEERS = "handover/test_prefix_fetch_limits.py", "handover/test_peers.py"
-FOLDER, PARTS, WEIGHTS = "transfer/test_page_folder.py", "worker/test_frontend.py", "worker/test_hot_weights.py"
+FOLDER, PARTS, WEIGHTS = "engine/offload/test_page_folder.py", "worker/test_frontend.py", "worker/test_hot_weights.py"
 RANKS, LOOP, WAITS = "worker/test_ranks.py", "worker/test_loop.py", "engine/schedule/test_waits.py"
-SCHEDULERS, HOST_TIER = "engine/schedule/test_schedulers.py", "engine/cache/test_host_tier.py"
-EXPECTED, DISK_MOVES = "engine/schedule/test_expected.py", "engine/schedule/test_disk_moves.py"
+SCHEDULERS, HOST_TIER = "engine/schedule/test_schedulers.py", "engine/offload/test_host_tier.py"
+EXPECTED, DISK_MOVES = "engine/schedule/test_expected.py", "engine/offload/test_disk_moves.py"
 SERVED_PAGES, LOCKSTEP = "engine/schedule/test_served_pages.py", "engine/step/test_lockstep.py"
 
 MUTANTS = (
@@ -49,7 +47,6 @@ MUTANTS = (
         ("import-quarantine-of-ended-reads", "for read in job.reads.values() if read.pending)",
          "for read in job.reads.values())"),
         ("import-bytes-of-reads", "self._metrics.kv_bytes.inc(done.num_pages *", "self._metrics.kv_bytes.inc(1 *"),
-        ("import-drafts-behind-a-bad-one", "tuple(itertools.takewhile(", "tuple(filter("),
         ("import-keeps-a-changed-peer", "if error.reason is Reason.EPOCH_CHANGED:", "if False:"),
         ("import-first-token-ends-twice", "msgspec.structs.replace(first, finish=None)", "first"),
         ("import-tells-no-failed-read",
@@ -92,8 +89,7 @@ MUTANTS = (
         ("folder-stops-at-a-stuck-file", "stuck.append(error)", "stuck.append(error); break"),
         ("folder-counts-one-layout", "if LAYOUT.fullmatch(entry.name):", "if entry.name == self._fingerprint:"),
         ("folder-counts-no-refusal", "self.refused += 1", "pass"),
-        ("folder-forgets-uses", "os.utime(fd)", "pass")),
-    *of(f"{ENGINE}/offload/page_code.py", FOLDER,
+        ("folder-forgets-uses", "os.utime(fd)", "pass"),
         ("code-of-any-block", 'hashlib.blake2b(block + b"".join(digests)', 'hashlib.blake2b(b"".join(digests)')),
     *of(f"{ENGINE}/offload/disk_tier.py", FOLDER,
         ("disk-queue-without-bound", "if self._moves.qsize() >= MAX_STORES:", "if False:"),
@@ -106,7 +102,7 @@ MUTANTS = (
         ("board-restart-keeps-host", "CacheChange([], list(device), [], list(host))", "CacheChange([], list(device))"),
         ("board-keeps-watchers", "self._watchers.discard(watcher)", "pass")),
     *of(f"{FRONTEND}/convert.py", "worker/test_convert.py",
-        ("wire-retry-in-seconds", "retry_after_ms=round(retry_after_s * 1000)", "retry_after_ms=round(retry_after_s)"),
+        ("wire-retry-in-seconds", ".retry_after_s * 1000)", ".retry_after_s)"),
         ("wire-timeout-in-seconds", "wire.timeout_ms / 1000 if", "wire.timeout_ms if"),
         ("wire-logprobs-of-one-token", "map(_wire_logprobs, output.tokens)", "map(_wire_logprobs, output.tokens[:1])")),
     *of(f"{FRONTEND}/frontend.py", "worker/test_compilations.py",
@@ -135,7 +131,7 @@ MUTANTS = (
     *of(f"{FRONTEND}/ranks.py", RANKS,
         ("ranks-beside-a-lost-one-wait", "self._config.num_ranks or self._lost", "self._config.num_ranks"),
         ("ranks-are-lost-again", "if self._stopping or self._lost:", "if self._stopping:"),
-        ("ranks-last-words-unheard", "self._inbox.flush()  # its RankFailed has the reason", "pass"),
+        ("ranks-last-words-unheard", "message.rank == rank:  # its RankFailed has the reason", "False:"),
         ("ranks-answer-as-they-came", "ranks = sorted(self._engines)", "ranks = list(self._engines)"),
         ("ranks-weights-of-the-first", "for rank, answer in enumerate(answers) if answer.error",
          "for rank, answer in enumerate(answers[:1]) if answer.error")),
@@ -165,7 +161,7 @@ MUTANTS = (
     *of(f"{ENGINE}/offload/disk_moves.py", DISK_MOVES,
         ("disk-load-with-a-hole", "good = list(itertools.takewhile(", "good = list(filter("),
         ("disk-failures-uncounted", 'self._counts["failed"] += not move.ok', "pass")),
-    *of(f"{ENGINE}/offload/page_copier.py", "engine/cache/test_host_tier_ranks.py",
+    *of(f"{ENGINE}/offload/page_copier.py", "engine/offload/test_host_tier_ranks.py",
         ("copy-ends-with-that-of-the-leader", "if number <= elsewhere[job.to_host] and ", "if ")),
     *of(f"{ENGINE}/offload/host_copies.py", HOST_TIER,
         ("host-stores-two-at-a-time", "self._storing = True", "pass")),
@@ -192,9 +188,10 @@ MUTANTS = (
         ("waiting-tokens-never-fall", "self.num_tokens -= self._members.pop(seq, 0)", "self._members.pop(seq, 0)")),
     *of(f"{ENGINE}/schedule/waiting.py", WAITS,
         ("waits-of-the-ended", "if seq not in self._told and seq.phase is not Phase.DONE", "if seq not in self._told")),
-    *of(f"{ENGINE}/health/forecast.py", "engine/step/test_forecast.py",
+    *of(f"{ENGINE}/health/forecast.py", "engine/health/test_forecast.py",
         ("forecast-of-long-ago", "if now - latest[-1][0] >= FRESH_S:", "if False:")),
     *of(f"{ENGINE}/drafts/counts.py", EXPECTED,
+        ("drafts-behind-a-bad-one", "tuple(itertools.takewhile(", "tuple(filter("),
         ("accepted-in-every-place", "self.accepted[place] += place < accepted",
          "self.accepted[place] += accepted > 0")),
     *of(f"{ENGINE}/schedule/expected.py", EXPECTED,

@@ -1,7 +1,5 @@
 """The tokens of the simulated engine, computed without it (millrace_serve/engine/sim/runner.py)."""
 
-from __future__ import annotations
-
 from millrace_serve.engine.core import SamplingParams
 from millrace_serve.engine.sim.runner import SPECIAL_TOKENS, SimSettings, prompt_hash
 

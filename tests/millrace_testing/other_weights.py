@@ -1,7 +1,5 @@
 """A second checkpoint of the same configuration, as a trainer's next step writes it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -5,8 +5,6 @@ compared token by token. A refusal is an error before the first token, with 429 
 prompt of a refused request is computed. Whatever else ends without a whole answer is lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

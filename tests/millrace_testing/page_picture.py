@@ -3,8 +3,6 @@
 Arrivals come and go, so that the lines have a shape; one worker is killed, and comes back.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

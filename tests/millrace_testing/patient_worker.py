@@ -4,8 +4,6 @@ ARGUMENTS…`.
 On a busy machine a source's answer may take longer than a prefill worker waits for it.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 

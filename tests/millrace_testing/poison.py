@@ -1,7 +1,5 @@
 """Memory that nobody wrote, made visible."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -3,8 +3,6 @@
 async with workers(tmp_path, "prefill", "decode", sets=["engine=sim"]) as (prefill, decode): ...
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -22,6 +20,7 @@ from millrace_cli.process import Process
 from millrace_rpc.access import token
 from millrace_rpc.client import channel
 
+from millrace_testing import HANG_S
 from millrace_testing.paths import ROOT
 
 PATHS = ("proto", "kernels", "services", "router", "bench", "tests")
@@ -67,7 +66,7 @@ class Worker:
         self._channel = channel(self.address, token=secret_token)
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
-    async def ready(self, timeout_s: float = 120.0) -> None:
+    async def ready(self, timeout_s: float = HANG_S) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):
@@ -81,7 +80,7 @@ class Worker:
             await self._channel.close()
         await self.process.stop(10.0)
 
-    async def until(self, condition, what: str, timeout_s: float = 120.0) -> None:  # type: ignore[no-untyped-def]
+    async def until(self, condition, what: str, timeout_s: float = HANG_S) -> None:  # type: ignore[no-untyped-def]
         deadline = time.monotonic() + timeout_s
         while not condition():
             alive = self.process.running or self.process.returncode == 0
@@ -116,7 +115,7 @@ class Worker:
         return ranks_of(self.process.pid)
 
     async def info(self) -> worker_pb2.WorkerInfo:
-        return await self.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=2)
+        return await self.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=HANG_S)
 
     async def load(self) -> worker_pb2.LoadSnapshot:
         call = self.stub.WatchLoad(worker_pb2.WatchLoadRequest())
@@ -128,7 +127,7 @@ class Worker:
         info = await self.info()
         return worker_pb2.KvSourceRef(address=self.address, epoch=info.epoch, fingerprint=info.layout.fingerprint)
 
-    async def whole(self, timeout_s: float = 120.0) -> worker_pb2.LoadSnapshot:
+    async def whole(self, timeout_s: float = HANG_S) -> worker_pb2.LoadSnapshot:
         """Until nothing is held: every page is free, or an idle page of the prefix cache."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -141,7 +140,7 @@ class Worker:
     async def metric(self, name: str, **labels: str) -> float:
         """One sample of /metrics; 0 when it is not there."""
         url = f"http://127.0.0.1:{self.facts['metrics']}/metrics"
-        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=HANG_S).read().decode())
         for line in text.splitlines():
             if line.startswith(name) and all(f'{key}="{value}"' in line for key, value in labels.items()):
                 return float(line.rsplit(" ", 1)[1])
@@ -159,7 +158,7 @@ def ranks_of(pid: int) -> list[psutil.Process]:
     return [child for child in children if any("spawn_main" in word for word in child.cmdline())]
 
 
-async def gone(processes: Sequence[psutil.Process], timeout_s: float = 120.0) -> None:
+async def gone(processes: Sequence[psutil.Process], timeout_s: float = HANG_S) -> None:
     """Until none of them exists any more (a zombie does not count)."""
     _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout_s)
     left = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
@@ -168,7 +167,7 @@ async def gone(processes: Sequence[psutil.Process], timeout_s: float = 120.0) ->
 
 @contextlib.asynccontextmanager
 async def workers(
-    folder: Path, *roles: str, sets: Sequence[str] = SIM, patient: bool = False, timeout_s: float = 120.0
+    folder: Path, *roles: str, sets: Sequence[str] = SIM, patient: bool = False, timeout_s: float = HANG_S
 ) -> AsyncIterator[list[Worker]]:
     """Ready workers of these roles, in this order."""
     started = [Worker(role, folder, sets, patient=patient) for role in roles]

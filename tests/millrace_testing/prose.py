@@ -4,8 +4,6 @@ It reads paragraphs, list items and table cells. Code, headings, and tables that
 CONTRIBUTING.md has the rules in words.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A made-up machine with GPUs and RDMA devices, for tests of the preflight: sysfs, /dev and /proc in a folder."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ Settings come from the configuration models and the comments beside their fields
 from the table of errors. tests/test_reference.py fails while a page and the code differ.
 """
 
-from __future__ import annotations
-
 import ast
 import enum
 import functools

@@ -1,7 +1,5 @@
 """Inputs of sample_tokens: rows of every kind side by side."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The folder of the disk tier, which can run full, lose pages and tear them while workers use it."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import random

@@ -1,7 +1,5 @@
 """What the simulated engine must answer."""
 
-from __future__ import annotations
-
 import random
 
 from millrace_serve.engine.core import SamplingParams

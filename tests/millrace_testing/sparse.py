@@ -1,7 +1,5 @@
 """A checkpoint of V3.2's architecture: a copy of V3's with a random indexer in each layer, the MTP layer included."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Processes that get a fifth of the time: stopped for 80 ms and let go for 20 ms, as by a container's CPU quota."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

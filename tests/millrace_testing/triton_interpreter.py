@@ -4,8 +4,6 @@ Its own conversions drop the carry out of the mantissa: 31.7 becomes 16 in E4M3.
 become NaN here, though a GPU saturates them, so that a kernel which relies on that is noticed.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -3,8 +3,6 @@
 $MILLRACE_VERSIONS is added to each of them, as {"KV_PROTOCOL": 1}. Rank processes import this file, and add it too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Bytes that are nearly a message of a protobuf type, made from its descriptor: more than a generated class builds."""
 
-from __future__ import annotations
-
 import math
 import struct
 

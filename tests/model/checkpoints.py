@@ -1,7 +1,5 @@
 """Checkpoints that differ from a given one in some tensors."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -3,20 +3,14 @@
 The pool is NaN but for the null page, page ids are dealt in shuffled order, and freed pages are poisoned again.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from millrace_bench.pools import PAGE, model_pool
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
 from torch import Tensor
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DeepseekV32Config, DeepseekV32ForCausalLM
-
-Reference = DeepseekV3ForCausalLM | DeepseekV32ForCausalLM
 
 
 @dataclass
@@ -114,22 +108,3 @@ def _decodes(seq: Seq, num: int) -> bool:
 
 def random_prompt(length: int, vocab_size: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(vocab_size), k=length)
-
-
-def random_reference(config: dict[str, Any]) -> Reference:
-    """transformers' model with random weights: its own initialisation is too small to tell tokens apart."""
-    torch.manual_seed(1)
-    if config.get("model_type") == "deepseek_v32":
-        hf: Reference = DeepseekV32ForCausalLM(DeepseekV32Config(**config)).eval()
-    else:
-        hf = DeepseekV3ForCausalLM(DeepseekV3Config(**config)).eval()
-    with torch.no_grad():
-        for name, param in hf.named_parameters():
-            if param.dim() > 1:
-                param.normal_(std=(4.0 if name.startswith("lm_head") else 1.2) * param.shape[-1] ** -0.5)
-            else:
-                param.normal_(mean=1.0, std=0.1)
-        for name, buffer in hf.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_(std=0.05)
-    return hf

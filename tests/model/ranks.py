@@ -1,7 +1,5 @@
 """Runs a function in several processes joined by gloo, and returns what each of them returned."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path

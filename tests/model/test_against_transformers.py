@@ -1,7 +1,5 @@
 """Logits and greedy tokens against transformers' DeepseekV3ForCausalLM, FP32, from checkpoints that it wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +10,9 @@ import torch
 from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
+from millrace_testing.reference import random_reference
 from millrace_testing.tolerances import MODEL_TOLERANCE, assert_close
-from model.harness import Driver, Seq, random_prompt, random_reference
+from model.harness import Driver, Seq, random_prompt
 from torch import Tensor
 from transformers import DeepseekV3ForCausalLM
 

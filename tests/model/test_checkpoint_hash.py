@@ -1,7 +1,5 @@
 """What names a checkpoint: its content, wherever it lies."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

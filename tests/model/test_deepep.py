@@ -1,7 +1,5 @@
 """DeepEP's two modes give what the gathering exchange gives; a stand-in over gloo takes the library's place."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +26,7 @@ from model.ranks import Job, run_jobs
 from torch import Tensor
 
 CPU, EXPERTS, LAYER = torch.device("cpu"), 16, 2
+PLACED = (("contiguous", 2), ("replicas", 4))  # where experts are, and replicas of the model
 # DeepEP leaves the shared expert to an MLP of its own.
 MODEL = ModelConfig.parse({**CONFIG, "hidden_size": 512, "n_routed_experts": EXPERTS, "n_shared_experts": 0})
 MOST_ROWS = 7  # which becomes 64 of 2 replicas and 32 of 4, so that an expert has room for whole blocks
@@ -94,15 +93,12 @@ def run_silent(dims: ParallelDims) -> tuple[list[int], list[tuple[Any, ...]]]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], list[Any]]:
-    jobs: dict[tuple[str, int], Job] = {
-        (name, dp): (1, dp, run_both, (name,)) for name in ("contiguous", "replicas") for dp in (2, 4)
-    }
+    jobs: dict[tuple[str, int], Job] = {(name, dp): (1, dp, run_both, (name,)) for name, dp in PLACED}
     jobs["silent", 2] = 1, 2, run_silent, ()
     return dict(zip(jobs, run_jobs(list(jobs.values()), tmp_path_factory.mktemp("ranks")), strict=True))
 
 
-@pytest.mark.parametrize("dp", [2, 4])
-@pytest.mark.parametrize("name", ["contiguous", "replicas"])
+@pytest.mark.parametrize(("name", "dp"), PLACED)
 def test_both_modes_give_what_gather_gives(name: str, dp: int, results: dict[tuple[str, int], list[Any]]) -> None:
     for rank, steps in enumerate(results[name, dp]):
         for (found, expected), counts in zip(steps, STEPS, strict=True):

@@ -1,7 +1,5 @@
 """Placements of experts, and that experts of any placement add up to those of one rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The exporter of quantised checkpoints: the published choice of tensors, exact files, errors that name the tensor."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

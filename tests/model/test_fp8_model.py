@@ -1,14 +1,12 @@
 """A model whose GEMMs run on the FP8 weights themselves, on the references of the ops."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Fp8, dequant_blocks, quant_blocks
-from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
+from millrace_serve.model.checkpoint.shapes import tensor_bytes, weight_bytes
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.moe import Moe

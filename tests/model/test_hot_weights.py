@@ -1,7 +1,5 @@
 """Other weights in the places of those of a model that runs: nothing of the old ones is left, and no tensor moves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,10 +71,9 @@ def test_model_with_other_weights_is_one_that_was_loaded_so(
     model, second = (load(folder, quantised=quantised) for folder in folders)
     fresh, before = [logits(model), logits(second)], where(model)
     assert not torch.allclose(*fresh, atol=0.1) and len(before) > 50
-    for version in (1, 0):
-        reload(model, folders[version], quantised=quantised)
-        assert torch.equal(logits(model), fresh[version])
-        assert where(model) == before
+    reload(model, folders[1], quantised=quantised)
+    assert torch.equal(logits(model), fresh[1])
+    assert where(model) == before
 
 
 @pytest.mark.parametrize("form", FORMS)

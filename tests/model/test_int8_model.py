@@ -1,7 +1,5 @@
 """Checkpoints in INT8: what is loaded, and products on the INT8 weights, on the references of the ops."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 from millrace_kernels.fp8 import Fp8
 from millrace_kernels.int8 import Int8
-from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
+from millrace_serve.model.checkpoint.shapes import tensor_bytes, weight_bytes
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.moe import Moe

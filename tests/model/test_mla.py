@@ -1,7 +1,5 @@
 """The choice of a form, and that the three forms are the same maths."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path

@@ -1,13 +1,11 @@
 """The MTP step against a decoder layer of transformers wired as in the paper."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
+from millrace_serve.model.checkpoint.shapes import tensor_bytes, weight_bytes
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import PLAIN

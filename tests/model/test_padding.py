@@ -1,7 +1,5 @@
 """Padding rows reach no expert; a step of the model shares its counters, and reads h once in an attention."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

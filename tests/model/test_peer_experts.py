@@ -1,7 +1,5 @@
 """Experts over peer memory: the logits of `gather`, and sums bit for bit. Kernels run in Triton's interpreter."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from millrace_kernels.fp8 import Fp8, dequant_blocks

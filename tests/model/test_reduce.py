@@ -1,7 +1,5 @@
 """A whole FP8 model whose sums over TP run in the fused kernel, against one that sums by torch.distributed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

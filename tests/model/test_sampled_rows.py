@@ -1,7 +1,5 @@
 """A step whose last MLP runs on the sampled rows alone: their hidden states and the pool are those of all rows."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

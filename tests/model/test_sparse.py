@@ -2,8 +2,6 @@
 exact ones do. transformers' answers are in test_family.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tensors read by threads are those that safetensors wrote, and a damaged file is refused before any is read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,14 +1,12 @@
 """The size of a rank's weights is known before they are read, and it is the size that they have."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
-from millrace_serve.model.checkpoint.weight_bytes import tensor_bytes, weight_bytes
+from millrace_serve.model.checkpoint.shapes import tensor_bytes, weight_bytes
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims

@@ -1,7 +1,5 @@
 """Every way in which a checkpoint can disagree with its config is refused by name; FP8 and sharded reads are exact."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from millrace_serve.model.checkpoint.headers import check_headers
+from millrace_serve.model.checkpoint.shapes import check_headers
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
 from millrace_serve.model.parallel import ParallelDims

@@ -1,7 +1,5 @@
 """Tables and scales against transformers' rotary embedding and a hand-computed case."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of measurements is what bench/results has."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path
@@ -40,6 +38,14 @@ def test_a_step_is_the_row_that_it_names(step: facts.TimedStep) -> None:
     config = json.loads((ROOT / f"bench/results/{step.ms_at.partition(':')[0]}.json").read_text())["config"]
     assert config["layers"] == step.layers
     assert max(config.get("ranks", 1), config.get("dp", 1)) == step.ranks
+
+
+@pytest.mark.parametrize("run", ["rank-bf16", "rank-fp8", "rank-tuned"])
+def test_the_estimate_of_memory_holds_what_a_start_measured(run: str) -> None:
+    """A worker that plans with it before its weights are there must not run out of memory."""
+    estimated, _ = at(f"h100/{run}:memory.0.estimated")
+    measured, _ = at(f"h100/{run}:memory.0.measured")
+    assert 0.98 * sum(estimated.values()) < sum(measured.values()) <= sum(estimated.values())
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 """Predictions are the measured numbers where there are any, between them elsewhere, and none outside."""
 
-from __future__ import annotations
-
 import pytest
 from millrace_serve.plan import facts, predict
 from millrace_serve.plan.predict import FP8, StepRanks
 
 DECODE = [step for step in facts.steps() if step.kind == "decode"]
+FULL_PREFILL = [step for step in facts.steps() if step.kind == "prefill" and step.rows * step.context >= predict.FULL]
 
 
 @pytest.mark.parametrize("step", DECODE, ids=lambda step: step.ms_at)
@@ -15,6 +14,13 @@ def test_measured_steps_are_predicted_within_three_per_cent(step: facts.TimedSte
         StepRanks(step.gpu, step.shape, step.ranks, step.layers, step.kv == FP8), step.rows, step.context
     )
     assert found is not None and found.ms == pytest.approx(step.ms, rel=0.03)
+
+
+@pytest.mark.parametrize("step", FULL_PREFILL, ids=lambda step: step.ms_at)
+def test_measured_prompts_are_predicted_within_one_per_cent(step: facts.TimedStep) -> None:
+    ranks = StepRanks(step.gpu, step.shape, step.ranks, step.layers, step.kv == FP8)
+    found = predict.prefill(ranks, step.context)
+    assert found is not None and found.ms * step.rows * step.context == pytest.approx(step.ms, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +41,13 @@ def test_nothing_is_said_of_what_nobody_has_timed() -> None:
     assert predict.prefill(StepRanks("H200", "tp8", 8, 61), 4096) is None
     assert predict.decode(StepRanks("B200", "ep8", 8, 180), 1, 1024) is None
     assert predict.decode(StepRanks("H200", "", 8, 61), 1, 1024) is None, "another shape"
+
+
+def test_ranks_add_and_fp8_saves_what_this_gpu_says() -> None:
+    """An H100's exchange cost it less than an H200's."""
+    for gpu in ("H100", "H200"):
+        one, two = (predict.decode(StepRanks(gpu, "ep8", ranks, 30), 128, 4096) for ranks in (1, 2))
+        assert one is not None and two is not None and (two.ms - one.ms < 1) is (gpu == "H100")
 
 
 def test_what_is_scaled_is_said() -> None:

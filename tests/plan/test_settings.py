@@ -1,7 +1,5 @@
 """What `auto` becomes: for every role, goal, layout and GPU, and in a worker's configuration."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from millrace_bench.v3 import SPARSE, V3, write_folder
 from millrace_common.config import load
 from millrace_serve.engine.config import GIB, Role
 from millrace_serve.model.config import ModelConfig
-from millrace_serve.plan.settings import AUTO_KEYS, Goal, Setup, decide, predicts, value_of
+from millrace_serve.plan.settings import AUTO_KEYS, Goal, Setup, decide, most_drafts, value_of
 from millrace_serve.worker import config as worker_config
 from millrace_serve.worker.config import WorkerConfig
 
@@ -141,8 +139,8 @@ def test_random_weights_predict_nothing_unless_it_is_simulated(v3: Path) -> None
 
 def test_an_index_without_the_mtp_layer_means_no_drafts(v3: Path, tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
-    assert predicts(tmp_path, MODEL), "there is no index to ask"
+    assert most_drafts({}, tmp_path, MODEL) == 3, "there is no index to ask"
     index.write_text('{"weight_map": {"model.layers.60.x": "a"}}')
-    assert not predicts(tmp_path, MODEL)
+    assert most_drafts({}, tmp_path, MODEL) == 0
     index.write_text('{"weight_map": {"model.layers.61.x": "a"}}')
-    assert predicts(tmp_path, MODEL)
+    assert most_drafts({}, tmp_path, MODEL) == 3

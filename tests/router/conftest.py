@@ -1,7 +1,5 @@
 """Fixtures: a started router over whichever fake workers a test wants."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -20,6 +18,7 @@ from millrace_router.fleet.warmups import PairStage
 from millrace_router.flow import grammars
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_rpc.client import channel
+from millrace_testing import HANG_S
 from millrace_testing.certificates import few_authorities  # noqa: F401
 from millrace_testing.hasty import hasty_servers
 from router.fake_worker import DECODE, PREFILL, FakeWorker
@@ -30,6 +29,9 @@ from router.scripted import write_formats
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+ANYBODY = httpx.create_ssl_context(verify=False)  # trusted; its certificates take long to read
 
 
 class SharedChecker(Checker):
@@ -49,10 +51,7 @@ def one_checker() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_tokenizer() -> Iterator[None]:
-    """A model's tokenizer and template, half of what a router's start takes, are read once for all routers.
-
-    Each router has a copy, whose methods its test may replace.
-    """
+    """A tokenizer, half of what a router's start takes, is read once. Each router has a copy that a test may change."""
     load = functools.cache(Tokenizer.load)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(main, "Tokenizer", SimpleNamespace(load=lambda *given: copy.copy(load(*given))))
@@ -86,7 +85,7 @@ async def cluster(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncI
             public = await stack.enter_async_context(channel(f"127.0.0.1:{router.ports['grpc']}"))
             admin = await stack.enter_async_context(channel(f"127.0.0.1:{router.ports['admin']}"))
             url = f"http://127.0.0.1:{router.ports['http']}"
-            http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=120, verify=False))
+            http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=HANG_S, verify=ANYBODY))
             stubs = inference_pb2_grpc.InferenceStub(public), admin_pb2_grpc.AdminStub(admin)
             made = Cluster(router, list(workers), public, *stubs, http)
             if wait:

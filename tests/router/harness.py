@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ import grpc
 import httpx
 from millrace.v1 import admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
 from millrace_router.apis import public_http
+from millrace_router.http.guard import HttpGuard
 from millrace_router.main import Router
+from millrace_testing import HANG_S
 from router.fake_worker import DECODE, PREFILL, FakeWorker
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -58,15 +61,16 @@ class Cluster:
     def decodes(self) -> list[FakeWorker]:
         return [worker for worker in self.workers if worker.role == DECODE]
 
+    @functools.cached_property
     def direct(self) -> httpx.AsyncClient:
-        """A client of the same HTTP API without a socket, for thousands of requests."""
-        app = public_http.build(self.router.inference, None)
-        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router", timeout=60)
+        """A client of the same HTTP API without a socket, for many requests in a fifth of the time."""
+        app = HttpGuard(public_http.build(self.router.inference, None), self.router._keys)
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router", timeout=HANG_S)
 
     def metric(self, name: str, **labels: str) -> float:
         return self.router.metrics.registry.get_sample_value(name, labels) or 0.0
 
-    async def generate(self, prompt: list[int], timeout: float | None = 120, **fields: object) -> Result:
+    async def generate(self, prompt: list[int], timeout: float | None = HANG_S, **fields: object) -> Result:
         """All that arrived, also when it ended in an error."""
         result = Result()
         sampling = common_pb2.SamplingParams(**{"max_tokens": 8, "seed": 0, **fields.pop("sampling", {})})
@@ -83,7 +87,7 @@ class Cluster:
             call.cancel()  # gRPC does not where the task is cancelled between the request's end and the first read
         return result
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 120.0) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = HANG_S) -> None:
         await until(condition, seconds)
 
     async def quiet(self) -> None:
@@ -107,7 +111,7 @@ def request_of(ids: list[int], max_tokens: int = 8, n: int = 1, **sampling: int)
     return inference_pb2.GenerateRequest(prompt={"token_ids": {"ids": ids}}, sampling=sampling, n=n)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = HANG_S) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)

@@ -1,7 +1,5 @@
 """Workers that say what a test wants, for models of every chat format."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 

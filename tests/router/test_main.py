@@ -1,12 +1,11 @@
 """The process: start, announce, drain on SIGTERM, configuration errors."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -197,7 +196,10 @@ def test_a_bad_configuration_is_one_line_and_exit_code_2(
     assert stop.value.code == 2 and words in told and told.count("\n") == 1
 
 
-async def test_a_taken_port_ends_the_process(model_folder: Path, unified: FakeWorker) -> None:
-    process = await launch("--set", f"model={model_folder}", "--set", f"grpc={unified.address}")
-    _, stderr = await process.communicate()
-    assert process.returncode == 2 and "cannot listen on" in stderr.decode() and "Traceback" not in stderr.decode()
+def test_a_taken_port_ends_the_process(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main_module.logs, "setup", lambda *_: None)  # of the process
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        items = [f"model={model_folder}", f"grpc=127.0.0.1:{taken.getsockname()[1]}"]
+        test_a_bad_configuration_is_one_line_and_exit_code_2(items, "cannot listen on", monkeypatch, capsys)

@@ -1,7 +1,5 @@
 """A router packs the token ids of a prompt for workers that say that they take it so, and for no others."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import AsyncIterator, Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A real server with a small Inference service, and a channel to it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field

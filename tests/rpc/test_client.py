@@ -1,7 +1,5 @@
 """Reading a stream that must not fall silent, and a channel to several routers."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

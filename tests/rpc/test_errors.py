@@ -1,7 +1,5 @@
 """The error table, and errors on their way through a real server."""
 
-from __future__ import annotations
-
 import grpc
 import pytest
 from google.protobuf import any_pb2

@@ -1,7 +1,5 @@
 """The HTTP server of every process: limits on headers, and an end that leaves nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect
@@ -23,9 +21,7 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-TESTED = (
-    "0.54."  # a new release of uvicorn passes this file and tests/router/test_connections.py before it is named here
-)
+TESTED = "0.54."  # before a new release of uvicorn is named here, it passes this file and tests/router/http
 
 
 def test_uvicorn_is_the_release_whose_protocol_is_extended() -> None:
@@ -321,7 +317,8 @@ def test_a_client_gets_through(address: str, connect: str) -> None:
     with listen(address) as server:
         with socket.create_connection((connect, server.getsockname()[1]), 5):
             connection, _ = server.accept()
-        connection.close()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), "no answer waits for 40 ms"
 
 
 def test_a_taken_port_is_an_error() -> None:

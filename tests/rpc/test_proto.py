@@ -1,7 +1,5 @@
 """The .proto files: everything is documented, and zero never means something by accident."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What every server of ours gives: health, reflection, prompt clean-up, a clear error for a taken port."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """TLS between our servers and clients: who gets in, and new files while connections are open."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ssl

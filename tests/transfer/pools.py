@@ -1,7 +1,5 @@
 """Page pools with known contents, and exporters of them in this process and in another."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing as mp
 import os
@@ -28,7 +26,8 @@ class Pool:
         if seed is None:
             self.pages = np.full((num_pages, page_bytes), POISON, dtype=np.uint8)
         else:
-            self.pages = np.random.default_rng(seed).integers(0, 256, (num_pages, page_bytes), dtype=np.uint8)
+            words = np.random.default_rng(seed).integers(0, 1 << 63, (num_pages, page_bytes // 8))
+            self.pages = words.view(np.uint8)
         self.buffer = PageBuffer(self.pages.ctypes.data, page_bytes, num_pages)
 
 

@@ -1,7 +1,5 @@
 """What every transport promises: NIXL between two processes, and the local one that tests use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import msgspec

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import msgspec
 import pytest
 from millrace_common.page_hash import page_hashes
@@ -145,12 +143,13 @@ def test_pages_are_not_given_up_while_reads_are_in_flight() -> None:
     assert x.on_read_done(1) == [AskRelease(), Over(CANCELLED)]
 
 
-def test_failed_read_fails_the_import_when_the_others_are_final() -> None:
+@pytest.mark.parametrize(("corrupt", "reason"), [(False, "TRANSFER_FAILED"), (True, "KV_MISMATCH")])
+def test_failed_read_fails_the_import_when_the_others_are_final(corrupt: bool, reason: str) -> None:
     x = reading()
     x.on_chunk(chunk(2, 3))
-    assert x.on_read_done(0, "the peer died") == []
+    assert x.on_read_done(0, "the peer died", corrupt) == []
     failure = over(x.on_read_done(1))
-    assert failure.reason == "TRANSFER_FAILED" and "the peer died" in failure.message
+    assert failure.reason == reason and "the peer died" in failure.message
 
 
 def test_pages_that_were_not_held_are_discarded() -> None:

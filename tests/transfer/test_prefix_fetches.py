@@ -1,7 +1,5 @@
 """The import machine as a fetching worker: one chunk, perhaps shorter than what was asked for, and no first token."""
 
-from __future__ import annotations
-
 import pytest
 from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason

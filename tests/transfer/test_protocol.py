@@ -4,8 +4,6 @@ The exporter overwrites a prompt's pages the moment its lease ends; the importer
 import is over. So a Done with wrong bytes, or a read that lands after Over, is seen at once.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

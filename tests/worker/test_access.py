@@ -1,7 +1,5 @@
 """Who may call a worker's port: every method of every service, over plain connections and TLS."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """WatchCache: a snapshot, then differences, whose sequence numbers follow each other."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

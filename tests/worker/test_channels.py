@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os
@@ -15,7 +13,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.engine.core import Abort, LeaseEnded, RequestId
-from millrace_serve.engine.health.heartbeat import RankHeartbeat
+from millrace_serve.engine.health.rank_watch import RankHeartbeat
 from millrace_serve.worker import channels
 from millrace_serve.worker.channels import Receiver, Sender, channel_key
 from millrace_serve.worker.messages import FreezeGc, FromRank, RankFailed, Stop, ToEngine

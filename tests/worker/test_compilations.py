@@ -1,14 +1,12 @@
 """Compilations in the heartbeats of ranks: those after READY are counted."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import msgspec
 from millrace_common.metrics import WORKER, Metrics
-from millrace_serve.engine.health.heartbeat import RankHeartbeat
-from millrace_serve.engine.health.heartbeat_thread import HeartbeatThread
+from millrace_serve.engine.health.heartbeat import HeartbeatThread
 from millrace_serve.engine.health.progress import Progress
+from millrace_serve.engine.health.rank_watch import RankHeartbeat
 from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.lifecycle import State
 from millrace_serve.worker.messages import FromRank

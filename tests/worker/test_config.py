@@ -34,7 +34,10 @@ def test_limit_can_be_set_without_the_others() -> None:
         (["engine=sim", "graphs=[8, true]"], "^graphs: must be auto, on, off, or a list"),
         (["engine=sim", "kv_dtype=int4"], "kv_dtype"),
         (["engine=sim", "memory_fraction=1.5"], "memory_fraction"),
-        (["engine=sim", "limits.checks=[canary, rot13]"], r"^limits.checks.1: Input should be 'canary' or 'poison'"),
+        (
+            ["engine=sim", "limits.checks=[canary, rot13]"],
+            r"^limits.checks.1: Input should be 'checksum', 'canary' or 'poison'",
+        ),
         (["engine=sim", "attention=[fa4]"], "attention"),
         (["engine=sim", "attention=[absorbed, expanded]"], "attention: absorbed and expanded exclude each other"),
         (["engine=sim", "attention=[flash_mla]"], "attention: flash_mla takes dtype=bfloat16, not float32"),
@@ -51,7 +54,7 @@ def test_sizes_follow_from_the_device() -> None:
         return limits.num_pages, limits.max_running
 
     assert sizes("model=/models/v3") == sizes("engine=sim", "device=cuda") == (1025, 64)
-    assert sizes(f"model={TINY}", "device=cuda") == ("auto", 128)
+    assert sizes(f"model={TINY}", "device=cuda") == ("auto", 192)
     assert sizes("model=/models/v3", "device=cuda", "limits.max_running=3") == ("auto", 3)
     config = load(WorkerConfig, None, ["model=/models/v3", "device=cuda", "limits.num_pages=77"])
     assert config.limits.num_pages == 77 and config.limits.resolved(77).usable_pages == 76

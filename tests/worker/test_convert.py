@@ -20,6 +20,7 @@ from millrace_serve.engine.core import (
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.worker.frontend import convert
 from millrace_testing.blocks import blocks
+from msgspec.structs import replace
 
 ID = RequestId(2**64 - 1, 3)
 
@@ -90,11 +91,11 @@ def test_parts_and_memory_survive_the_round_trip() -> None:
     for part in (
         KvChunk(ID, 0, [4, 5], blocks(2**256 - 1, 0), 128, False),
         KvChunk(ID, 2, [], [], 128, True, first),
-        KvChunk(ID, 2, [], [], 128, True, first, (7, 0, 7)),
+        KvChunk(ID, 2, [], [], 128, True, replace(first, drafts=(7, 0, 7))),
     ):
         assert convert.core_chunk(ID, convert.wire_chunk(part)) == part
-    many = convert.wire_chunk(KvChunk(ID, 2, [], [], 128, True, first, (7, 0, 7, 1, 2)))
-    assert convert.core_chunk(ID, many).drafts == (7, 0, 7)
+    many = convert.wire_chunk(KvChunk(ID, 2, [], [], 128, True, replace(first, drafts=(7, 0, 7, 1, 2))))
+    assert convert.core_chunk(ID, many).first == replace(first, drafts=(7, 0, 7))
     handle = MemoryHandle("nixl", "agent", b"\0\1", 2**63, 4096, 10, 1, "VRAM")
     assert convert.core_memory(convert.wire_memory(handle)) == handle
 

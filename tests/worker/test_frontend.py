@@ -1,7 +1,5 @@
 """Parts of the frontend by themselves: a drain, the end, links, admission, what metrics say."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Pauses, loads, sleeps and wakes over scripted ranks: failures, orders and races."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable
@@ -47,7 +45,7 @@ class ScriptedFrontend:
         self.ranks, self.starts, self.version = ranks, starts, ""
         self.lifecycle = Lifecycle(lambda state: None)
         self.lifecycle.advance(State.READY, "")
-        self.board = LoadBoard(1, lambda: worker_pb2.WORKER_STATE_READY, "e")
+        self.board = LoadBoard(1, "e", worker_pb2.LoadSnapshot)
         ranks.says = self.says
         self.requests = SimpleNamespace(check_admission=lambda: None)
         self.show_version = lambda: None

@@ -1,7 +1,5 @@
 """The counts of engines as Prometheus sees them: growth since the last scrape, of every replica by itself."""
 
-from __future__ import annotations
-
 from millrace.v1 import worker_pb2
 from millrace_common.metrics import WORKER, Metrics
 from millrace_serve.engine.core import Load
@@ -11,15 +9,16 @@ from prometheus_client import CollectorRegistry
 
 def test_routers_are_told_that_a_rank_is_busy() -> None:
     doing = [True, False]
-    board = LoadBoard(1, lambda: worker_pb2.WORKER_STATE_READY, "e", lambda: doing.pop(0))
+    board = LoadBoard(1, "e", lambda: worker_pb2.LoadSnapshot(busy=doing.pop(0)))
     assert [board.snapshot().busy for _ in range(2)] == [True, False]
 
 
 def test_counts_follow_the_engines() -> None:
-    board = LoadBoard(2, lambda: worker_pb2.WORKER_STATE_READY, "e")
+    board = LoadBoard(2, "e", worker_pb2.LoadSnapshot)
     metrics = Metrics(WORKER, CollectorRegistry())
     for drafted, accepted, steps in (((), (), 3), ((10, 4), (8, 1), 9), ((12, 5), (9, 2), 11)):
-        board.update(1, Load(drafted=drafted, accepted=accepted, counters={"steps": steps}))
+        counters = {"steps": steps, "disk_pages/load": 10 * steps}
+        board.update(1, Load(drafted=drafted, accepted=accepted, counters=counters))
         board.report(metrics)
         board.report(metrics)  # nothing new
 
@@ -28,26 +27,15 @@ def test_counts_follow_the_engines() -> None:
 
     assert value("millrace_engine_total", replica="1", what="steps") == 11
     assert value("millrace_engine_total", replica="0", what="steps") is None
+    assert value("millrace_disk_pages_total", replica="1", way="load") == 110
     for position, drafted, accepted in (("1", 12, 9), ("2", 5, 2)):
         assert value("millrace_draft_tokens_total", replica="1", position=position) == drafted
         assert value("millrace_draft_tokens_accepted_total", replica="1", position=position) == accepted
         assert value("millrace_draft_tokens_total", replica="0", position=position) is None, "it has never drafted"
 
 
-def test_what_the_disk_tier_moves_and_refuses_is_counted_by_its_way() -> None:
-    board = LoadBoard(1, lambda: worker_pb2.WORKER_STATE_READY, "e")
-    metrics = Metrics(WORKER, CollectorRegistry())
-    for count in (1, 3):
-        counts = {"disk_pages/store": count, "disk_pages/load": 10 * count, "disk_pages/refuse": 100 * count}
-        board.update(0, Load(counters=counts))
-        board.report(metrics)
-    ways = {"store": 3, "load": 30, "refuse": 300}
-    name = "millrace_disk_pages_total"
-    assert {way: metrics.registry.get_sample_value(name, {"replica": "0", "way": way}) for way in ways} == ways
-
-
 def test_balance_of_experts_is_of_the_whole_worker() -> None:
-    board = LoadBoard(2, lambda: worker_pb2.WORKER_STATE_READY, "e")
+    board = LoadBoard(2, "e", worker_pb2.LoadSnapshot)
     metrics = Metrics(WORKER, CollectorRegistry())
     for moves in (3, 7):
         for replica in (0, 1):

@@ -1,7 +1,5 @@
 """What a rank's loop sends and when, on a clock of the test."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

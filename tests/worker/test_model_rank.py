@@ -1,7 +1,5 @@
 """What a rank of a model is told by its worker's configuration."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -66,7 +64,7 @@ def test_settings_are_refused_before_anything_is_compiled(
     context: Any = None
     spec = RankSpec(WorkerConfig(role=Role.UNIFIED, model=TINY), 0, "", "", "tcp://127.0.0.1:1")
     with pytest.raises(expected, match="too many") as caught:
-        process._live(spec, context, b"", lambda report: None)
+        process._serve(spec, context, b"", lambda report: None)
     assert caught.type is expected
 
 

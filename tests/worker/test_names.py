@@ -1,7 +1,5 @@
 """A prefill worker under a name whose address changes when it starts again."""
 
-from __future__ import annotations
-
 import asyncio
 
 from millrace_testing.dns import name_server

@@ -1,7 +1,5 @@
 """Profiles: the frontend's end with scripted ranks, a rank's end with torch, and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

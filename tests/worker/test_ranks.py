@@ -1,9 +1,8 @@
 """The frontend's end of its ranks, with a rank that is only a sender."""
 
-from __future__ import annotations
-
 import asyncio
 import queue
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -12,18 +11,20 @@ from typing import Any
 
 import pytest
 import zmq
-from millrace_common.pace import LEAST_S
+from common.test_starvation import PID, Kernel
+from millrace_common.pace import LEAST_S, Starvation
 from millrace_rpc.errors import MillraceError
 from millrace_serve.engine.core import Events, Load
-from millrace_serve.engine.health import heartbeat_thread as heartbeat_module
-from millrace_serve.engine.health.heartbeat import RankHeartbeat
-from millrace_serve.engine.health.heartbeat_thread import HeartbeatThread
+from millrace_serve.engine.health import heartbeat as heartbeat_module
+from millrace_serve.engine.health.heartbeat import HeartbeatThread
 from millrace_serve.engine.health.progress import Progress
+from millrace_serve.engine.health.rank_watch import RankHeartbeat
 from millrace_serve.engine.sim.factory import sim_layout
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.worker import main as worker_main
 from millrace_serve.worker.channels import Receiver, Sender
 from millrace_serve.worker.config import WorkerConfig
+from millrace_serve.worker.frontend import ranks as ranks_module
 from millrace_serve.worker.frontend.ranks import Ranks
 from millrace_serve.worker.launch import LocalLauncher
 from millrace_serve.worker.launcher import Launcher, OnExit
@@ -119,12 +120,12 @@ async def test_rank_that_hangs_ends_the_worker(
     starting = asyncio.create_task(ranks.start())
     rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
     rank.send(FromRank(0, ready(config, f"ipc://{tmp_path}/rank")))
-    assert not ranks.busy
+    assert not ranks.health.busy
     await asyncio.wait_for(starting, 120)
     for doing in ("a profile", ""):
         rank.send(FromRank(0, RankHeartbeat(marks=5, waiting=False, launched=3, limit_s=0.3, doing=doing)))
         async with asyncio.timeout(120):
-            while ranks.busy != bool(doing):
+            while ranks.health.busy != bool(doing):
                 await asyncio.sleep(0.01)
     asking = asyncio.create_task(ranks.freeze_gc())
     while not lost.done():
@@ -134,6 +135,31 @@ async def test_rank_that_hangs_ends_the_worker(
     assert "rank 0 hangs: no " in lost.result()
     with pytest.raises(MillraceError, match="rank 0 hangs"):
         await asking
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_rank_that_ends_before_its_last_words_come_is_lost_by_them(
+    make: Callable[..., Ranks],
+    context: zmq.Context[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    told: bool,
+) -> None:
+    monkeypatch.setattr(ranks_module, "LAST_WORDS_S", 3600.0 if told else 0.0)
+    launcher, lost = Nobody(tmp_path), list[str]()
+    ranks = make(WorkerConfig(engine="sim"), launcher, {}, lost.append)
+    starting = asyncio.create_task(ranks.start())
+    rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
+    ranks._on_exit(0, "exit code 1")
+    assert not lost
+    if told:
+        rank.send(FromRank(0, RankFailed("no memory")))
+    why = "rank 0 failed: no memory" if told else "rank 0 ended (exit code 1)"
+    with pytest.raises(MillraceError, match=re.escape(why)):
+        await asyncio.wait_for(starting, 120)
+    assert lost == [why]
+    ranks._on_exit(0, "signal 9")
+    await ranks.stop(5.0)
 
 
 async def test_rank_that_ends_is_lost_once_by_its_last_words(
@@ -298,11 +324,29 @@ def test_heartbeats_come_by_themselves_and_say_how_far_the_rank_is() -> None:
         assert (heartbeat.marks, heartbeat.waiting, heartbeat.limit_s) == (2, False, LEAST_S)
 
 
+def test_heartbeat_tells_what_any_thread_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread waits for the one that launches kernels."""
+    kernel, heartbeats = Kernel(tmp_path), queue.Queue[RankHeartbeat]()
+
+    def clock() -> float:
+        kernel.now += 0.4
+        kernel.thread(7)
+        kernel.thread(8, 0.1, 0.3)
+        return kernel.now
+
+    kernel.thread(8)
+    monkeypatch.setattr(heartbeat_module, "Starvation", lambda pid: Starvation(PID, tmp_path, clock))
+    with HeartbeatThread(Progress(), heartbeats.put):
+        while heartbeats.get(timeout=120).starved != pytest.approx(0.75):  # in most looks a bit below it
+            pass
+
+
 def test_rank_that_comes_no_further_writes_its_stacks_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits, or is announced, is no reason."""
-    monkeypatch.setattr(heartbeat_module, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(heartbeat_module, "HEARTBEAT_S", 0.005)
+    monkeypatch.setattr(heartbeat_module, "TICK_S", 0.005)
     progress, written, heartbeats = Progress(), queue.Queue[str](), queue.Queue[RankHeartbeat]()
     progress.limit_s = 0.0
 

@@ -2,8 +2,6 @@
 tests/e2e/test_group.py runs it with Ray itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import logging

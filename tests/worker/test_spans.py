@@ -1,7 +1,5 @@
 """A worker's spans of attempts, by route and by how they end; and its connections after a new certificate."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

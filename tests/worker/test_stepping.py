@@ -1,13 +1,12 @@
 """Loops of replicas that step together: they sleep, wake each other, and wait for one that starts late."""
 
-from __future__ import annotations
-
 import itertools
 import queue
 import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ from engine.harness import SETTINGS, TINY, request
 from engine.joined import join_all
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import Events, Submit
-from millrace_serve.engine.health.progress import Progress
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimRunner, SimSettings
@@ -88,7 +86,7 @@ class Loop:
         engine.launch_delay_s = delayed  # type: ignore[method-assign]
         engine.launch = counted  # type: ignore[method-assign]
         engine.check_idle = check  # type: ignore[method-assign]
-        EngineLoop(engine, self.inbox, self._report, Upkeep(0, self._report, engine.progress, no_weights)).run()
+        EngineLoop(engine, self.inbox, self._report, Upkeep(0, self._report, engine.progress.busy, no_weights)).run()
 
     @property
     def asleep(self) -> bool:
@@ -213,6 +211,6 @@ def test_follower_whose_inbox_fails_has_failed(tmp_path: Path) -> None:
     inbox: Receiver[ToEngine] = Receiver(context, f"ipc://{tmp_path}/inbox", ToEngine)
     Sender[ToEngine](context, inbox.endpoint).send(SetWeights("", ""))
     parts: Any = SimpleNamespace(engine=None, run=lambda: None)
-    process._step(parts, inbox, failed.put, Upkeep(1, failed.put, Progress(), no_weights))
+    process._step(parts, inbox, failed.put, Upkeep(1, failed.put, nullcontext, no_weights))
     assert failed.get(timeout=120) == RankFailed("the inbox failed: AssertionError: nobody asks for other weights")
     context.destroy(linger=0)

@@ -5,45 +5,42 @@ millrace bench duel --server sglang-single --device cuda --layers 30 --faults --
 millrace bench duel --server millrace-pair --widths tiny --layers 2 --loads --disturbed 64/48@4      on a CPU
 
 A load is INPUT/OUTPUT[xTURNS]@RATES, as of `bench pd`. A third of the requests is greedy, one seeded, one follows a
-JSON schema. --loads are sent undisturbed. Then --disturbed is sent `--controls` times undisturbed: the first run is
-the control, the others give the server's own noise. Then once for each fault of the timetable. The prompts are the
-same each time, and no run finds those of another one in a cache.
+JSON schema. --loads are sent undisturbed, with --aiperf also by AIPerf. Then --disturbed is sent `--controls` times
+undisturbed: the first run is the control, the others give the server's own noise, and the margin of near-ties. Then
+once for each fault of the timetable; after it, greedy answers that differ are judged. The prompts are the same each
+time, and no run finds those of another one in a cache.
 
 --out is written again after every row, so that a run that is ended leaves what it has. Exit code 1: a server did not
 start, did not end within its limit, or was wrong.
 """
-
-from __future__ import annotations
 
 import argparse
 import asyncio
 import functools
 import itertools
 import shlex
+import shutil
 import sys
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from millrace_cli.cluster import GPU_START_S, StartError
+from millrace_cli.cluster import GPU_START_S, StartError, new_log_dir
 from millrace_load.record import Record, Row, busiest_gpus, print_record
-from millrace_load.report import Slo
+from millrace_load.report import Report, Slo
 
 from millrace_bench import v3
 from millrace_bench.duel import millrace, sglang
+from millrace_bench.duel.aiperf import COUNTS, AIPerf
+from millrace_bench.duel.control import Control
 from millrace_bench.duel.faults import STRIKE, TIMETABLE, Fault, strike, timetable
-from millrace_bench.duel.judge import Compared, Seen, compare, conclude
 from millrace_bench.duel.load import KINDS, MODEL, Clients, write_model
 from millrace_bench.duel.parts import Layout, Part, Running
 from millrace_bench.pd import line, load_option
 from millrace_bench.pd_load import WARMING, Load, Segment
 
 SERVERS = {**millrace.SERVERS, **sglang.SERVERS}
-THINK_TIME = "1"  # seconds between turns
-LEAVE_S = 2.0  # after which clients leave
 RELEASE_S = 60.0  # until the KV of requests that failed is free: longer than the leases of the servers
 SLACK = 64  # tokens that a text may have more than was asked for
 
@@ -55,64 +52,73 @@ class Duel:
         self, layout: Layout, folder: Path, words: Sequence[str], note: Callable[[str, Row], None], args: Namespace
     ) -> None:
         self._gpus, self._note, self._args = layout.gpus, note, args
+        self._slo = Slo.parse(args.slo)
+        self._aiperf = AIPerf(args.aiperf, layout.url, folder.parent / MODEL, folder, self._slo, args.patience)
         self._running = Running(layout, folder, GPU_START_S)
-        self._clients = map(functools.partial(Clients, layout, words, args.kinds, args.patience), itertools.count())
+        self._apart, self._vocabulary = itertools.count(), len(words)
+        self._clients = functools.partial(Clients, layout, words, args.kinds, args.patience)
 
     async def run(self) -> None:
+        begin = time.perf_counter()
         async with asyncio.timeout(self._args.limit), self._running.running():
+            commands = {part.name: shlex.join(part.command) for part in self._running.parts}
+            self._note("servers", {"start_s": time.perf_counter() - begin, "commands": commands})
             for load in self._args.loads:
                 await self._undisturbed(load)
             if self._args.disturbed is not None:
                 await self._disturbed(self._args.disturbed)
 
     async def _undisturbed(self, load: Load) -> None:
-        await next(self._clients).burst(load, WARMING, WARMING)
+        await self._new().burst(load, WARMING, WARMING)
         for seed, rate in enumerate(load.rates):
             segment = Segment(load, rate, self._args.seconds, seed)
             with busiest_gpus() as gpus:
-                clients = next(self._clients)
-                start = await clients.load(segment, THINK_TIME)
-            row = segment.row(list(clients.seen.values()), start, Slo.parse(self._args.slo))
-            row["watts"] = [gpu["power_w"] for gpu in gpus]
+                clients = self._new()
+                start = await clients.load(segment)
+            samples = list(clients.seen.values())
+            row = segment.row(samples, start, self._slo)
+            row |= {"watts": [gpu["power_w"] for gpu in gpus], "mhz": [gpu["sm_mhz"] for gpu in gpus]}
             row["tokens_per_s_and_gpu"] = row["output_token_throughput"] / self._gpus if self._gpus else None
             self._note("rows", row)
+            if self._args.aiperf:
+                whole = Report.of(samples, self._slo).as_dict()  # also what was due after the time of the load
+                ours = {"requests": len(samples), **{name: whole[name] for name in COUNTS}}
+                found = await self._aiperf.measure(segment, self._new())
+                self._note("aiperf", {"load": load.name, "rate": rate, **found, "ours": ours})
 
     async def _disturbed(self, load: Load) -> None:
         segment = Segment(load, load.rates[0], self._args.seconds, seed=0)
-        await next(self._clients).burst(load, WARMING, WARMING)
-        control, *runs = [await self._seen(segment) for _ in range(self._args.controls)]
-        noise = {kind: self._noise(number, control, runs) for number, kind in enumerate(self._args.kinds)}
-        for kind, one in noise.items():
-            self._note("noise", {"load": load.name, "kind": kind, **asdict(one)})
+        await self._new().burst(load, WARMING, WARMING)
+        first, *others = [await self._sent(segment) for _ in range(self._args.controls)]
+        control = Control(first, self._args.kinds, self._new, self._vocabulary)
+        for row in await control.measure(others):
+            self._note("noise", {"load": load.name, **row})
         faults = [fault for fault in TIMETABLE if fault.name in self._args.faults]
         for fault, victim in timetable(self._running.parts, faults):
             async with asyncio.TaskGroup() as group:
                 struck = group.create_task(self._strike(fault, victim, segment))
-                seen = await self._seen(segment)
+                run = await self._sent(segment)
             at, whole_s = struck.result()
             row = {"fault": fault.name, "victim": victim.name if victim else "", "rate": segment.rate}
-            row |= {**conclude(at, control, seen, noise), "whole_s": whole_s}
-            row["lost"] = None if whole_s is None else await self._running.held(RELEASE_S)
-            self._note("faults", row)
+            row |= {"whole_s": whole_s, "lost": None if whole_s is None else await self._running.held(RELEASE_S)}
+            self._note("faults", row | await control.conclude(at, run, whole=whole_s is not None))
             if whole_s is None:
                 await self._running.begin()
 
-    def _noise(self, number: int, control: Seen, runs: Sequence[Seen]) -> Compared:
-        """Of the kind of this number, over all runs without a fault."""
-        found = [compare(control, run, number, len(self._args.kinds)) for run in runs]
-        return Compared(sum(one.answers for one in found), sum(one.differ for one in found))
+    def _new(self, *, only_words: bool = False) -> Clients:
+        return self._clients(next(self._apart), only_words=only_words)
 
-    async def _seen(self, segment: Segment) -> Seen:
-        clients = next(self._clients)
-        await clients.load(segment, "0")
-        return clients.seen
+    async def _sent(self, segment: Segment) -> Clients:
+        clients = self._new(only_words=True)
+        await clients.load(segment)
+        return clients
 
     async def _strike(self, fault: Fault, victim: Part | None, segment: Segment) -> tuple[float, float | None]:
         """When it struck, by time.perf_counter(), and after how many seconds every part served again; None: never."""
         await asyncio.sleep(STRIKE * segment.seconds)
         at = time.perf_counter()
         if victim is None:
-            await next(self._clients).burst(segment.load, fault.clients, fault.clients, LEAVE_S)
+            await self._new().burst(segment.load, fault.clients, fault.clients, fault.seconds)
         else:
             await strike(fault, victim, self._running)
         whole = await self._running.whole(restart=True)
@@ -120,8 +126,8 @@ class Duel:
 
 
 def run(args: Namespace, folder: Path) -> Record:
-    """All servers, one after the other. The record is in --out after each row."""
-    results: dict[str, list[Row]] = {"rows": [], "noise": [], "faults": [], "failed": []}
+    """All servers, one after the other. The record is in --out after each row; `folder` gets the model and logs."""
+    results: dict[str, list[Row]] = {"servers": [], "rows": [], "aiperf": [], "noise": [], "faults": [], "failed": []}
     record = Record("duel", vars(args), results)
     args.out.parent.mkdir(parents=True, exist_ok=True)
 
@@ -148,6 +154,8 @@ def parsed(argv: Sequence[str] | None = None) -> Namespace:
     for name in ("seconds", "patience", "limit"):
         if not getattr(args, name) > 0:
             made.error(f"--{name}: must be above 0, not {getattr(args, name)}")
+    if args.aiperf and shutil.which(args.aiperf) is None:
+        made.error(f"--aiperf: no program {args.aiperf} (`make peers` makes build/peers/aiperf/bin/aiperf)")
     if args.controls < 2:
         made.error(f"--controls: the control and one more at least, not {args.controls}")
     if args.disturbed and (args.disturbed.turns > 1 or len(args.disturbed.rates) > 1):
@@ -175,6 +183,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--controls", type=int, default=2, help="undisturbed runs before the faults (%(default)s)")
     parser.add_argument("--patience", type=float, default=90.0, help="seconds after which a request hangs")
     parser.add_argument("--slo", default="ttft=1,tpot=0.04", help="of goodput, seconds")
+    parser.add_argument("--aiperf", type=Path, metavar="PATH", help="AIPerf's program: a second client of --loads")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds of each server, its start included")
     parser.add_argument("--out", type=Path, default=Path("build/duel.json"), help="(%(default)s)")
     parser.add_argument("--worker-set", nargs="*", default=[], metavar="KEY=VALUE", help="of Millrace's workers")
@@ -185,9 +194,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = parsed()
-    with tempfile.TemporaryDirectory(prefix="millrace-duel-") as folder:
-        record = run(args, Path(folder))
+    record = run(parsed(), new_log_dir())
     print_record(record)
     broken = any(row["wrong"] or row["hung"] for row in record.results["faults"])
     sys.exit(int(broken or bool(record.results["failed"])))

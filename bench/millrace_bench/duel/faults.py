@@ -1,7 +1,5 @@
 """The timetable of faults, and how each strikes a server that runs."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -19,7 +17,7 @@ class Fault:
     name: str
     does: Literal["kill", "stop", "restart", "leave"]
     role: str = ""  # of the part that it strikes
-    seconds: float = 0.0  # of a stop
+    seconds: float = 0.0  # of a stop, or until clients leave
     clients: int = 0  # that leave
 
 
@@ -30,7 +28,7 @@ TIMETABLE = (
     Fault("stop-decode", "stop", "decode", seconds=8.0),
     Fault("expire", "stop", "decode", seconds=35.0),
     Fault("restart-decode", "restart", "decode"),
-    Fault("leave", "leave", clients=500),
+    Fault("leave", "leave", seconds=2.0, clients=500),
     Fault("kill-router", "kill", ROUTER),
 )
 

@@ -1,26 +1,26 @@
 """What a duel concludes from what clients saw: pure functions."""
 
-from __future__ import annotations
-
-import math
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from millrace_load.clients import Sample
 
+from millrace_bench.duel.ties import Judged
+
 Key = tuple[int, int]  # a conversation's index, and a turn of it
 Seen = Mapping[Key, Sample]
+GREEDY = "greedy"  # the kind of request whose wrong tokens can be told from near-ties
 HUNG = "HUNG"  # the error of a request whose client gave up
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Answers of a run that the control has too, and those of them that differ from it."""
+    """Answers of a run that the control has too, and which of them differ from it."""
 
     answers: int = 0
-    differ: int = 0
+    differ: tuple[Key, ...] = ()
 
 
 def compare(control: Seen, run: Seen, kind: int = 0, kinds: int = 1) -> Compared:
@@ -28,24 +28,14 @@ def compare(control: Seen, run: Seen, kind: int = 0, kinds: int = 1) -> Compared
     must be a beginning of the answer.
     """
     keys = [key for key, one in control.items() if key[0] % kinds == kind and one.answered and key in run]
-    pairs = [(control[key], run[key]) for key in keys if run[key].arrivals]
-    return Compared(len(pairs), sum(not _agree(*pair) for pair in pairs))
+    begun = [key for key in keys if run[key].arrivals]
+    return Compared(len(begun), tuple(key for key in begun if not _agree(control[key], run[key])))
 
 
 def _agree(control: Sample, other: Sample) -> bool:
     if other.answered:
         return other.text == control.text
     return control.text.startswith(other.text.rstrip("\ufffd"))  # half of a character
-
-
-def wrong(noise: Compared, found: Compared) -> int:
-    """Answers that differ beyond the noise, which is what two undisturbed runs differ by.
-
-    Noise explains its share of the answers and two standard deviations more. A server without noise is given nothing.
-    """
-    share = noise.differ / noise.answers if noise.answers else 0.0
-    explained = found.answers * share + 2 * math.sqrt(found.answers * share * (1 - share))
-    return max(0, math.ceil(found.differ - explained))
 
 
 def error_free_s(strike: float, samples: Collection[Sample]) -> float | None:
@@ -58,14 +48,22 @@ def error_free_s(strike: float, samples: Collection[Sample]) -> float | None:
     return max(sample.end for sample in failed) - strike if healed else None
 
 
-def conclude(strike: float, control: Seen, run: Seen, noise: Mapping[str, Compared]) -> dict[str, Any]:
-    """The row of a fault that struck then. `noise` has the kinds of requests, in their turns."""
-    found = {kind: compare(control, run, number, len(noise)) for number, kind in enumerate(noise)}
+def conclude(
+    strike: float, control: Seen, run: Seen, noisy: Mapping[str, bool], judged: Judged | None
+) -> dict[str, Any]:
+    """The row of a fault that struck then. `noisy`: by kind of requests, in their turns, whether answers differ without
+    a wrong token; then nobody can tell what is wrong, but for greedy answers that were `judged`.
+    """
+    differ = {kind: len(compare(control, run, number, len(noisy)).differ) for number, kind in enumerate(noisy)}
+    exact = [kind for kind in noisy if judged is None or kind != GREEDY]
+    judged = judged or Judged()
     errors = Counter(sample.error or "EMPTY" for sample in run.values() if not sample.answered)
     return {
         "requests": len(run),
-        "differ": sum(one.differ for one in found.values()),
-        "wrong": sum(wrong(noise[kind], one) for kind, one in found.items()),
+        "differ": sum(differ.values()),
+        **asdict(judged),
+        "wrong": judged.wrong + sum(differ[kind] for kind in exact if not noisy[kind]),
+        "cannot_be_told": sum(differ[kind] for kind in exact if noisy[kind]),
         "hung": errors.pop(HUNG, 0),
         "errors": dict(errors),
         "error_free_s": error_free_s(strike, run.values()),

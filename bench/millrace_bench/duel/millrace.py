@@ -1,7 +1,5 @@
 """Millrace's servers in a duel: `millrace-pair`, `millrace-unified` (two workers), `millrace-single`."""
 
-from __future__ import annotations
-
 import functools
 import json
 from argparse import Namespace

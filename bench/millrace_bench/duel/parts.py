@@ -1,7 +1,5 @@
 """The processes of one server, which a duel starts, kills, stops and restarts."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -43,6 +41,17 @@ class Layout:
     apart: Callable[[int], tuple[dict[str, str], dict[str, Any]]]  # headers and fields: runs share no cached prefix
 
 
+def shell(command: Sequence[str]) -> list[str]:
+    """The command of a Process for one that is not ours: the shell takes the `--announce FILE` that Process adds."""
+    return ["/bin/sh", "-c", f"exec {shlex.join(command)}", command[0]]
+
+
+async def end(process: Process) -> None:
+    """At once, with its own children."""
+    process.kill_group()
+    await process.stop(GRACE_S)
+
+
 class Running:
     """The processes of a server, by the names of its parts."""
 
@@ -74,13 +83,10 @@ class Running:
                 raise StartError(f"not ready after {self._limit_s:.0f} s.\n{late}")
 
     async def start(self, part: Part) -> None:
-        # The shell takes the `--announce FILE` that Process adds. Ports are fixed: a part comes back on its own.
-        await self.processes[part.name].start(["/bin/sh", "-c", f"exec {shlex.join(part.command)}", part.name])
+        await self.processes[part.name].start(shell(part.command))  # ports are fixed: a part comes back on its own
 
     async def kill(self, part: Part) -> None:
-        process = self.processes[part.name]
-        process.kill_group()
-        await process.stop(GRACE_S)
+        await end(self.processes[part.name])
 
     async def whole(self, parts: Sequence[Part] | None = None, *, restart: bool = False) -> bool:
         """Wait until all of these parts serve. False: not within the limit, or one has ended. `restart`: it is started

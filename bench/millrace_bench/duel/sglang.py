@@ -1,15 +1,7 @@
-"""SGLang's servers in a duel, by the Python that $DUEL_SGLANG names, and its gateway, by $DUEL_SMG.
+"""SGLang's servers in a duel, by the Python that $DUEL_SGLANG names; before two of them smg, by $DUEL_SMG.
 
-    sglang-single   one server on one GPU
-    sglang-dp       one server with dp = 2
-    sglang-unified  two servers behind smg
-    sglang-pair     a prefill and a decode server behind smg, KV over NIXL
-
-Flags are those that were fastest here; those of `--peer` come behind them, and the last one of a name counts. 0.5.17
-has no checksum of transferred KV that could be turned on.
+Flags are those that were fastest here; those of `--peer` come behind them, and the last one of a name counts.
 """
-
-from __future__ import annotations
 
 import functools
 import os
@@ -24,7 +16,7 @@ from millrace_bench.peers.sides import free_ports
 
 HELD = r"^sglang:kv_used_tokens(?:\{[^}]*\})? (\S+)$"
 FLAGS = (
-    *("--attention-backend", "fa3", "--moe-runner-backend", "triton", "--grammar-backend", "llguidance"),
+    *("--attention-backend", "fa3", "--moe-runner-backend", "triton"),
     *("--enable-metrics", "--enable-cache-report", "--mm-feature-transport", "cpu"),
 )
 
@@ -32,6 +24,7 @@ FLAGS = (
 def layout(roles: Sequence[str], dp: int, args: Namespace, model: Path, max_len: int) -> Layout:
     """Servers of these roles, each on `dp` GPUs, and the gateway before several of them."""
     bootstrap, port, metrics = map(str, free_ports(3))
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(dp * len(roles))))).split(",")
     over = ("--disaggregation-transfer-backend", "nixl", "--disaggregation-bootstrap-port", bootstrap)
     parts, urls = [], []
     for number, role in enumerate(roles):
@@ -40,7 +33,7 @@ def layout(roles: Sequence[str], dp: int, args: Namespace, model: Path, max_len:
         command = [os.environ.get("DUEL_SGLANG", "python3"), "-m", "sglang.launch_server", "--model-path", str(model)]
         command += ["--served-model-name", model.name, "--context-length", str(max_len), "--load-format", "dummy"]
         command += ["--host", HOST, "--port", url.rpartition(":")[2], "--dp-size", str(dp), *FLAGS, *mode, *args.peer]
-        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(str(number * dp + i) for i in range(dp))}
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(visible[number * dp : (number + 1) * dp])}
         parts.append(Part(f"{role}-{number}", role, command, f"{url}/health", f"{url}/metrics", gpus))
         urls.append(url)
     if len(roles) > 1:

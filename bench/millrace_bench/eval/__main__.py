@@ -11,8 +11,6 @@ Prints tables, then one JSON line. Exit code 1: a request failed, or two systems
 error; 2: the command line is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import sys

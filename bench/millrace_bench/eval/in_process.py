@@ -1,7 +1,5 @@
 """Systems without a server: our engine as a unified worker has it, and transformers as the reference. Import torch."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Sequence

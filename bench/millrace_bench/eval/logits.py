@@ -11,8 +11,6 @@
 Exit code 1 when one does not.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import tempfile

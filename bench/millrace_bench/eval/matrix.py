@@ -16,8 +16,6 @@
 Exit code 1 when a check fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import tempfile

@@ -5,8 +5,6 @@
 The first predicts over tokens and depends on the tokenizer; the second does not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Systems behind an address: gRPC, or OpenAI-compatible HTTP. Neither scores prompts, so they have no perplexity."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 

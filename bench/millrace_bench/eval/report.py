@@ -1,7 +1,5 @@
 """Tables of evaluations."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterable
 

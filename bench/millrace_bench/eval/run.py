@@ -1,7 +1,5 @@
 """Runs items through systems: one, two on the same items, with progress on the console."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

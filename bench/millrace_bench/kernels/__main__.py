@@ -3,8 +3,6 @@
 millrace bench kernels [--group moe] [--op fp8_linear] [--device cpu] [--quick] [--seconds 120] [--out kernels.json]
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import math

@@ -1,7 +1,5 @@
 """Attention at the shapes of one DeepSeek-V3 rank: 16 heads are a TP8 shard, 128 attention on every GPU on its own."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator

@@ -2,8 +2,6 @@
 shapes on a GPU, tiny ones on a CPU, where only references run.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Two ranks: TP8, a replica over eight GPUs, whose shard is read by few tokens; an
 own and 32 experts of 256.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterator

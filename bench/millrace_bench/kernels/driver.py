@@ -1,7 +1,5 @@
 """Runs cases and turns times into figures."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

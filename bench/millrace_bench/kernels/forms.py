@@ -11,13 +11,9 @@ python -m millrace_bench.kernels.forms --tiny        small widths on a CPU, to s
 interpolated between the two numbers that were measured; null: the absorbed form always was.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
-import json
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,7 +102,6 @@ def main() -> None:
     parser.add_argument("--queries", type=int, nargs="+", help="tokens of the chunk")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--tiny", action="store_true", help="small widths on a CPU")
-    parser.add_argument("--out", type=Path, help="also write the record to this file")
     args = parser.parse_args()
     device = torch.device("cpu" if args.tiny else "cuda")
     widths = {**v3.V3, **(v3.TINY if args.tiny else {})}
@@ -122,10 +117,7 @@ def main() -> None:
                 rows.append({"heads": heads, "prefix": prefix, "queries": num, "form": form, "ms": times[form][num]})
             crossings.append({"heads": heads, "prefix": prefix, "queries": break_even(**times)})
             print(crossings[-1], times, flush=True)
-    results = {"rows": rows, "break_even": crossings}
-    if args.out:
-        args.out.write_text(json.dumps(results))
-    print_record(Record("forms", vars(args), results))
+    print_record(Record("forms", vars(args), {"rows": rows, "break_even": crossings}))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ what `millrace bench shard` runs: the rank's own tokens and the shared expert, w
 Choices are those of V3's group-limited gate on random logits, or skewed by a power law with exponent 1.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Decode attention, dense FP8 products and experts beside FlashInfer's, which compile for minutes at a first call."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Sampling over DeepSeek-V3's vocabulary: greedy, drawn, and drawn from what filters keep; beside it PyTorch's sort."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ On a GPU the calls are captured in one CUDA graph, which is replayed between two
 same work on different inputs keeps the inputs out of the L2 cache, as weights are in a model.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 

@@ -9,8 +9,6 @@ Several GPUs share the jobs, through Ray. Most kernels of attention have no tabl
 kernels' defaults.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib

@@ -2,8 +2,6 @@
 belongs into `config` of the kernel's module in millrace_kernels/triton.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -4,8 +4,6 @@ A job is a few numbers, so that it travels to the process that compiles a config
 used.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

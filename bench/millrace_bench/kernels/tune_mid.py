@@ -1,7 +1,5 @@
 """The FP8 product of 17 to 256 tokens beside DeepGEMM, at V3's shapes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

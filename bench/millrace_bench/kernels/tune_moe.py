@@ -3,8 +3,6 @@
 The two launches are timed one by one; for each height of a tile the best of both make the op, whose time is compared.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -18,9 +16,8 @@ from millrace_kernels.fp8 import BLOCK, Fp8, Operand, quant_groups
 from millrace_kernels.lib import deep_gemm_grouped
 from millrace_kernels.moe_experts import expected_rows
 from millrace_kernels.triton import moe_grouped, moe_small
-from millrace_kernels.triton.moe_blocks import Blocks, ExpertRoute
 from millrace_kernels.triton.moe_grouped import LEFT_ROWS, Launch, MoeGroupedConfig
-from millrace_kernels.triton.moe_route import route
+from millrace_kernels.triton.moe_route import Blocks, ExpertRoute, route
 from millrace_kernels.tuned import Key
 from torch import Tensor
 
@@ -110,13 +107,8 @@ class Plans:
         self.fp8 = quant_groups(self.x)
 
     def plan(self, block_m: int) -> list[tuple[ExpertRoute, Blocks]]:
-        rank, plans = self.job.rank, []
-        for _, experts in self.routings:
-            at = (experts, rank.held, rank.shared, block_m)
-            plan, blocks = route(*at, gather=True, scales=self.fp8.scales)
-            assert blocks is not None
-            plans.append((plan, blocks))
-        return plans
+        rank = self.job.rank
+        return [route(experts, rank.held, rank.shared, block_m, self.fp8.scales) for _, experts in self.routings]
 
     def ups(self, option: Option) -> list[Callable[[], Fp8]]:
         block_m, launch = option

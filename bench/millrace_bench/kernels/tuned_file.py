@@ -1,7 +1,5 @@
 """Writes the files of `millrace_kernels.tuned`: one row a line, so that a run of the tuner is a short diff."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Compiling takes longer than measuring, so processes compile the configurations a
 of the time. A configuration that is not compiled by then is left out, and so is a job that the time did not reach.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence

@@ -2,8 +2,6 @@
 and does nothing else. It sends every stream a token in the same turn, once per step of `--step-ms`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

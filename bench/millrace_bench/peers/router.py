@@ -16,8 +16,6 @@ Then memory with `memory_streams` streams at once, which get a token per second.
 routers have one for themselves. requirements/peers.txt has the command that installs smg.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import functools
@@ -25,14 +23,13 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from millrace_load.options import add_options
-from millrace_load.record import ROOT, Record, Summary, print_record
+from millrace_load.record import ROOT, Record, Summary, print_record, print_row
 
 from millrace_bench.peers.clients import Load, first_tokens, latencies
 from millrace_bench.peers.sides import Side, sides
@@ -108,40 +105,17 @@ async def _memory(side: Side, streams: int) -> dict[str, float]:
     return {"idle_mb": idle, "mb": full, "kb_per_stream": (full - idle) / streams * 1e3}
 
 
-# ------------------------------------------------------------------------------------- what is shown
-
-
-def table(results: dict[str, Any]) -> str:
-    """Medians over the rounds; CPU from the least to the most."""
-    head = "| router | load | tokens/s | CPU per token | added to the first token p50 | a token's way p50, p99 |"
-    lines = [head, "|---" * 6 + "|"]
-    for name, found in results.items():
-        for load, rows in found["loads"].items():
-
-            def middle(read: Callable[[dict[str, Any]], float], rows: list[dict[str, Any]] = rows) -> float:
-                return statistics.median(map(read, rows))
-
-            cpu = sorted(row["us_per_token"] for row in rows)
-            lines.append(
-                f"| {name} | {load} | {middle(lambda row: row['tokens_per_s']):,.0f} "
-                f"| {statistics.median(cpu):.1f} µs ({cpu[0]:.1f} to {cpu[-1]:.1f}) "
-                f"| {middle(lambda row: row['added_ttft_p50_ms']):.2f} ms "
-                f"| {middle(lambda row: row['token_ms']['p50']):.2f}, "
-                f"{middle(lambda row: row['token_ms']['p99']):.2f} ms |"
-            )
-    for name, found in results.items():
-        m = found["memory"]
-        lines.append(f"{name}: {m['idle_mb']:.0f} MB idle, {m['mb']:.0f} MB, {m['kb_per_stream']:.0f} KB per stream")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m millrace_bench.peers.router", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add_options(parser, Settings)
     record = run(Settings(**vars(parser.parse_args())))
-    print(table(dict(record.results)))
+    for name, found in record.results.items():
+        for load, rows in found["loads"].items():
+            for row in rows:
+                print_row(name, load, **row)
+        print_row(name, **found["memory"])
     print_record(record)
 
 

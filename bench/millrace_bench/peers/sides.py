@@ -2,8 +2,6 @@
 worker, and gRPC's library alone, each with one core for the router where there are two.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -9,8 +9,6 @@
 Standard library only. The key of --key-env's variable is sent; --ca, --cert and --tls-key are PEM files.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

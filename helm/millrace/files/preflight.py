@@ -11,8 +11,6 @@ makes LeaderWorkerSet start the whole group again, for ever. Standard library on
                     the variables that this container has: somebody has set them, for the worker too
 """
 
-from __future__ import annotations
-
 import argparse
 import ipaddress
 import mmap

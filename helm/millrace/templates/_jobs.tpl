@@ -60,7 +60,17 @@ spec:
       command:
         - /bin/sh
         - -ec
-        - mkdir -p "$FOLDER"; [ -e "$FOLDER/.millrace-complete" ] || { {{ index $commands $model.source }}; touch "$FOLDER/.millrace-complete"; }
+        - |
+          mkdir -p "$FOLDER"
+          marker="$FOLDER/.millrace-complete" wanted="$URI${REVISION:+ at $REVISION}" found=
+          if [ -e "$marker" ]; then
+            read -r found <"$marker" || true # empty: an earlier chart left it
+            [ "${found:-$wanted}" = "$wanted" ] && exit
+            echo "$FOLDER has $found: give another model.path for $wanted"
+            exit 1
+          fi
+          {{ index $commands $model.source }}
+          echo "$wanted" >"$marker"
       env:
         {{- $own := include "millrace.downloadEnv" $model }}
         {{- $own | nindent 8 }}

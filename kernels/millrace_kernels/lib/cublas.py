@@ -1,12 +1,9 @@
 """Products for which torch's own GEMMs (cuBLAS) are the fastest, or the only implementation."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from millrace_kernels.fp8 import Fp8, Operand
-from millrace_kernels.int8 import Int8
 from millrace_kernels.moe_experts import one_expert, plain_rows
 from millrace_kernels.moe_gate import reference_gate_logits
 
@@ -16,12 +13,6 @@ def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
     if x.dtype == weight.dtype == torch.bfloat16:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return reference_gate_logits(x, weight)
-
-
-def int8_linear(x: Int8, weight: Int8, dtype: torch.dtype) -> Tensor:
-    """The product for more than 16 tokens and N and K in eights; the scales are a second pass."""
-    total = torch._int_mm(x.data, weight.data.t())
-    return (total * x.scales[:, None] * weight.scales).to(dtype)
 
 
 def moe_experts_other(

@@ -4,8 +4,6 @@ It compiles a kernel per tile configuration at its first use, 2 to 5 s each, and
 on M only through ceil(M / 64), so one call per multiple of 64 (`compile_ahead`) meets every configuration of a shape.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

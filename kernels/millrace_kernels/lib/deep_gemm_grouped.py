@@ -5,13 +5,13 @@
 DeepGEMM gets the end of each expert's rows: room that no row fills costs neither memory nor time.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from millrace_kernels.fp8 import Fp8, Operand
 from millrace_kernels.moe_experts import expected_rows
+from millrace_kernels.moe_masked import BLOCK_ROWS
+from millrace_kernels.triton import moe_masked as masked
 from millrace_kernels.triton.moe_grouped import rows_for
 from millrace_kernels.triton.moe_route import route, slices
 from millrace_kernels.triton.moe_rows import combine, permute, silu_mul_quant
@@ -39,7 +39,7 @@ def _one_pass(
 ) -> None:
     num_held, width, dim = w13.data.shape
     alignment = tile_rows(expected)
-    plan, _ = route(experts, num_held, shared_expert, alignment)
+    plan, blocks = route(experts, num_held, shared_expert, alignment)
     x_bytes, y_bytes = plan.num_rows * dim, 2 * plan.num_rows * dim
     # What w2 writes lies over what w13 read and wrote.
     scratch = torch.empty(max(x_bytes + 2 * plan.num_rows * width, y_bytes), dtype=torch.uint8, device=out.device)
@@ -47,7 +47,8 @@ def _one_pass(
     gate_up = scratch[x_bytes : x_bytes + 2 * plan.num_rows * width].view(torch.bfloat16).view(plan.num_rows, width)
     y = scratch[:y_bytes].view(torch.bfloat16).view(plan.num_rows, dim)
 
-    _grouped_gemm(permute(x, plan, permuted, stream=x_bytes > L2_BYTES), w13, gate_up, plan.ends, alignment, expected)
+    rows = permute(x, plan, blocks.tokens, permuted, stream=x_bytes > L2_BYTES)
+    _grouped_gemm(rows, w13, gate_up, plan.ends, alignment, expected)
     _grouped_gemm(silu_mul_quant(gate_up, plan), w2, y, plan.ends, alignment, expected)
     combine(y, plan, weights, out)
 
@@ -69,3 +70,18 @@ def _grouped_gemm(x: Fp8, weight: Fp8, out: Tensor, ends: Tensor, alignment: int
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
         tuple(x), tuple(weight), out, ends, use_psum_layout=True, expected_m_for_psum_layout=expected
     )
+
+
+def moe_masked(x: Fp8, counts: Tensor, w13: Fp8, w2: Fp8, expected: int) -> Tensor:
+    """w13 -> SwiGLU and quantise -> w2, on rows that are sorted by expert."""
+    return _masked_gemm(masked.silu_mul_quant(_masked_gemm(x, counts, w13, expected), counts), counts, w2, expected)
+
+
+def _masked_gemm(x: Fp8, counts: Tensor, weight: Fp8, expected: int) -> Tensor:
+    import deep_gemm
+
+    held, most, _ = x.data.shape
+    assert most % BLOCK_ROWS == 0, most
+    out = torch.empty(held, most, weight.data.shape[1], dtype=torch.bfloat16, device=counts.device)
+    deep_gemm.fp8_m_grouped_gemm_nt_masked(tuple(x), tuple(weight), out, counts, min(expected, most))
+    return out

@@ -5,8 +5,6 @@
 Both leave logits at and behind a token's length unwritten.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

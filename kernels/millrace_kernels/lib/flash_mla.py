@@ -1,5 +1,6 @@
 """FlashMLA's dense decode kernels for sm90: rows of 576, values of 512, pages of 64, BF16 or E4M3. Any number of heads:
-its tiles of 64 query rows are clipped.
+its tiles of 64 query rows are clipped. And its sparse kernel: BF16, 64 or 128 heads, a multiple of 128 keys. That one
+reads rows of one distance, so the pool is given as rows, other layers' among them, which it finds in 64 bits.
 
 Facts of its sources that its documentation lacks:
 - A sequence of length 0 is one empty block for the BF16 kernel, which gives out 0 and lse +inf but touches the page of
@@ -10,25 +11,29 @@ Facts of its sources that its documentation lacks:
   end before the main one. So the kernels before and after it are launched plainly, as all of ours are.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from millrace_kernels.mla_decode import most_queries
+from millrace_kernels.mla_sparse import pool_rows
+from millrace_kernels.triton import indexer as ours_sparse
 from millrace_kernels.triton import mla_decode as ours
 from millrace_kernels.triton.e4m3 import to_e4m3
 
 ROW, LATENT, PAGE = 576, 512, 64
 KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 FEW_SEQS, FEW_ROWS = 4, 32  # up to so many sequences our kernel is faster, with at most half a tile of query rows each
-TILE = (
-    64  # rows that one sequence may have: FlashMLA took 22.8 us for them behind 1,024 keys, ours 10.6 for half of them
-)
+# Rows that one sequence may have: FlashMLA took 22.8 us for them behind 1,024 keys, ours 10.6 for half of them.
+TILE = 64
+HEADS, KEYS = (64, 128), 128
+# An H200 took 56 us for 64 heads of 1 to 8 tokens, which see 2,048 keys each: a program has all keys of 64 heads. So it
+# is estimated that our kernel, which splits the keys up, is faster for up to 32 tiles of 16 heads.
+FEW_TILES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +107,31 @@ def _takes(q: Tensor, kv: Tensor, kv_lora_rank: int) -> bool:
 @functools.cache
 def _one(device: torch.device) -> Tensor:
     return torch.ones(1, device=device)
+
+
+def sparse_is_slower(tokens: int, shape: tuple[int, ...]) -> bool:
+    """Than our kernel. shape: heads"""
+    return tokens * -(-shape[0] // 16) <= FEW_TILES
+
+
+def mla_sparse(q: Tensor, kv: Tensor, chosen: Tensor, lens: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
+    if not _takes_sparse(q, kv, chosen, kv_lora_rank):
+        return ours_sparse.mla_sparse(q, kv, chosen, lens, scale, kv_lora_rank)
+    import flash_mla
+
+    num_heads, rows = q.shape[1], pool_rows(kv).unsqueeze(1)
+    padded = next(heads for heads in HEADS if num_heads <= heads)
+    if padded > num_heads:
+        q = F.pad(q, (0, 0, 0, padded - num_heads))
+    out, _, _ = flash_mla.flash_mla_sparse_fwd(
+        q, rows, chosen.unsqueeze(1), scale, kv_lora_rank, use_legacy=True, return_log2_lse=False
+    )
+    return out[:, :num_heads]
+
+
+def _takes_sparse(q: Tensor, kv: Tensor, chosen: Tensor, kv_lora_rank: int) -> bool:
+    import flash_mla
+
+    shapes = q.shape[2] == ROW and kv_lora_rank == LATENT and q.shape[1] <= HEADS[-1] and chosen.shape[1] % KEYS == 0
+    plain = q.dtype == kv.dtype == torch.bfloat16 and q.is_contiguous() and kv.data_ptr() % 16 == 0
+    return shapes and plain and len(q) > 0 and flash_mla.has_legacy()

@@ -9,8 +9,6 @@ A plan is made on the host in a pinned buffer and copied asynchronously. So a wr
 plan at a time and is planned again only when that copy is over: the GPU may be a step behind.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

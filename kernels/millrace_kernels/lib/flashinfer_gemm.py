@@ -7,8 +7,6 @@ call it is a kernel of CUTLASS. Both read scales without their strides. Shapes, 
 not take are ours.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -13,8 +13,6 @@ Letters: T rows of this rank, G rows of all ranks, D columns, E experts, K exper
 expert, which is the last of the rank's experts and computes the rank's own rows.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -27,6 +25,7 @@ from millrace_kernels.gpu import sms
 from millrace_kernels.peer.exchange_kernels import combine_kernel, dispatch_kernel
 from millrace_kernels.peer.memory import ALIGN, PeerMemory
 from millrace_kernels.peer.signals import FOREVER, POLLS_PER_S
+from millrace_kernels.peer.sizes import row_bytes
 
 DISPATCH_PROGRAMS, COMBINE_PROGRAMS = 4, 8  # per multiprocessor at most; then they take several rows
 COMBINE_COLUMNS = 1024
@@ -66,7 +65,7 @@ class Exchange:
         self.most_rows, self.dim, self.dtype, self._choices = most_rows, dim, dtype, choices
         rows = dist.get_world_size(group) * most_rows
         sizes = (rows * dim * dtype.itemsize, rows * -(-dim // BLOCK) * 4, rows * choices * 4, rows * choices * 4)
-        self.nbytes = rows * self.row_bytes(dim, choices, dtype) + 8 * ALIGN
+        self.nbytes = rows * row_bytes(dim, choices, dtype) + 8 * ALIGN
         self._memory = memory = PeerMemory(group, self.nbytes, device)
         self._rows_at, self._rows = memory.take((sizes[0],), torch.uint8)
         self._scales_at, self._scales = memory.take((sizes[1] // 4,), torch.float32)
@@ -78,11 +77,6 @@ class Exchange:
         # epoch, programs of a dispatch that are done, polls of a wait
         self._state = torch.tensor([0, 0, FOREVER], dtype=torch.int32, device=device)
         self.error = memory.error
-
-    @staticmethod
-    def row_bytes(dim: int, choices: int, dtype: torch.dtype) -> int:
-        """Of one row of any rank in the buffers: it and its result, scales, slots and weights."""
-        return 2 * dim * dtype.itemsize + 4 * -(-dim // BLOCK) + 8 * choices
 
     def answer_within(self, seconds: float) -> None:
         """From now on a rank that does not answer for about so long is an error."""

@@ -1,7 +1,5 @@
 """The two kernels of `exchange.py`, whose description has the letters."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ On CUDA it is torch's symmetric memory: NVLink carries the loads and stores. On 
 that processes with Triton's interpreter run the same kernels.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import secrets

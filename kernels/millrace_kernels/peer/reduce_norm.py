@@ -7,8 +7,6 @@ More rows than WAYS names are for torch.distributed. The sum is FP32 in rank ord
 residual, so all ranks get the same bits.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

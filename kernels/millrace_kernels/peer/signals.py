@@ -4,8 +4,6 @@ A flag holds an epoch, the number of its last use. Epochs live in device memory 
 graph replays them. They are compared by their difference, so they may wrap around.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

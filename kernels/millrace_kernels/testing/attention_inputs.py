@@ -3,8 +3,6 @@
 Widths are DeepSeek-V3's unless named; letters as in the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Experts and choices of tokens, for tests and benches."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Widths of models that tests and benches share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """Tolerances and errors that benches need too, and the poison for memory that must not be read."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """One launch, without waiting of sequences for each other."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A program per sequence: its rows, and a copy of its line of the page table."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """A program per token and 1024 columns."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """One launch, some rows per program."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -10,8 +10,6 @@ Where N alone gives too few programs, K is cut into SPLITS parts. They are added
 by the program that is the last of its tile to finish (`joined`, which counts with an atomic), or by one more launch.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

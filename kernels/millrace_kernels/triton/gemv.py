@@ -7,8 +7,6 @@ any: the weight does not pass through shared memory, only x does, and a warp's l
 tile of BLOCK_K columns is multiplied, the next is on its way. Everything is FP32 from the weight on.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

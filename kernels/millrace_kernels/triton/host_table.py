@@ -1,7 +1,5 @@
 """Small tables of integers that the host fills and a kernel reads."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

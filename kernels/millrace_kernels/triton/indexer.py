@@ -5,8 +5,6 @@ The Hadamard transform is a product with a matrix of +1 and -1, which is made in
 where i & j has an odd number of bits.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

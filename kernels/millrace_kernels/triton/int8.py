@@ -5,8 +5,6 @@ are. Sums are INT32; with scales by block those of 128 columns, added up in FP32
 kernel: it gathers the rows of blocks that `moe_route` made, each for one expert.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -131,8 +129,7 @@ def moe_experts_int8(
     expected = expected_rows(experts.shape[0], experts.shape[1], num_experts or held - shared_expert)
     chosen, data = CONFIGS[min(most for most in CONFIGS if expected <= most)], quant_like(rows, w13)
     for first, last in slices(experts.shape[0], experts.shape[1] + shared_expert):
-        plan, blocks = route(experts[first:last], held, shared_expert, chosen.block_m, gather=True)
-        assert blocks is not None
+        plan, blocks = route(experts[first:last], held, shared_expert, chosen.block_m)
         part = blocks.experts, plan.ends, plan.total
         up = rows.new_empty(plan.num_rows, w13.data.shape[1])
         _product(Int8(data.data[first:last], data.scales[first:last]), w13, up, chosen, blocks.tokens, *part)

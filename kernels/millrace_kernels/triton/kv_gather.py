@@ -1,7 +1,5 @@
 """A page is contiguous here and there, so one program copies CHUNK numbers of it, whatever rows they belong to."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

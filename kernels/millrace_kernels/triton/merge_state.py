@@ -1,7 +1,5 @@
 """One program merges BLOCK_H heads of a token."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ quantisation of what o_proj reads, where a head's values are one group.
 FP8 weights, as the projection is stored, halve the bytes; products are still BF16 and exact to the weight.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -3,8 +3,6 @@ kernel merges the shares by their log-sum-exp. Any number of heads. Faster than 
 that few tiles of 64 rows; and what runs where it is missing.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """One program assembles the keys of BLOCK_H heads of a token; v stays where the projection put it."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -2,8 +2,6 @@
 what runs where FlashInfer is missing. The columns of q and k are loaded in two parts, since 192 is no power of two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple

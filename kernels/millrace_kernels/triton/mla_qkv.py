@@ -1,7 +1,5 @@
 """Two programs a token, which need nothing of each other: one norms and quantises q, the other makes the cached row."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ What counts for up to some hundred tokens is to read the weight with all multipr
 SLICE columns; the program that chooses for a token adds them, in their order.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

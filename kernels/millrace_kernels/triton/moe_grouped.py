@@ -10,8 +10,6 @@ With few rows the weight is better the left operand (`left`): wgmma takes 64 of 
 there are, and TMA brings it.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -24,8 +22,7 @@ from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand, quant_groups
 from millrace_kernels.gpu import fitting
 from millrace_kernels.moe_experts import expected_rows
-from millrace_kernels.triton.moe_blocks import Blocks, ExpertRoute
-from millrace_kernels.triton.moe_route import route, slices
+from millrace_kernels.triton.moe_route import Blocks, ExpertRoute, route, slices
 from millrace_kernels.triton.moe_rows import combine
 from millrace_kernels.triton.quant import quantise
 from millrace_kernels.tuned import Table
@@ -216,8 +213,7 @@ def run(
         chosen, part = experts[first:last], Fp8(rows.data[first:last], rows.scales[first:last])
         left = config.up.left and isinstance(w13, Fp8)
         scales = part.scales if left else None
-        plan, blocks = route(chosen, num_held, shared_expert, config.block_m, gather=True, scales=scales)
-        assert blocks is not None
+        plan, blocks = route(chosen, num_held, shared_expert, config.block_m, scales)
         h = gate_up(part, w13, plan, blocks, config.block_m, config.up)
         combine(down(h, w2, plan, blocks, config.block_m, config.down), plan, weights[first:last], out[first:last])
     return out

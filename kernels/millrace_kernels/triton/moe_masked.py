@@ -1,7 +1,5 @@
 """SwiGLU and quantisation between the masked products of experts, of the rows that came alone."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

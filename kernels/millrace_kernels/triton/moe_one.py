@@ -8,8 +8,6 @@ vector of all choices of a token, and each run of its columns looks up whose row
 weights on, except h in memory, which has x's dtype.
 """
 
-from __future__ import annotations
-
 from math import gcd
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Scales of rows [num_rows, K/128] lie column by column, as the FP8 GEMMs of sm90 read them.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -12,53 +10,56 @@ from torch import Tensor
 
 from millrace_kernels.fp8 import BLOCK, Fp8
 from millrace_kernels.gpu import sms
-from millrace_kernels.triton.moe_blocks import ExpertRoute
+from millrace_kernels.triton.moe_route import ExpertRoute
 from millrace_kernels.triton.quant import quantise
 
+SCALE_ROWS = 128  # whose scales a program gathers
 
-@triton.jit(do_not_specialize=["stride_scale_k"])
+
+@triton.jit(do_not_specialize=["num_tokens", "stride_scale_k"])
 def _permute_kernel(
-    x_ptr, scales_ptr, rows_ptr, out_ptr, out_scales_ptr, stride_scale_t, stride_scale_k, num_rows,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr,
-    CHOICES: tl.constexpr, CACHE: tl.constexpr,
+    x_ptr, scales_ptr, rows_ptr, tokens_ptr, total_ptr, out_ptr, out_scales_ptr,
+    num_tokens, stride_scale_t, stride_scale_k, num_rows,
+    D: tl.constexpr, D_PAD: tl.constexpr, CHOICES: tl.constexpr, CACHE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One token: read once, written to each of its rows.
-
-    A scale is 4 bytes of a sector that eight neighbouring rows of an expert share. Programs of neighbouring tokens
-    begin together, so scales are written first, and such a sector is whole before L2 has to let go of it.
+    """The first programs gather the scales of ROWS rows each. The others have a token each: read once, written to each
+    of its rows. A token's own scales would go to a sector each, of which they are an eighth.
     """
-    token = tl.program_id(0).to(tl.int64)
-    col, block = tl.arange(0, D_PAD), tl.arange(0, BLOCKS_PAD)
-    rows, held = (), 0
-    for choice in tl.static_range(CHOICES):
-        row = tl.load(rows_ptr + token * CHOICES + choice)
-        rows += (row,)  # type: ignore[assignment]  # Triton unrolls
-        held += (row >= 0).to(tl.int32)
-    if held > 0:
-        where = token * stride_scale_t + block * stride_scale_k
-        scales = tl.load(scales_ptr + where, mask=block < BLOCKS)
-        x = tl.load(x_ptr + token * D + col, mask=col < D)
+    token = tl.program_id(0) - tl.cdiv(num_rows, ROWS)
+    if token < 0:
+        place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        whose = tl.load(tokens_ptr + place, mask=place < tl.load(total_ptr), other=-1)  # any token, in padding
+        for first in range(0, D // 128, 8):
+            column = first + tl.arange(0, 8)[:, None]
+            mask = (column < D // 128) & ((whose >= 0) & (whose < num_tokens))[None, :]
+            scales = tl.load(scales_ptr + whose[None, :] * stride_scale_t + column * stride_scale_k, mask=mask)
+            tl.store(out_scales_ptr + column * num_rows + place[None, :], scales, mask=mask)
+    else:
+        col = tl.arange(0, D_PAD)
+        rows, held = (), 0
         for choice in tl.static_range(CHOICES):
-            to = out_scales_ptr + block * num_rows + rows[choice]
-            tl.store(to, scales, mask=(rows[choice] >= 0) & (block < BLOCKS))
-        for choice in tl.static_range(CHOICES):
-            to, mask = rows[choice].to(tl.int64) * D + col, (rows[choice] >= 0) & (col < D)
-            tl.store(out_ptr + to, x, mask=mask, cache_modifier=CACHE)
+            row = tl.load(rows_ptr + token * CHOICES + choice)
+            rows += (row,)  # type: ignore[assignment]  # Triton unrolls
+            held += (row >= 0).to(tl.int32)
+        if held > 0:
+            x = tl.load(x_ptr + token.to(tl.int64) * D + col, mask=col < D)
+            for choice in tl.static_range(CHOICES):
+                to, mask = rows[choice].to(tl.int64) * D + col, (rows[choice] >= 0) & (col < D)
+                tl.store(out_ptr + to, x, mask=mask, cache_modifier=CACHE)
 
 
-def permute(x: Fp8, route: ExpertRoute, out: Tensor, num_warps: int = 4, stream: bool = False) -> Fp8:
+def permute(x: Fp8, route: ExpertRoute, tokens: Tensor, out: Tensor, stream: bool = False) -> Fp8:
     """x [T, D] -> out [num_rows, D] and its scales, in the route's layout; unused rows have arbitrary content.
 
-    stream: rows that do not fit into L2 leave it first.
+    tokens: Blocks.tokens of the route. stream: rows that do not fit into L2 leave it first.
     """
     num, dim = x.data.shape
     assert x.data.is_contiguous() and dim % BLOCK == 0 and out.is_contiguous(), x.data.shape
-    blocks, num_rows = dim // BLOCK, route.num_rows
-    scales = _scales(num_rows, blocks, x.data.device)
-    _permute_kernel[(num,)](
-        x.data.view(torch.uint8), x.scales, route.rows, out.view(torch.uint8), scales, *x.scales.stride(),
-        num_rows, dim, triton.next_power_of_2(dim), blocks, triton.next_power_of_2(blocks),
-        route.rows.shape[1], ".cs" if stream else "", num_warps=num_warps,
+    scales = _scales(route.num_rows, dim // BLOCK, x.data.device)
+    _permute_kernel[(triton.cdiv(route.num_rows, SCALE_ROWS) + num,)](
+        x.data.view(torch.uint8), x.scales, route.rows, tokens, route.total, out.view(torch.uint8), scales,
+        num, *x.scales.stride(), route.num_rows, dim, triton.next_power_of_2(dim), route.rows.shape[1],
+        ".cs" if stream else "", SCALE_ROWS, num_warps=4,
     )  # fmt: skip
     return Fp8(out, scales)
 
@@ -85,14 +86,14 @@ def _silu_mul_quant_kernel(x_ptr, out_ptr, scales_ptr, total_ptr, num_rows, SIZE
         tl.store(scales_ptr + column * num_rows + row, scale)
 
 
-def silu_mul_quant(x: Tensor, route: ExpertRoute, rows: int = 16, programs: int = 0, num_warps: int = 4) -> Fp8:
-    """x [num_rows, 2I] -> silu(gate) * up [num_rows, I], up to the route's total. 0 programs: eight for every SM."""
-    num_rows, size = x.shape[0], x.shape[1] // 2
+def silu_mul_quant(x: Tensor, route: ExpertRoute) -> Fp8:
+    """x [num_rows, 2I] -> silu(gate) * up [num_rows, I], up to the route's total."""
+    num_rows, size, rows = x.shape[0], x.shape[1] // 2, 16
     assert size % BLOCK == 0 and num_rows % rows == 0 and x.is_contiguous(), x.shape
     out = torch.empty(num_rows, size, dtype=torch.float8_e4m3fn, device=x.device)
     scales = _scales(num_rows, size // BLOCK, x.device)
-    grid = min(programs or 8 * sms(), num_rows // rows * (size // BLOCK))
-    _silu_mul_quant_kernel[(grid,)](x, out, scales, route.total, num_rows, size, rows, num_warps=num_warps)
+    grid = min(8 * sms(), num_rows // rows * (size // BLOCK))
+    _silu_mul_quant_kernel[(grid,)](x, out, scales, route.total, num_rows, size, rows, num_warps=4)
     return Fp8(out, scales)
 
 
@@ -114,17 +115,10 @@ def _combine_kernel(
     tl.store(out_ptr + token * D + col, out, mask=col < D)
 
 
-def combine_tile(num_tokens: int) -> tuple[int, int]:
-    """Columns and warps of a program. In one warp the compiler keeps all rows of a token under way at once; few tokens
-    make few programs, and need that.
-    """
-    return (512, 1) if num_tokens <= 256 else (2048, 4)
-
-
-def combine(y: Tensor, route: ExpertRoute, weights: Tensor, out: Tensor, chosen: tuple[int, int] | None = None) -> None:
+def combine(y: Tensor, route: ExpertRoute, weights: Tensor, out: Tensor) -> None:
     """y [num_rows, D], weights float32 [T, K] -> out [T, D]; the shared expert's weight is 1."""
     (num, top_k), dim = weights.shape, y.shape[1]
-    block_d, num_warps = chosen or combine_tile(num)
+    block_d, num_warps = (512, 1) if num <= 256 else (2048, 4)  # one warp keeps all rows of a token under way at once
     assert weights.is_contiguous() and y.is_contiguous() and out.is_contiguous(), (weights.shape, y.shape)
     block_d = min(block_d, triton.next_power_of_2(dim))
     _combine_kernel[(num, triton.cdiv(dim, block_d))](

@@ -9,8 +9,6 @@ tile of 16 rows costs no more than one. FP8 weights are multiplied as they are (
 scales applied to the sums.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ A program takes BLOCK_T rows of one group column, so neighbouring programs read 
 column by column: those of a program are one run of floats. A lane reads 16 bytes at a time.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

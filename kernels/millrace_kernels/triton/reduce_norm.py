@@ -9,8 +9,6 @@ Program p of every rank has rows p, p + programs, ... It sends all of them befor
 of other ranks alone. All programs of a launch run at once.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -5,8 +5,6 @@ one tile each, masked where the width is no power of two. Many rows are tiles of
 lane is idle, each holds the 8 neighbours that it loads and stores at once, and five rows fit onto an SM at a time.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -82,8 +80,8 @@ def rms_norm(
 
 
 def tile(num_tokens: int, width: int) -> tuple[int, int]:
-    """(groups, warps) of a row's tiles. Few rows are waited for, so many lanes share one, which is one tile."""
-    if num_tokens > 128 and width % 1024 == 0:
+    """(groups, warps) of a row's tiles. Few rows, two on an SM, are waited for: many lanes share one, as one tile."""
+    if num_tokens > 256 and width % 1024 == 0:
         return 8, 4
-    row, per_lane = triton.next_power_of_2(width), 16 if num_tokens <= 128 else 32
+    row, per_lane = triton.next_power_of_2(width), 16 if num_tokens <= 256 else 32
     return max(1, row // BLOCK), max(1, min(16, row // (32 * per_lane)))

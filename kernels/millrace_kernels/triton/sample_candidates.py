@@ -4,14 +4,13 @@ What filters keep is above some value; in a language model's rows that is some h
 best. Three launches of a program per row and block of the vocabulary find them:
 
 1. tops     the best of each block
-2. levels   1, 2, 3, ... nats below the row's best: how many tokens of the block are above, and their mass
-3. collect  the first level above which is all that filters keep; its tokens in the order of ids
+2. levels   quarters of a nat below the row's best: how many tokens of the block are in each, and the block's mass
+3. collect  the first level down to which is all that filters keep; the tokens down to it in the order of ids
 
-Blocks are summed in their order: equal inputs give equal bits. A level of more than MOST tokens, as in an almost flat
-row, is not collected.
+Counts bound the mass below a level, so nothing is summed for each, and the level is a quarter of a nat too low at most.
+Blocks are summed in their order: equal inputs give equal bits. A level down to which there are more than MOST tokens,
+as in an almost flat row, is not collected.
 """
-
-from __future__ import annotations
 
 from typing import NamedTuple
 
@@ -20,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 8192, 8  # large, for what takes time are the sums over a block, one for each level
+BLOCK, WARPS = 8192, 16  # with 8 warps a program of `_collect` fills the registers of an SM
 MOST = 16384
-LEVELS = 16  # 1 to 15 nats, and the last: all that are allowed
+LEVELS = 64  # quarters of a nat, and the last: all that are allowed
 
 
 class Candidates(NamedTuple):
@@ -43,14 +42,14 @@ def candidates(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    best, level_mass = empty(num, blocks), empty(num, LEVELS, blocks)
+    best = empty(num, blocks)
     counts, mass = empty(num, LEVELS, blocks, dtype=torch.int32), empty(num, blocks, dtype=torch.float64)
     found = Candidates(empty(num, MOST), counts.new_empty(num), empty(num), mass.new_empty(num))
     sizes = {"BLOCK": BLOCK, "BLOCKS": triton.next_power_of_2(blocks), "LEVELS": LEVELS}
     grid = (num, blocks)
     _tops[grid](best, *given, BLOCK=BLOCK, num_warps=WARPS)
-    _levels[grid](counts, level_mass, mass, best, *given, **sizes, num_warps=WARPS)
-    _collect[grid](*found, counts, level_mass, mass, best, *given, **sizes, MOST=MOST, num_warps=WARPS)
+    _levels[grid](counts, mass, best, *given, **sizes, num_warps=WARPS)
+    _collect[grid](*found, counts, mass, best, *given, **sizes, MOST=MOST, num_warps=WARPS)
     return found
 
 
@@ -77,9 +76,10 @@ def filters_of(row, temperature, top_k, top_p, log_min_p, vocab):
 
 
 @triton.jit
-def _cut(top, level, LEVELS: tl.constexpr):
-    """Above or at which the tokens of a level are."""
-    return tl.where(level == LEVELS - 1, float("-inf"), top - 1.0 - level.to(tl.float32))
+def _level(y, top, LEVELS: tl.constexpr):
+    """int32: level n is for n / 4 to (n + 1) / 4 nats below the top, the upper end excluded, but for the top itself."""
+    level = tl.ceil(tl.minimum((top - y) * 4.0, LEVELS)).to(tl.int32) - 1
+    return tl.minimum(tl.maximum(level, 0), LEVELS - 1)
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def _row_top(best, row, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _levels(
-    counts, level_mass, mass, best, logits, temperature, top_k, top_p, log_min_p, stride, vocab,
+    counts, mass, best, logits, temperature, top_k, top_p, log_min_p, stride, vocab,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0), tl.program_id(1)
@@ -109,18 +109,14 @@ def _levels(
     if filtered:
         top = _row_top(best, row, BLOCKS)
         y = scaled(logits + row.to(tl.int64) * stride, block * BLOCK + tl.arange(0, BLOCK), vocab, heat)
-        weight = weights(y, top)
-        tl.store(mass + row * tl.num_programs(1) + block, tl.sum(weight.to(tl.float64), axis=0))
-        for level in tl.static_range(LEVELS):
-            above = (y >= _cut(top, tl.full([], level, tl.int32), LEVELS)) & (y > float("-inf"))
-            at = (row * LEVELS + level) * tl.num_programs(1) + block
-            tl.store(counts + at, tl.sum(above.to(tl.int32), axis=0))
-            tl.store(level_mass + at, tl.sum(tl.where(above, weight, 0.0), axis=0))
+        tl.store(mass + row * tl.num_programs(1) + block, tl.sum(weights(y, top).to(tl.float64), axis=0))
+        count = tl.histogram(_level(y, top, LEVELS), LEVELS, mask=y > float("-inf"))
+        tl.store(counts + (row * LEVELS + tl.arange(0, LEVELS)) * tl.num_programs(1) + block, count)
 
 
 @triton.jit
 def _collect(
-    values, sizes, tops, masses, counts, level_mass, mass, best, logits, temperature, top_k, top_p, log_min_p, stride,
+    values, sizes, tops, masses, counts, mass, best, logits, temperature, top_k, top_p, log_min_p, stride,
     vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LEVELS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     row, block, blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -130,11 +126,13 @@ def _collect(
         top = _row_top(best, row, BLOCKS)
         at = (row * LEVELS + levels)[:, None] * blocks + i[None, :]
         count = tl.load(counts + at, (i < blocks)[None, :], other=0)
-        above = tl.sum(tl.load(level_mass + at, (i < blocks)[None, :], other=0.0), axis=1)
         total = tl.sum(tl.load(mass + row * blocks + i, i < blocks, other=0.0), axis=0)
-        enough = tl.where(limited, tl.sum(count, axis=1) >= wanted, above >= part * total.to(tl.float32))
+        each = tl.sum(count, axis=1)
+        most = each.to(tl.float32) * tl.exp(levels.to(tl.float32) * -0.25)  # mass of a level
+        below = tl.sum(tl.where(levels[None, :] > levels[:, None], most[None, :], 0.0), axis=1)
+        enough = tl.where(limited, tl.cumsum(each, axis=0) >= wanted, below <= (1.0 - part) * total.to(tl.float32))
         level = tl.min(tl.where(enough, levels, LEVELS - 1), axis=0)
-        count = tl.sum(tl.where((levels == level)[:, None], count, 0), axis=0)  # of each block
+        count = tl.sum(tl.where((levels <= level)[:, None], count, 0), axis=0)  # of each block
         size = tl.sum(count, axis=0)
         if block == 0:
             tl.store(sizes + row, tl.where(size <= MOST, size, 0))
@@ -142,6 +140,6 @@ def _collect(
             tl.store(masses + row, total)
         if (size <= MOST) & (tl.sum(tl.where(i == block, count, 0), axis=0) > 0):
             y = scaled(logits + row.to(tl.int64) * stride, block * BLOCK + tl.arange(0, BLOCK), vocab, heat)
-            taken = (y >= _cut(top, level, LEVELS)) & (y > float("-inf"))
+            taken = (_level(y, top, LEVELS) <= level) & (y > float("-inf"))
             before = tl.sum(tl.where(i < block, count, 0), axis=0) + tl.cumsum(taken.to(tl.int32), axis=0) - 1
             tl.store(values + row.to(tl.int64) * MOST + before, y, taken)

@@ -7,8 +7,6 @@ time, each pass one walk. Both ends of the interval move to values that occur, s
 Sums have a fixed order: equal inputs give equal bits.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

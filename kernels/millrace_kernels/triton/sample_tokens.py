@@ -7,8 +7,6 @@
 3. best     a program per row: the best of its blocks, the smallest id of equals
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

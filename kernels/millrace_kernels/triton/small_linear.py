@@ -7,8 +7,6 @@ tokens padded to 16; where N alone gives too few programs, K is cut into SPLITS 
 order. Neither uses atomics: a shape has one result.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -22,9 +20,7 @@ from millrace_kernels.triton.gemv import Gemv, estimate, gemv
 from millrace_kernels.tuned import Table
 
 
-class SmallLinearConfig(NamedTuple):
-    """The configuration of `_gemm`."""
-
+class SmallLinearConfig(NamedTuple):  # of `_gemm`
     block_n: int  # divides 128, so that a program's rows share their scales
     splits: int
     warps: int

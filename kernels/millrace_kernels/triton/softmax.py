@@ -1,7 +1,5 @@
 """The running softmax of attention kernels, in base 2: scores come block by block and are already scaled by log2(e)."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,13 +4,12 @@ llguidance counts what it does, but for some texts of a few KB its counts allow 
 here within the limits compiles in about the same time elsewhere.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -23,11 +22,17 @@ from millrace_common.grammar.source import GrammarError
 MEMORY = 512 << 20  # bytes of address space
 WAIT_S = 30.0  # for the answer of a process that gets no time of the CPU
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from millrace_common.grammar import child; child.main()"
+# How a process ends that needs more than it may have: by Python, time, an allocation, the stack.
+OVER_LIMIT = (0, -signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV)
 POLL_S = 0.05  # between two looks whether anybody still waits
 
 
 class NobodyWaits(Exception):
     """The job was given up."""
+
+
+class CompilerStarved(Exception):
+    """The process got too little time of the CPU to answer, or was ended. It says nothing of the grammar."""
 
 
 class Checker:
@@ -40,7 +45,9 @@ class Checker:
             self._idle.put(child)
 
     def check(self, kind: str, text: str, given_up: threading.Event) -> str:
-        """The grammar as llguidance's, which is known to compile. Raises GrammarError, NobodyWaits."""
+        """The grammar as llguidance's, which is known to compile. Raises GrammarError, NobodyWaits,
+        CompilerStarved.
+        """
         child = self._idle.get()
         try:
             if given_up.is_set():
@@ -59,7 +66,6 @@ class _Child:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._closed = False
 
     def ask(self, kind: str, text: str, given_up: threading.Event) -> str:
         process = self._started()
@@ -73,6 +79,8 @@ class _Child:
             self.kill()
             if given_up.is_set():
                 raise NobodyWaits
+            if process.returncode not in OVER_LIMIT:
+                raise CompilerStarved("the process that compiles grammars was ended: try again")
             raise GrammarError(f"it needs more than {CPU_S} s or {MEMORY >> 20} MB to compile: make it simpler")
         grammar, problem = json.loads(answer)
         if problem:
@@ -80,22 +88,23 @@ class _Child:
         return str(grammar)
 
     def _answer(self, process: subprocess.Popen[bytes], given_up: threading.Event) -> bytes:
-        """A line, or less when there is none."""
-        out, answer, end = process.stdout, bytearray(), time.monotonic() + WAIT_S
+        """A line, or less when the process ended at a limit or is given up."""
+        out, answer, end, poll = process.stdout, bytearray(), time.monotonic() + WAIT_S, select.poll()
         assert out is not None
-        while not answer.endswith(b"\n") and time.monotonic() < end and not given_up.is_set():
-            if select.select([out], [], [], POLL_S)[0]:
+        poll.register(out, select.POLLIN)
+        while not answer.endswith(b"\n") and not given_up.is_set():
+            if time.monotonic() >= end:
+                self.kill()
+                raise CompilerStarved("a grammar waits too long for time of the CPU to be compiled: try again")
+            if poll.poll(POLL_S * 1000):
                 if not (read := os.read(out.fileno(), 1 << 16)):
                     break
                 answer += read
         return bytes(answer)
 
     def _started(self) -> subprocess.Popen[bytes]:
-        if self._closed:
-            raise NobodyWaits
         if self._process is None or self._process.poll() is not None:
             self.kill()
-            self._closed = False
             command = [sys.executable, "-c", _START, str(Path(__file__).parents[2]), str(MEMORY)]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

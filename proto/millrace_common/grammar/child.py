@@ -4,8 +4,6 @@ A line of JSON comes in, [kind, text], and one goes out, [grammar of llguidance,
 takes CPU_S seconds and the process MEMORY bytes, or the process ends.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -4,8 +4,6 @@ llguidance reckons with doubles. A number here has at most 15 digits, so that it
 and whoever parses the output gets a number on the same side of every bound.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from decimal import Decimal

@@ -5,8 +5,6 @@ that mean the same. What comes out has only keywords with one meaning in all dra
 and every reference points to an entry of `$defs`. docs/reference/api-tools.md has the table of keywords.
 """
 
-from __future__ import annotations
-
 import re
 import urllib.parse
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Everything here may take long for a hostile text: checker.py runs it in processes that can be killed.
 """
 
-from __future__ import annotations
-
 import json
 
 import llguidance
@@ -125,7 +123,6 @@ def _culprit(schema: JsonObject, places: dict[int, str]) -> str:
 
 
 def _parts(schema: JsonObject) -> list[Json]:
-    """The schemas directly inside."""
     parts: list[Json] = []
     for key in ("properties", "patternProperties"):
         parts += schema.get(key, {}).values()

@@ -1,7 +1,5 @@
 """Checks of a grammar's text before any other work."""
 
-from __future__ import annotations
-
 import json
 
 from millrace_common.json_values import Json
@@ -29,7 +27,6 @@ def problem(kind: str, text: str) -> str:
 
 
 def deeper_than(value: Json, limit: int) -> bool:
-    """Whether JSON is nested more than `limit` deep."""
     level = [value]
     for _ in range(limit + 1):
         containers = (

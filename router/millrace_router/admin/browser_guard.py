@@ -4,8 +4,6 @@ A page sends forms and simple requests anywhere (CSRF), but their Origin is the 
 theirs. A page whose own name begins to point at this port (DNS rebinding) has that name as Host.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 import socket

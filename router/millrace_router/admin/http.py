@@ -4,8 +4,6 @@ A body may be left out. Its fields are those of the message, and an unknown one 
 refused (browser_guard.py); the port has one of its own (page.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 

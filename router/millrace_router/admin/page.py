@@ -4,8 +4,6 @@ Its policy lets the browser ask this port and the public HTTP port of the same h
 sites are refused as on every path (browser_guard.py).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
@@ -28,8 +26,6 @@ SOURCE = re.compile(r"[A-Za-z0-9.-]+")  # a host that a policy can name, which I
 
 @dataclass
 class PublicHttp:
-    """The HTTP API for clients."""
-
     tls: bool
     port: int = 0  # once it is bound
 

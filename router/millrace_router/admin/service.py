@@ -4,8 +4,6 @@ Everything is idempotent. A call to several workers goes to all of them at once;
 them, and the others have done it. No method looks at its gRPC context.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar

@@ -3,14 +3,12 @@
 Prometheus keeps longer and finer histories. This one needs nothing but the router.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from millrace.v1 import admin_pb2 as pb
 from prometheus_client.metrics import MetricWrapperBase
@@ -23,16 +21,14 @@ SPANS = 60  # of a period each: five minutes
 Buckets = Mapping[float, float]  # upper bound, in seconds → observations up to it since the start
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+TOTALS = {"requests": "status", "retries": "reason", "retries_refused": "", "tokens": "direction"}  # and their label
+
+
+class Sample(NamedTuple):
     """Totals since the start, and what was there at that time."""
 
     at: float  # on the event loop's clock
-    requests: Counter[str]  # by status
-    retries: Counter[str]  # by reason
-    retries_refused: int
-    prompt_tokens: int
-    output_tokens: int
+    totals: Mapping[str, Counter[str]]  # of TOTALS, by the value of the label
     ttft: Buckets
     itl: Buckets
     queued: int
@@ -65,15 +61,12 @@ class Recent:
 
 def sample(inference: Inference, now: float) -> Sample:
     metrics, active = inference.backend.metrics, inference.active
-    tokens = _totals(metrics.tokens, "direction")
+    totals = {name: _totals(getattr(metrics, name), label) for name, label in TOTALS.items()}
     flows = (one.generation.flow for stream in active for one in stream.continuations)
+    totals["tokens"]["output"] += sum(len(flow.outputs) for flow in flows)  # the metric counts at the end
     return Sample(
         at=now,
-        requests=_totals(metrics.requests, "status"),
-        retries=_totals(metrics.retries, "reason"),
-        retries_refused=_totals(metrics.retries_refused)[""],
-        prompt_tokens=tokens["prompt"],
-        output_tokens=tokens["output"] + sum(len(flow.outputs) for flow in flows),  # the metric counts at the end
+        totals=totals,
         ttft=_buckets(metrics.stage, {"stage": "first_token"}),
         itl=_buckets(metrics.itl, {}),
         queued=len(inference.backend.admission),
@@ -82,13 +75,14 @@ def sample(inference: Inference, now: float) -> Sample:
 
 
 def between(old: Sample, new: Sample) -> pb.Traffic:
+    more = {name: new.totals[name] - old.totals[name] for name in TOTALS}
     return pb.Traffic(
         seconds=new.at - old.at,
-        requests=new.requests - old.requests,
-        retries=new.retries - old.retries,
-        retries_refused=new.retries_refused - old.retries_refused,
-        prompt_tokens=new.prompt_tokens - old.prompt_tokens,
-        output_tokens=max(new.output_tokens - old.output_tokens, 0),
+        requests=more["requests"],
+        retries=more["retries"],
+        retries_refused=more["retries_refused"][""],
+        prompt_tokens=more["tokens"]["prompt"],
+        output_tokens=more["tokens"]["output"],
         ttft=_seconds(old.ttft, new.ttft),
         itl=_seconds(old.itl, new.itl),
         queued=new.queued,
@@ -116,8 +110,8 @@ def _seconds(old: Buckets, new: Buckets) -> pb.Seconds | None:
     return pb.Seconds(p50=quantile(0.5, counts), p99=quantile(0.99, counts))
 
 
-def _totals(counter: MetricWrapperBase, label: str = "") -> Counter[str]:
-    """Of a metric's series, by the value of a label; without one, all under the empty string."""
+def _totals(counter: MetricWrapperBase, label: str) -> Counter[str]:
+    """Of a metric's series, by the value of a label; without a label, all under the empty string."""
     found: Counter[str] = Counter()
     for series in _series(counter, "_total"):
         found[series.labels.get(label, "")] += int(series.value)

@@ -4,8 +4,6 @@ Chat sends new parts of one message; the newer APIs tell where each part begins 
 whole message.
 """
 
-from __future__ import annotations
-
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -99,8 +97,6 @@ SILENCE = b":\n\n"  # a comment of the stream: the output goes on, nothing can b
 
 
 class BlockForm(ABC):
-    """An answer that is told as blocks."""
-
     keep_alive: bytes
 
     def __init__(self, answer: Answer, reading: Reading, shows_reasoning: bool = True) -> None:

@@ -3,8 +3,6 @@
 It is fuzzed against a running router (tests/router/apis/openai/test_openapi.py), so that it stays true.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 

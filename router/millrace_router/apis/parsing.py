@@ -8,10 +8,9 @@ A field that may be of several types is a tagged union (`OneOf`, `OfType`): the 
 one the client meant, so a mistake is reported about that one.
 """
 
-from __future__ import annotations
-
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, TypeVar, get_args
 
@@ -60,6 +59,7 @@ RESTS = {  # of sentences about a mistake, by pydantic's name for it
     "union_tag_invalid": "must be one of: {expected_tags}",
     "union_tag_not_found": "is required",
 }
+SURROGATE = re.compile("[\ud800-\udfff]")
 CACHE_CONTROL, TTL_S = "cache_control", {"5m": 300, "1h": 3600}
 CACHE_HINT = "Keeps the prompt's cached pages for its `ttl`: `5m`, which is the default, or `1h`."
 HABITS = frozenset(  # of objects of any kind: about caches, which are always on, or for the client itself
@@ -79,7 +79,6 @@ def mistake(rest: str, *path: str | int) -> PydanticCustomError:
 
 
 def explained(error: ValidationError) -> FieldError:
-    """Return the first mistake as an error about its field."""
     return FieldError(*_first(error))
 
 
@@ -179,7 +178,9 @@ class Known(BaseModel):
 
 def _note(hint: Json, hints: list[int] | None) -> None:
     """Add the seconds that a `cache_control` asks for to the hints of the request."""
-    ttl = hint.get("ttl") or "5m" if isinstance(hint, dict) else hint
+    if not isinstance(hint, dict):
+        raise mistake(f"must be an object, not {_shown(hint)}", CACHE_CONTROL)
+    ttl = hint.get("ttl") or "5m"
     if not isinstance(ttl, str) or ttl not in TTL_S:
         raise mistake(f"must be an object with the ttl {' or '.join(TTL_S)}, not {_shown(ttl)}", CACHE_CONTROL)
     if hints is not None:
@@ -213,41 +214,22 @@ def json_object(body: bytes) -> JsonObject:
     """Return the object in a body. Raises INVALID_ARGUMENT."""
     try:
         values: Json = json.loads(body.decode("utf-8-sig"))
+        if b"\\ud" in body or b"\\uD" in body:  # JSON can spell lone surrogates, which no UTF-8 text contains
+            _check_surrogates(values, ())
     except UnicodeDecodeError as error:
         raise MillraceError(Reason.INVALID_ARGUMENT, f"the body is not valid UTF-8: {error}") from error
     except (ValueError, RecursionError) as error:
         raise MillraceError(Reason.INVALID_ARGUMENT, f"the body is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise MillraceError(Reason.INVALID_ARGUMENT, "the body must be a JSON object")
-    if b"\\ud" in body or b"\\uD" in body:  # JSON can spell lone surrogates, which no UTF-8 text contains
-        _check_surrogates(values)
     return values
 
 
-def _check_surrogates(values: JsonObject) -> None:
-    stack: list[tuple[Json, Json]] = [(values, None)]  # a value, and its place: (the place around it, its name)
-    while stack:
-        value, place = stack.pop()
-        if isinstance(value, str) and not _is_text(value):
-            raise FieldError(_path(place), "is not valid UTF-8: it has a lone surrogate")
-        if isinstance(value, dict | list):
-            for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-                if isinstance(name, str) and not _is_text(name):
-                    raise FieldError(_path((place, name)), "has a name that is not valid UTF-8: a lone surrogate")
-                stack.append((inner, (place, name)))
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _path(place: Json) -> Path:
-    parts = []
-    while place is not None:
-        place, name = place
-        parts.append(name)
-    return tuple(reversed(parts))
+def _check_surrogates(value: Json, path: Path) -> None:
+    if isinstance(value, str) and SURROGATE.search(value):
+        raise FieldError(path, "is not valid UTF-8: it has a lone surrogate")
+    if isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(name, str) and SURROGATE.search(name):
+                raise FieldError((*path, name), "has a name that is not valid UTF-8: a lone surrogate")
+            _check_surrogates(inner, (*path, name))

@@ -1,7 +1,5 @@
 """The public HTTP port: the APIs of both vendors, their description, and probes beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from starlette.applications import Starlette

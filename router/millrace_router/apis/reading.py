@@ -1,7 +1,5 @@
 """One continuation of a chat as it is read, and its counts."""
 
-from __future__ import annotations
-
 import secrets
 
 from millrace_router.flow.inference import Answer

@@ -1,7 +1,5 @@
 """A request of any of the HTTP APIs, from its body to the last event of its answer."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -66,8 +64,8 @@ async def read(
     config, tenant = inference.backend.config, caller.get().tenant
     if not received(request) and int(request.headers.get("content-length", SHORT)) >= SHORT:
         tenant.check(time.monotonic())
-    with inference.bodies.hold(tenant.name) as held:
-        body = await read_body(request, config.limits.message_bytes, config.bodies, held.take)
+    with inference.bodies.hold(tenant.name) as take:
+        body = await read_body(request, config.limits.message_bytes, config.bodies, take)
 
         tenant.check(time.monotonic())
 
@@ -135,7 +133,6 @@ async def serve_blocks(
 
 
 async def _watch(request: Request, stream: Stream) -> None:
-    """Cancel the stream when the client goes away."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     stream.cancel(gone())

@@ -1,7 +1,5 @@
 """The parameters of a tool: a JSON schema of an object, because a call's arguments are one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Annotated
@@ -10,7 +8,7 @@ from urllib.parse import unquote
 from millrace_common.json_values import Json, JsonObject
 from pydantic import AfterValidator
 
-MAX_REFERENCES = 16  # followed one after the other
+MAX_LEVELS = 64  # of parts and references, one in the other: what is deeper stays for the compiler
 SHOWN = 80  # characters of a schema in an error
 
 
@@ -18,7 +16,7 @@ def _of_objects(schema: JsonObject) -> JsonObject:
     """The schema without what it allows besides objects. One that states no type gets it. Raises ValueError when it
     allows no object.
     """
-    narrowed = _narrowed(schema, schema, MAX_REFERENCES)
+    narrowed = _narrowed(schema, schema, {}, MAX_LEVELS)
     if narrowed is None:
         shown = json.dumps(schema, ensure_ascii=False)
         raise ValueError(f"must be the schema of an object ({{'type': 'object', ...}}), not {shown[:SHOWN]}")
@@ -28,9 +26,11 @@ def _of_objects(schema: JsonObject) -> JsonObject:
 Parameters = Annotated[JsonObject, AfterValidator(_of_objects)]
 
 
-def _narrowed(schema: Json, root: Mapping[str, Json], references: int) -> Json:
-    """The (sub)schema without what excludes objects; None: it allows none. What is malformed stays for the compiler."""
-    if not isinstance(schema, dict):
+def _narrowed(schema: Json, root: Mapping[str, Json], allowing: dict[int, bool], levels: int) -> Json:
+    """The (sub)schema without what excludes objects; None: it allows none. What is malformed stays for the compiler.
+    `allowing`: whether what references point to does, by its id(). Followed each time, a few make a tree of millions.
+    """
+    if not isinstance(schema, dict) or not levels:
         return None if schema is False else schema
     made = dict(schema)
     if "type" in schema:
@@ -44,14 +44,16 @@ def _narrowed(schema: Json, root: Mapping[str, Json], references: int) -> Json:
         made["enum"] = [value for value in values if isinstance(value, dict)]
     for name in ("anyOf", "oneOf", "allOf"):
         if isinstance(parts := schema.get(name), list):
-            made[name] = [part for each in parts if (part := _narrowed(each, root, references)) is not None]
+            made[name] = [part for each in parts if (part := _narrowed(each, root, allowing, levels - 1)) is not None]
             if name == "allOf" and len(made[name]) < len(parts):
                 return None
     if any(made.get(name) == [] for name in ("enum", "anyOf", "oneOf")):
         return None
-    if "$ref" in schema and references:
-        return made if _narrowed(_target(schema["$ref"], root), root, references - 1) is not None else None
-    return made
+    target = _target(schema.get("$ref"), root)
+    if id(target) not in allowing:
+        allowing[id(target)] = True  # in its own parts
+        allowing[id(target)] = _narrowed(target, root, allowing, levels - 1) is not None
+    return made if allowing[id(target)] else None
 
 
 def _target(reference: Json, root: Mapping[str, Json]) -> Json:

@@ -1,7 +1,5 @@
 """The interface of discovery: a source reports the full set of targets again and again, and the listener compares."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol

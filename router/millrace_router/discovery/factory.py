@@ -1,7 +1,5 @@
 """The source that the configuration asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from millrace_common.config import ConfigError

@@ -1,7 +1,5 @@
 """The client of the API server: credentials, the one call, and the meaning of its errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from http import HTTPStatus

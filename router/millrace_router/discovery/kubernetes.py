@@ -10,8 +10,6 @@
 The thread talks to the API server only; its one state is a resource version.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -51,11 +49,12 @@ class KubernetesSource:
     def __init__(self, config: KubernetesConfig, timing: Timing = Timing()) -> None:
         self._config = config
         self._timing = timing
+        self._timeout = timing.connect, timing.silence  # to connect, and between two bytes
         self._store = Store(config)
         self._stopped = threading.Event()
         self._watch: Watch | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._listener: Listener | None = None
+        self._loop: asyncio.AbstractEventLoop  # this and the next since `start`
+        self._listener: Listener
         self._due = False  # publishing is scheduled: a burst of events is published once
 
     def start(self, listener: Listener) -> None:
@@ -72,17 +71,17 @@ class KubernetesSource:
 
     def _update(self, change: Callable[..., None], *arguments: object) -> None:
         change(*arguments)
-        if not self._due and self._loop is not None:
+        if not self._due:
             self._due = True
             self._loop.call_soon(self._publish)
 
     def _publish(self) -> None:
         self._due = False
-        if self._listener is not None and not self._stopped.is_set():
+        if not self._stopped.is_set():
             self._listener.on_targets(self._store.targets())
 
     def _on_trouble(self, kind: str) -> None:
-        if self._listener is not None and not self._stopped.is_set():
+        if not self._stopped.is_set():
             self._listener.on_trouble(kind)
 
     # ------------------------------------------------------------------------------------- in the thread
@@ -92,8 +91,9 @@ class KubernetesSource:
         call: List | None = None
         while not self._stopped.is_set():
             due, listed = time.monotonic() + timing.relist * random.uniform(0.9, 1.1), math.inf
+            verb, namespace = "list", config.namespace
             try:
-                verb = "list"
+                namespace = namespace_of(config)
                 call = call or connect(config)
                 version = self._list(call)
                 verb, listed = "watch", time.monotonic()
@@ -104,7 +104,7 @@ class KubernetesSource:
                 if self._stopped.is_set():
                     return
                 call, kind = None, trouble(error)
-                what = f"{verb} {config.objects} of namespace {namespace_of(config)}"
+                what = f"{verb} {config.objects} of namespace {namespace}"
                 log.warning("cannot %s (%s), listing again: %s", what, kind, explain(error))
                 self._tell(self._on_trouble, kind)
                 if time.monotonic() - listed > timing.longest_pause:
@@ -117,7 +117,7 @@ class KubernetesSource:
         objects: list[Object] = []
         following = None
         while True:
-            answer = answer_of(call(limit=PAGE, _continue=following, _request_timeout=self._timeout()))
+            answer = answer_of(call(limit=PAGE, _continue=following, _request_timeout=self._timeout))
             objects += answer["items"]
             following = answer["metadata"].get("continue")
             if not following:
@@ -133,7 +133,7 @@ class KubernetesSource:
             resource_version=version,
             timeout_seconds=math.ceil(min(left_s, self._timing.watch)),
             allow_watch_bookmarks=True,
-            _request_timeout=self._timeout(),
+            _request_timeout=self._timeout,
         )
         with contextlib.closing(events):
             for event in events:
@@ -149,11 +149,6 @@ class KubernetesSource:
             raise ConnectionError("the watch ended at once")
         return version
 
-    def _timeout(self) -> tuple[float, float]:
-        """Timeouts to connect, and between two bytes."""
-        return self._timing.connect, self._timing.silence
-
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
-        assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
             self._loop.call_soon_threadsafe(callback, *arguments)

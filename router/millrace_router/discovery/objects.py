@@ -4,8 +4,6 @@ Pod: its UID, its IP, a port, and whether it is Ready. EndpointSlice: the same f
 pod's labels: there the Service has to select the leaders.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 
@@ -27,7 +25,8 @@ def of_pod(pod: Object, config: KubernetesConfig) -> list[Target]:
     """Return the target, if any: not of a follower, nor of a pod without address or a finished one."""
     meta, spec, status = pod["metadata"], pod.get("spec", {}), pod.get("status", {})
     labels, ip = meta.get("labels") or {}, status.get("podIP")
-    if not is_leader(labels, config.leader) or not ip or status.get("phase") in OVER:
+    name, _, leader = config.leader.partition("=")  # a pod without the label is a worker of one pod
+    if labels.get(name, leader) != leader or not ip or status.get("phase") in OVER:
         return []
     entries = [entry for container in spec.get("containers", ()) for entry in container.get("ports") or ()]
     port = _port(entries, config.port, "containerPort")
@@ -38,12 +37,6 @@ def of_pod(pod: Object, config: KubernetesConfig) -> list[Target]:
     topology = {"host": spec.get("nodeName", ""), **topology}
     role, revision = _pool(labels)
     return [Target(meta["uid"], join(ip, port), meta["name"], role, revision, _pod_withheld(pod), topology)]
-
-
-def is_leader(labels: dict[str, str], leader: str) -> bool:
-    """`leader` is label=value. A pod without the label is a worker of one pod, and so its own leader."""
-    name, _, value = leader.partition("=")
-    return labels.get(name, value) == value
 
 
 def of_slice(slice: Object, config: KubernetesConfig) -> list[Target]:

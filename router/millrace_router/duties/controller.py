@@ -3,14 +3,12 @@
 A change has to gain more than it costs, both in requests within their limits:
 
     gain   what the other split answers more within `HORIZON_S`, as a mean of the measured rate and the ends of its
-           error
-    cost   the requests that the changing workers have and that the change puts at risk: streams that go on beside
-           prompts, prompts that wait where streams begin, and prompts whose cached pages lie with another worker then
+           error, of which a rate that grows moves the upper one; late answers count in part
+    cost   the requests in time that the changing workers have and that the change puts at risk: streams that go on
+           beside prompts, prompts that wait where streams begin, and prompts whose cached pages lie elsewhere then
 
 So the error of the measured rate cannot turn the decision back and forth, and no timer is needed.
 """
-
-from __future__ import annotations
 
 import math
 import statistics
@@ -18,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from millrace.v1 import worker_pb2
-from millrace_common.split import HORIZON_S, Capacity, DutySplit, Expected, Slo, Workload, expect
+from millrace_common.split import HORIZON_S, LATE, Capacity, DutySplit, Expected, Slo, Workload, expect
 from millrace_common.step_times import StepTimes
 
 PREFILL, DECODE, BOTH = worker_pb2.DUTY_PREFILL, worker_pb2.DUTY_DECODE, worker_pb2.DUTY_BOTH
@@ -26,6 +24,7 @@ UNSPECIFIED = worker_pb2.DUTY_UNSPECIFIED
 AT_RISK = 0.25  # part of a changing worker's requests that miss a limit by it
 LEAST_ERROR, MOST_ERROR = 0.1, 0.3  # of the measured rate
 LEAST_GAIN = 0.5  # requests: less is no reason
+GOOD = 0.99  # of the most that any split answers at the measured rate: what other rates gain is no reason for less
 NONE = DutySplit()
 FEW = 16  # splits of many members that are looked at, besides those near the present one
 DRAIN_S = 10.0  # in which waiting prompts should be computed, besides those that come
@@ -50,8 +49,10 @@ class FleetState:
     capacity: Capacity
     fixed: DutySplit = NONE  # replicas of workers with a role
     replicas: int = 1  # of each member
-    waiting_tokens: float = 0.0  # prompt tokens in queues
+    waiting: float = 0.0  # prompts in queues
+    waiting_tokens: float = 0.0  # of these
     sample: float = math.inf  # requests from which the rate was measured
+    growth: float = 1.0  # factor by which the rate may grow until a change has its effect
 
     @property
     def now(self) -> DutySplit:
@@ -59,12 +60,14 @@ class FleetState:
         return DutySplit(duties.count(PREFILL), duties.count(DECODE), duties.count(BOTH) + duties.count(UNSPECIFIED))
 
     def expect(self, split: DutySplit, factor: float = 1.0) -> Expected:
-        """`split` of the members, at `factor` times the measured rate."""
+        """`split` of the members, at `factor` times the measured rate, beside what waits."""
         workload, many = self.workload, self.replicas
-        uncached = max(workload.input_tokens - workload.cached_tokens, 1.0)
-        rate = factor * workload.rate + self.waiting_tokens / uncached / DRAIN_S
+        came = factor * workload.rate
+        rate = came + self.waiting / DRAIN_S
+        uncached = came * max(workload.input_tokens - workload.cached_tokens, 1.0) + self.waiting_tokens / DRAIN_S
+        workload = replace(workload, rate=rate, input_tokens=workload.cached_tokens + uncached / rate)
         whole = DutySplit(split.prefill * many, split.decode * many, split.both * many).plus(self.fixed)
-        return expect(whole, replace(workload, rate=rate), self.slo, self.times, self.capacity)
+        return expect(whole, workload, self.slo, self.times, self.capacity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class DutyPlan:
     then: Expected  # with these duties
     gain: float = 0.0  # requests, over the horizon
     cost: float = 0.0  # requests
+    other: str = "no other split is worth as much"  # where nothing changes: why not
 
     def __str__(self) -> str:
         return (
@@ -90,16 +94,15 @@ class DutyPlan:
 
 def decide(state: FleetState) -> DutyPlan:
     before = state.now
-    now = state.expect(before)
-    kept = DutyPlan({m.address: m.duty or BOTH for m in state.members}, before, before, now, now)
-    plans = (_plan(state, split, now) for split in _candidates(before, state.fixed))
-    for plan in sorted(plans, key=lambda plan: plan.gain - plan.cost, reverse=True):
-        if plan.gain <= plan.cost:
-            break
-        mean = statistics.mean([plan.gain, *(_gain(state, plan, factor) for factor in _errors(state))])
-        if mean > plan.cost + LEAST_GAIN:
-            return replace(plan, gain=mean)
-    return kept
+    now = {rate: state.expect(before, rate) for rate in (1.0, *_errors(state))}
+    found = {split: state.expect(split) for split in _candidates(before, state.fixed)}
+    least = GOOD * max([now[1.0].worth, *(then.worth for then in found.values())])
+    plans = (_plan(state, split, now, then) for split, then in found.items() if then.worth >= least)
+    best = max(plans, key=lambda plan: plan.gain - plan.cost, default=None)
+    if best is not None and best.gain > best.cost + LEAST_GAIN:
+        return best
+    stay = DutyPlan({m.address: m.duty or BOTH for m in state.members}, before, before, now[1.0], now[1.0])
+    return stay if best is None or best.after == before else replace(stay, other=f"not {best}")
 
 
 def _candidates(now: DutySplit, fixed: DutySplit) -> Iterator[DutySplit]:
@@ -116,22 +119,20 @@ def _candidates(now: DutySplit, fixed: DutySplit) -> Iterator[DutySplit]:
             yield DutySplit(prefill, total - prefill)
 
 
-def _plan(state: FleetState, split: DutySplit, now: Expected) -> DutyPlan:
-    then = state.expect(split)
+def _plan(state: FleetState, split: DutySplit, now: Mapping[float, Expected], then: Expected) -> DutyPlan:
+    """`now`: what the present split makes of each factor of the measured rate; `then`: `split` of the measured one."""
+    after = (then if rate == 1 else state.expect(split, rate) for rate in now)
+    more = statistics.fmean(a.worth - b.worth for a, b in zip(after, now.values(), strict=True))
     duties = assign(state, split)
-    cost = sum(_cost(state, member, duties[member.address]) for member in state.members)
-    return DutyPlan(duties, state.now, split, now, then, (then.goodput - now.goodput) * HORIZON_S, cost)
+    in_time = min(max(now[1.0].goodput / max(now[1.0].served, 1e-9), LATE), 1.0)  # late ones count in part here too
+    cost = in_time * sum(_cost(state, member, duties[member.address]) for member in state.members)
+    return DutyPlan(duties, state.now, split, now[1.0], then, more * HORIZON_S, cost)
 
 
 def _errors(state: FleetState) -> tuple[float, float]:
-    """Factors of the measured rate between which the true one lies."""
+    """Factors of the measured rate between which the true one lies until a change has its effect."""
     error = min(max(1 / math.sqrt(max(state.sample, 1.0)), LEAST_ERROR), MOST_ERROR)
-    return 1 - error, 1 + error
-
-
-def _gain(state: FleetState, plan: DutyPlan, factor: float) -> float:
-    now, then = (state.expect(split, factor) for split in (plan.before, plan.after))
-    return (then.goodput - now.goodput) * HORIZON_S
+    return 1 - error, max(1 + error, state.growth)
 
 
 def assign(state: FleetState, split: DutySplit) -> dict[str, worker_pb2.Duty]:

@@ -6,12 +6,10 @@ hold, and the output tokens. So the leader's own requests are taken for a sample
 workers have more sequences than the leader's. A leader without requests reads their shape from the reports as well.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from millrace_common.split import Slo, Workload
@@ -21,7 +19,7 @@ from millrace_router.health.window import SLOTS, Window
 WINDOW_S = 10.0
 RECENT = 3  # slots of it, which count alone where they differ from those before them
 CHANCE = 4.0  # standard deviations, by which the two may differ
-MOST_GROWTH = 1.2  # that is expected of a rate until a change of duties has its effect
+MOST_GROWTH = 1.5  # that is expected of a rate until a change of duties has its effect
 LEAST = 8  # requests: fewer are no sample
 
 
@@ -84,10 +82,10 @@ class RecentDemand:
         self.expected_output, self._routers = expected_output, routers
         self._add(
             {
-                Count.OWN: _sum(report.own for report in reports.values()),
-                Count.ALL: _sum(report.sequences for report in reports.values()),
-                Count.HELD: _sum(report.held for report in reports.values()),
-                Count.GENERATED: _sum(
+                Count.OWN: math.fsum(report.own for report in reports.values()),
+                Count.ALL: math.fsum(report.sequences for report in reports.values()),
+                Count.HELD: math.fsum(report.held for report in reports.values()),
+                Count.GENERATED: math.fsum(
                     max(report.generated - before.get(epoch, report.generated), 0) for epoch, report in reports.items()
                 ),
             }
@@ -104,7 +102,7 @@ class RecentDemand:
         return Workload(
             input_tokens=sums[Count.INPUTS] / arrivals,
             output_tokens=max(sums[Count.OUTPUTS] / arrivals, 1.0),
-            rate=arrivals / seconds * others * self._growth(arrivals / seconds),
+            rate=arrivals / seconds * others,
             cached_tokens=sums[Count.CACHED] / sums[Count.PLACED] if sums[Count.PLACED] else 0.0,
         )
 
@@ -124,6 +122,13 @@ class RecentDemand:
         return self._counted()[0][Count.ARRIVALS]
 
     @property
+    def growth(self) -> float:
+        """Factor by which a rate that has grown within the window may grow on."""
+        sums, seconds = self._counted()
+        mean = self._window.sums(self._clock())[Count.ARRIVALS] / self._seconds(SLOTS)
+        return min(max(sums[Count.ARRIVALS] / seconds / mean, 1.0), MOST_GROWTH) if mean else 1.0
+
+    @property
     def goodput(self) -> float:
         """Requests of this router per second that ended within their limits."""
         return self._window.sums(self._clock())[Count.MET] / self._seconds(SLOTS)
@@ -141,16 +146,12 @@ class RecentDemand:
         sums, recent = self._window.sums(now), self._window.sums(now, RECENT)
         if recent[Count.ARRIVALS] < LEAST or recently >= seconds:
             return sums, seconds
-        part = recently / seconds
-        chance = CHANCE / math.sqrt(part * sums[Count.ARRIVALS])
-        shape = ((recent[count], part * sums[count]) for count in (Count.ARRIVALS, Count.INPUTS))
+        part = recently / (seconds - recently)
+        arrivals, inputs = (part * (sums[count] - recent[count]) for count in (Count.ARRIVALS, Count.INPUTS))
+        chance = CHANCE * math.sqrt((1 + part) / max(arrivals, 1.0))
+        shape = ((recent[Count.ARRIVALS], arrivals), (recent[Count.INPUTS], inputs))
         changed = any(abs(found - expected) > chance * expected for found, expected in shape)
         return (recent, recently) if changed else (sums, seconds)
-
-    def _growth(self, rate: float) -> float:
-        """A rate that has grown within the window is taken to grow on."""
-        mean = self._window.sums(self._clock())[Count.ARRIVALS] / self._seconds(SLOTS)
-        return min(max(rate / mean, 1.0), MOST_GROWTH)
 
     def _seconds(self, slots: int) -> float:
         """That so many slots cover: the last one is not over yet."""
@@ -161,7 +162,3 @@ class RecentDemand:
         now = self._clock()
         for counter, amount in amounts.items():
             self._window.add(counter, amount, now)
-
-
-def _sum(values: Iterable[float]) -> float:
-    return float(sum(values))

@@ -1,12 +1,10 @@
 """Every second: what is asked, what the workers can do, and the duties that follow. The router that leads sets them."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from millrace.v1 import worker_pb2
 from millrace_common.metrics import Metrics
@@ -27,28 +25,21 @@ log = logging.getLogger(__name__)
 
 DUTY_OF_ROLE = {worker_pb2.ROLE_PREFILL: PREFILL, worker_pb2.ROLE_DECODE: DECODE}
 PERIOD_S = 1.0
+ENOUGH = 0.9  # of the requests within their limits: no explanation is due
 ANSWER_S = 1.0  # of a worker that is told its duty
 
 
+@dataclass
 class Lead:
-    def __init__(
-        self,
-        router_id: str,
-        routing: Routing,
-        demand: RecentDemand,
-        fleet: Callable[[], Sequence[Worker]],
-        queued_tokens: Callable[[], int],
-        metrics: Metrics,
-    ) -> None:
-        """`fleet`: the routable workers of the served model; `queued_tokens`: of prompts that wait in this router."""
-        self._router_id = router_id
-        self._routing = routing
-        self._demand = demand
-        self._fleet = fleet
-        self._queued_tokens = queued_tokens
-        self._metrics = metrics
-        self._leads = False
-        self._advice = ""  # that was logged last
+    router_id: str
+    routing: Routing
+    demand: RecentDemand
+    fleet: Callable[[], Sequence[Worker]]  # the routable workers of the served model
+    queued: Callable[[], tuple[int, int]]  # prompts that wait here, and their tokens
+    metrics: Metrics
+    leads: bool = False
+    advice: str = ""  # that was logged last
+    rests: bool = False  # although requests are late
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -60,42 +51,51 @@ class Lead:
                 log.exception("cannot decide the duties of flexible workers")
 
     async def tick(self) -> None:
-        workers = self._fleet()
+        workers = self.fleet()
         flexible = [worker for worker in workers if worker.flexible]
         lists = [worker.load.routers for worker in flexible if worker.load is not None]
         self._look(flexible, len(set().union(*lists)))
         if not flexible:
             return
-        leads_now = leads(self._router_id, lists)
-        if leads_now is not self._leads:
-            self._leads = leads_now
+        leads_now = leads(self.router_id, lists)
+        if leads_now is not self.leads:
+            self.leads = leads_now
             log.info("this router %s the duties of flexible workers", "sets" if leads_now else "no longer sets")
         if leads_now:
             await self._carry_out(flexible, await self._decided(workers, flexible))
 
     def _look(self, flexible: Sequence[Worker], routers: int) -> None:
-        self._demand.look({worker.epoch: _report(worker) for worker in flexible}, _expected_output(flexible), routers)
-        self._metrics.duty.clear()
+        self.demand.look({worker.epoch: _report(worker) for worker in flexible}, _expected_output(flexible), routers)
+        self.metrics.duty.clear()
         for worker in flexible:
-            self._metrics.duty.labels(worker.address, duty_name(worker.duty)).set(1)
-        self._metrics.goodput.labels("measured").set(self._demand.goodput)
+            self.metrics.duty.labels(worker.address, duty_name(worker.duty)).set(1)
+        self.metrics.goodput.labels("measured").set(self.demand.goodput)
 
     async def _decided(self, workers: Sequence[Worker], flexible: Sequence[Worker]) -> DutyPlan | None:
         """None: nothing is asked, limited or measured, so there is nothing to decide."""
-        state = self._situation(workers, flexible) if self._routing.duties != "off" else None
+        state = self._situation(workers, flexible) if self.routing.duties != "off" else None
         if state is None:
             return None
         plan = await asyncio.to_thread(decide, state)  # takes 23 ms for 512 workers
-        self._metrics.goodput.labels("expected").set(plan.now.goodput)
+        self.metrics.goodput.labels("expected").set(plan.now.goodput)
+        self._explain_rest(state, plan)
         return plan
 
+    def _explain_rest(self, state: FleetState, plan: DutyPlan) -> None:
+        """Say once with which numbers the duties stay although requests are late."""
+        rests = plan.after == plan.before and plan.now.goodput < ENOUGH * state.workload.rate
+        if rests and not self.rests:
+            waits = f"{state.waiting:.0f} prompts of {state.waiting_tokens:.0f} tokens wait"
+            log.info("duties stay: %s; %s; %s, %s, %s", plan, plan.other, state.workload, waits, state.times)
+        self.rests = rests
+
     def _situation(self, workers: Sequence[Worker], flexible: Sequence[Worker]) -> FleetState | None:
-        workload, slo = self._demand.workload(), self._demand.slo(self._routing.slo.slo)
+        workload, slo = self.demand.workload(), self.demand.slo(self.routing.slo.slo)
         replicas = [replica for worker in flexible for replica in worker.replicas(frozenset(), "")]
-        times = measured([(worker.duty, r.times) for worker in flexible for r in worker.replicas(frozenset(), "")])
+        times = measured([(w.duty, r.held, r.times) for w in flexible for r in w.replicas(frozenset(), "")])
         if workload is None or times is None or not slo.limited:
             return None
-        waiting = self._queued_tokens() + sum(replica.tokens for replica in replicas)
+        waiting, tokens = self.queued()
         return FleetState(
             tuple(_member(worker) for worker in flexible),
             workload,
@@ -104,39 +104,41 @@ class Lead:
             _capacity(flexible, replicas),
             fixed=_fixed(workers),
             replicas=max(len(replicas) // len(flexible), 1),
-            waiting_tokens=waiting,
-            sample=self._demand.sample,
+            waiting=waiting + sum(load.waiting for load in _loads(flexible)),
+            waiting_tokens=tokens + sum(replica.tokens for replica in replicas),
+            sample=self.demand.sample,
+            growth=self.demand.growth,
         )
 
     async def _carry_out(self, flexible: Sequence[Worker], plan: DutyPlan | None) -> None:
         duties = {worker.address: worker.duty or BOTH for worker in flexible} if plan is None else plan.duties
-        if self._routing.duties == "off":
+        if self.routing.duties == "off":
             duties = dict.fromkeys(duties, BOTH)
         changes = [(worker, duties[worker.address]) for worker in flexible if worker.duty != duties[worker.address]]
         why = str(plan) if plan is not None else "a duty to begin with"
         if changes:
             self._explain(changes, why)
-        if self._routing.duties != "advise":
+        if self.routing.duties != "advise":
             await asyncio.gather(*(self._set(worker, duty, why) for worker, duty in changes))
 
     def _explain(self, changes: Sequence[tuple[Worker, worker_pb2.Duty]], why: str) -> None:
         names = [f"{worker.address} {duty_name(worker.duty)} -> {duty_name(duty)}" for worker, duty in changes]
         advice = ", ".join(names)
-        if self._routing.duties != "advise":
+        if self.routing.duties != "advise":
             log.info("duties change: %s; %s", advice, why)
-        elif advice != self._advice:
+        elif advice != self.advice:
             log.info("duties should change: %s; %s", advice, why)
-            self._advice = advice
+            self.advice = advice
 
     async def _set(self, worker: Worker, duty: worker_pb2.Duty, why: str) -> None:
         before = duty_name(worker.duty)
-        request = worker_pb2.SetDutyRequest(duty=duty, router_id=self._router_id, why=why)
+        request = worker_pb2.SetDutyRequest(duty=duty, router_id=self.router_id, why=why)
         try:
             await reply(worker.control.SetDuty(request, timeout=ANSWER_S))
         except MillraceError as error:  # the next look tries again
             log.warning("cannot set the duty of %s: %s", worker.address, error)
         else:
-            self._metrics.duty_changes.labels(before, duty_name(duty)).inc()
+            self.metrics.duty_changes.labels(before, duty_name(duty)).inc()
 
 
 def duty_name(duty: worker_pb2.Duty) -> str:
@@ -145,8 +147,7 @@ def duty_name(duty: worker_pb2.Duty) -> str:
 
 def _report(worker: Worker) -> Report:
     replicas = worker.replicas(frozenset(), "")
-    loads = worker.load.replicas if worker.load is not None else ()
-    generated = sum(load.counters.get("output_tokens", 0.0) for load in loads)
+    generated = sum(load.counters.get("output_tokens", 0.0) for load in _loads([worker]))
     return Report(worker.in_flight, sum(r.sequences for r in replicas), sum(r.held for r in replicas), generated)
 
 
@@ -155,15 +156,18 @@ def _expected_output(workers: Iterable[Worker]) -> int:
     return round(statistics.median(found)) if found else 0
 
 
-def measured(found: Iterable[tuple[worker_pb2.Duty, StepTimes]]) -> StepTimes | None:
-    """The times of a step by those who know: of prompts from workers of duty prefill, of streams from the others. A
-    worker beside whose streams all chunks are alike cannot tell what longer ones take. None: nobody has measured any.
+def measured(found: Iterable[tuple[worker_pb2.Duty, int, StepTimes]]) -> StepTimes | None:
+    """The times of a step by those who know, each with the tokens that it holds: of prompts from replicas of duty
+    prefill, of streams from those others that hold most. One that has just got its duty has seen few streams, and one
+    beside whose streams all chunks are alike cannot tell what longer ones take. None: nobody has measured any.
     """
-    known = [(duty, times) for duty, times in found if times.known]
+    known = [one for one in found if one[2].known]
     if not known:
         return None
-    streams = _median([times for duty, times in known if duty != PREFILL] or [times for _, times in known])
-    alone = [times for duty, times in known if duty == PREFILL]
+    running = [(held, times) for duty, held, times in known if duty != PREFILL] or [one[1:] for one in known]
+    most = max(held for held, _ in running)
+    streams = _median([times for held, times in running if held >= most / 2])
+    alone = [times for duty, _, times in known if duty == PREFILL]
     if not alone:
         return streams
     prompts = _median(alone)  # which never have a step without prompts
@@ -177,7 +181,7 @@ def _median(times: Sequence[StepTimes]) -> StepTimes:
 
 
 def _capacity(flexible: Sequence[Worker], replicas: Sequence[Replica]) -> Capacity:
-    loads = [load for worker in flexible if worker.load is not None for load in worker.load.replicas]
+    loads = _loads(flexible)
     page_size = max(flexible[0].info.layout.page_size, 1)
     return Capacity(
         max_running=max(round(statistics.median(r.sequences + max(r.capacity, 0) for r in replicas)), 1),
@@ -187,8 +191,12 @@ def _capacity(flexible: Sequence[Worker], replicas: Sequence[Replica]) -> Capaci
     )
 
 
+def _loads(workers: Iterable[Worker]) -> list[worker_pb2.ReplicaLoad]:
+    return [load for worker in workers if worker.load is not None for load in worker.load.replicas]
+
+
 def _member(worker: Worker) -> Member:
-    loads = worker.load.replicas if worker.load is not None else ()
+    loads = _loads([worker])
     page_size = worker.info.layout.page_size
     sequences = sum(load.running + load.waiting + load.importing for load in loads)
     return Member(worker.address, worker.duty, sequences, sum(load.pages_cached for load in loads) * page_size)

@@ -6,8 +6,6 @@
 3. The Link is gone: the feed ends, and its data is dropped.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Iterable

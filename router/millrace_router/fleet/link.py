@@ -7,8 +7,6 @@
 4. The stream ends (`run` raises) or `close` is called: every registered sub-request fails with WORKER_LOST at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -31,8 +29,6 @@ ROLES = PREFILL, DECODE, UNIFIED, FLEXIBLE
 
 
 class OutputReceiver(Protocol):
-    """The receiver of one sub-request's outputs."""
-
     attempt: int
     heard: bool  # it has had tokens
     waits: bool  # at its worker, by its word
@@ -64,7 +60,6 @@ class Link:
 
     @property
     def in_flight(self) -> int:
-        """Number of running sub-requests."""
         return len(self._subs)
 
     async def connect(self, channel: grpc.aio.Channel, hello: worker_pb2.LinkHello) -> None:

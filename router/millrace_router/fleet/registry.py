@@ -9,8 +9,6 @@ Values derived from the workers' states (states.py) are computed once per change
 change only numbers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging
@@ -131,7 +129,6 @@ class Registry:
         return [worker for worker, _ in self._able if self._serves(worker)]
 
     def view(self, weights: str) -> View:
-        """The view of the model with these weights."""
         roles: dict[int, list[Replica]] = {PREFILL: [], DECODE: [], UNIFIED: []}
         ejected = self.health.ejected()
         for worker, sources in self._able:

@@ -8,8 +8,6 @@
 Everything is derived from current facts, so a loss is noticed like a gain.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ Pairs are identified by the epochs of their processes, so a restarted worker sta
 idempotent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import enum
 import functools
@@ -51,8 +49,6 @@ class PairStage(enum.StrEnum):
 
 @dataclass(slots=True)
 class PairProgress:
-    """The progress of a pair."""
-
     source: Worker | None
     worker: Worker
     stage: PairStage = PairStage.WARMING
@@ -98,7 +94,6 @@ class Warmups:
         self._on_change = on_change
 
     def reconcile(self, workers: Iterable[Worker]) -> None:
-        """Start hooks for new pairs, forget those that are gone."""
         pairs = wanted(workers)
         for pair in self._tasks.keys() - pairs.keys():
             self._tasks.pop(pair).cancel()
@@ -140,7 +135,7 @@ class Warmups:
                 failure = error
             except Exception as error:  # garbage of a worker's, or a fault of ours: it would never be tried again
                 log.exception("the warm-up of %s broke unexpectedly", progress.names)
-                failure = MillraceError.unexpected(error)
+                failure = MillraceError.of(error)
             else:
                 log.info("warmed and frozen: %s", progress.names)
                 progress.stage, progress.detail = PairStage.READY, ""

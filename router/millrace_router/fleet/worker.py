@@ -2,7 +2,7 @@
 
 1. Connect: GetInfo, check the version of its API.
 2. Watch its load. A stream that breaks or stays silent means that the worker is lost, and so does a decode worker that
-   makes no progress with its streams (progress.py).
+   makes no progress with its streams (health/progress.py).
 3. As soon as it is READY: call GetInfo again (now with model and layout) and open the Link.
 4. When any of these fails, or the process at the address is another one: close the Link, which fails every attempt
    there at once; back to 1 after a pause, unless discovery has dropped it.
@@ -10,8 +10,6 @@
 warmups.py pairs and warms workers; registry.py decides which are routable. `on_change` is called when the worker's
 state may have changed, `on_load` when only numbers have.
 """
-
-from __future__ import annotations
 
 import asyncio
 import logging
@@ -36,7 +34,7 @@ from millrace_rpc.tls import Identity
 from millrace_router.config import Timeouts
 from millrace_router.discovery.base import Target
 from millrace_router.fleet.link import DECODE, FLEXIBLE, PREFILL, ROLES, UNIFIED, Link
-from millrace_router.fleet.progress import WorkerProgress
+from millrace_router.health.progress import WorkerProgress
 from millrace_router.policy.snapshot import UNLIMITED, Replica
 
 log = logging.getLogger(__name__)
@@ -252,7 +250,7 @@ class Worker:
             return MillraceError(Reason.WORKER_LOST, "it is silent")
         except Exception as error:  # garbage of the worker's, or a fault of ours: it would never be connected again
             log.exception("the connection to worker %s broke unexpectedly", self.address)
-            return MillraceError.unexpected(error)
+            return MillraceError.of(error)
         finally:
             self._control = None  # also by a cancellation: a hook or an operator's call may still have this worker
         raise AssertionError("both go on until one fails")

@@ -1,7 +1,5 @@
 """A request as the client sent it, by gRPC or HTTP, unchecked: validate.py has every limit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -20,8 +20,6 @@ sub-requests is retried only while the client has seen nothing of the attempt, e
 is never sent knowingly.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -66,8 +64,6 @@ _TRANSITIONS = Transitions(LEGAL)
 
 @dataclass(frozen=True, slots=True)
 class AbortSubRequest:
-    """Send an abort of the attempt to the sub-request's worker."""
-
     sub: SubRequest
     attempt: int
     reason: str
@@ -164,7 +160,6 @@ class Flow:
     # ------------------------------------------------------------------------------------- what the client does
 
     def take(self) -> tuple[list[int], list[common_pb2.TokenLogprobs]]:
-        """The outputs since the last call."""
         start, self.taken = self.taken, len(self.outputs)
         return self.outputs[start:], self.logprobs[start:]
 
@@ -183,7 +178,6 @@ class Flow:
     # ------------------------------------------------------------------------------------- what workers do
 
     def assign(self, subs: SubRequests, now: float) -> None:
-        """The attempt is sent to these sub-requests."""
         assert subs and self.stage is Stage.QUEUED
         self.attempt += 1
         self.base = len(self.outputs)

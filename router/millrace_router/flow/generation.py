@@ -5,8 +5,6 @@ Events come from the queue (`_serve`), the Links (`_LinkedSubRequest`), the cloc
 stream.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -15,7 +13,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from millrace.v1 import common_pb2, prefill_pb2, worker_pb2
+from millrace.v1 import common_pb2, inference_pb2, prefill_pb2, worker_pb2
 from millrace_common.log import PER_REQUEST
 from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
@@ -88,8 +86,7 @@ class Generation:
         self._tokens = len(job.token_ids) + job.sampling.max_tokens  # at the end, at most
         self.room = secrets.randbits(64) or 1
         self.cached_tokens = 0
-        self.drafted_tokens = 0  # of all attempts that have ended
-        self.accepted_tokens = 0  # of drafted_tokens
+        self.usage = inference_pb2.Usage()  # what attempts have reported that have ended
         self.tokens_at: float | None = None  # when the first token arrived
         self.flow = Flow(
             timeouts=config.timeouts,
@@ -125,7 +122,6 @@ class Generation:
         self._enter()
 
     def stop(self) -> None:
-        """A stop string was found."""
         self.perform(self.flow.stop())
 
     def cancel(self, error: MillraceError) -> None:
@@ -135,7 +131,8 @@ class Generation:
         for action in actions:
             match action:
                 case AbortSubRequest(sub, attempt, reason):
-                    self._links[sub].abort(self.room, attempt, reason)
+                    if sub in self._links:  # else the Link of its source was gone, and it was not submitted
+                        self._links[sub].abort(self.room, attempt, reason)
                 case Blame(subs, reason):
                     blamed = [replica for sub, replica in self._placed.items() if sub in subs]
                     self._avoid |= {replica.address for replica in blamed}
@@ -188,6 +185,7 @@ class Generation:
         self._backend.demand.placed(decision.cached_tokens)
         subs = {SubRequest.PREFILL: decision.placement.prefill, SubRequest.DECODE: decision.placement.decode}
         self._placed = {sub: replica for sub, replica in subs.items() if replica is not None}
+        self._links = {}  # one of the attempt before may be the Link of this one
         self.flow.assign(frozenset(self._placed), self._loop.time())
         self._submit(decision)
         self._settle()
@@ -270,17 +268,20 @@ class Generation:
         return answer.weights == self._weights
 
     def heard(self, sub: SubRequest) -> None:
-        """A sub-request's first output."""
         self._health.spoke(self._placed[sub].epoch)
 
-    def drafted(self, out: worker_pb2.SequenceOutput) -> None:
-        """The last output of an attempt says how many drafts there were."""
-        self.drafted_tokens += out.drafted_tokens
-        self.accepted_tokens += out.accepted_draft_tokens
+    def attempt_ended(self, out: worker_pb2.SequenceOutput) -> None:
+        """`out`: its last output."""
+        if not out.drafted_tokens:
+            return
         metrics, placed = self._backend.metrics, self._placed
         pair = [placed[sub].address if sub in placed else NO_WORKER for sub in (SubRequest.PREFILL, SubRequest.DECODE)]
         metrics.drafted_tokens.labels(*pair).inc(out.drafted_tokens)
         metrics.accepted_draft_tokens.labels(*pair).inc(out.accepted_draft_tokens)
+        self.usage = inference_pb2.Usage(  # deltas share the one before
+            drafted_tokens=self.usage.drafted_tokens + out.drafted_tokens,
+            accepted_draft_tokens=self.usage.accepted_draft_tokens + out.accepted_draft_tokens,
+        )
 
     # ------------------------------------------------------------------------------------- afterwards
 
@@ -373,8 +374,8 @@ class _LinkedSubRequest:
                 return
             generation.tokens_at = now
             generation.cached_tokens = out.cached_tokens
-        if out.drafted_tokens:
-            generation.drafted(out)
+        if out.finish_reason:
+            generation.attempt_ended(out)
         actions = flow.output(self._sub, out, now)
         if self._sub not in flow.open and flow.stage is not Stage.HANDOVER:  # there the worker's pages are still read
             self._link.forget(generation.room)

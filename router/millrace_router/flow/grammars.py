@@ -3,26 +3,25 @@
 What a grammar turned out to be is remembered, so an agent's next request does not wait.
 """
 
-from __future__ import annotations
-
 import asyncio
+import contextlib
 import hashlib
 import json
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
 from millrace.v1 import common_pb2
-from millrace_common.grammar.checker import Checker
+from millrace_common.grammar.checker import Checker, CompilerStarved
 from millrace_common.grammar.source import GrammarError
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import FieldError, MillraceError
 
 from millrace_router.flow.ask import Ask
-from millrace_router.text.call_grammar import Calls, call_grammar
+from millrace_router.text.call_grammar import call_grammar
 
 PROCESSES = 2
 MAX_WAITING = 16  # grammars of a tenant that are not begun
@@ -32,41 +31,31 @@ T = TypeVar("T")
 
 
 class Turns:
-    """So many jobs at once, those that wait tenant by tenant."""
+    """So many jobs at once, those that wait tenant by tenant: no tenant has more in the common line than can run."""
 
     def __init__(self, count: int, most_waiting: int) -> None:
-        self._free = count
+        self._free = asyncio.Semaphore(count)
+        self._of = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(count))
+        self._waiting: Counter[str] = Counter()
         self._most_waiting = most_waiting
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def take(self, tenant: str) -> None:
         """Raises QUEUE_FULL."""
-        if self._free:
-            self._free -= 1
-            return
-        line = self._waiting.setdefault(tenant, deque())
-        if len(line) >= self._most_waiting:
-            message = f"{len(line)} grammars of this tenant wait to be compiled, the limit"
+        if self._waiting[tenant] >= self._most_waiting:
+            message = f"{self._waiting[tenant]} grammars of this tenant wait to be compiled, the limit"
             raise MillraceError(Reason.QUEUE_FULL, message)
-        turn = asyncio.get_running_loop().create_future()
-        line.append(turn)
+        self._waiting[tenant] += 1
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give_back()
-            raise
+            async with contextlib.AsyncExitStack() as held:
+                await held.enter_async_context(self._of[tenant])
+                await self._free.acquire()
+                held.pop_all()
+        finally:
+            self._waiting[tenant] -= 1
 
-    def give_back(self) -> None:
-        while self._waiting:
-            tenant, line = self._waiting.popitem(last=False)
-            turn = line.popleft()
-            if line:
-                self._waiting[tenant] = line  # behind the other tenants
-            if not turn.cancelled():
-                turn.set_result(None)
-                return
-        self._free += 1
+    def give_back(self, tenant: str) -> None:
+        self._of[tenant].release()
+        self._free.release()
 
 
 @dataclass(slots=True, eq=False)
@@ -86,18 +75,20 @@ class RequestGrammars:
 
     async def settle(self, ask: Ask, token_of: Callable[[str], int | None], tenant: str) -> Ask:
         """The request with the grammar that workers get, which compiles. Raises MillraceError."""
-        if ask.grammar is not None:
-            await self._settle(ask.grammar, tenant)
+        if (answer := ask.calls.answer if ask.calls else ask.grammar) is not None:
+            await self._settle(answer, tenant)
         if ask.calls is None:
             return ask
-        if ask.calls.answer is not None:
-            await self._settle(ask.calls.answer, tenant)
+        # A process with limits reads each schema before a thread, which nothing can end, does in `call_grammar`.
+        for tool in ask.calls.tools if ask.calls.required else (tool for tool in ask.calls.tools if tool.strict):
+            if problem := await self._problem("json_schema", json.dumps(tool.parameters), tenant):
+                raise FieldError("tools", f"cannot be used: the parameters of {tool.name} cannot be kept {problem}")
         try:
             grammar = await self._in_turn(tenant, call_grammar, ask.calls, token_of)
         except GrammarError as error:
             raise FieldError("tools", f"cannot be used: {error}") from error
         if problem := await self._problem("lark", grammar.lark, tenant):
-            raise FieldError("tools", f"cannot be used: {await self._whose(ask.calls, tenant)}{problem}")
+            raise FieldError("tools", f"cannot be used: the calls cannot be kept: {problem}")
         return replace(ask, grammar=grammar, origins={**ask.origins, ("grammar",): ("tools",)})
 
     def close(self) -> None:
@@ -111,15 +102,6 @@ class RequestGrammars:
         assert kind is not None, "validate.py has checked it"
         if problem := await self._problem(kind, getattr(grammar, kind), tenant):
             raise FieldError("grammar", f"has a {kind} that cannot be used: {problem}")
-
-    async def _whose(self, calls: Calls, tenant: str) -> str:
-        """The tool whose parameters do not compile by themselves, and where."""
-        for tool in calls.tools:
-            if calls.required or tool.strict:
-                problem = await self._problem("json_schema", json.dumps(tool.parameters), tenant)
-                if problem:
-                    return f"the parameters of {tool.name} cannot be kept {problem}; "
-        return "the calls cannot be kept: "
 
     async def _problem(self, kind: str, text: str, tenant: str) -> str:
         key = hashlib.sha256(f"{kind}:{text}".encode(errors="surrogatepass")).digest()
@@ -158,12 +140,13 @@ class RequestGrammars:
             await self._in_turn(tenant, self._checker.check, kind, text, given_up)
         except GrammarError as error:
             return str(error)
+        except CompilerStarved as error:
+            raise MillraceError(Reason.OVERLOADED, str(error)) from error
         return ""
 
     async def _in_turn(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run it in a thread, when it is the tenant's turn."""
         loop = asyncio.get_running_loop()
         await self._turns.take(tenant)
         future = self._threads.submit(function, *args, **kwargs)
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._turns.give_back))
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._turns.give_back, tenant))
         return await asyncio.wrap_future(future)

@@ -1,7 +1,5 @@
 """Something to do whenever a time has passed without anything else."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@
    its end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -68,7 +66,6 @@ class Inference:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the served model, its own first."""
         return self.backend.registry.names
 
     async def generate(self, ask: Ask, api: str) -> Answer:
@@ -80,8 +77,8 @@ class Inference:
         span = tracer.begin("generate", who.traceparent, received, about, server=True)
         try:
             token_ids, sampling, places = await self._admit(ask, who.tenant, received)
-        except (MillraceError, asyncio.CancelledError) as error:
-            self._count(api, who.tenant, span, error if isinstance(error, MillraceError) else gone())
+        except (Exception, asyncio.CancelledError) as error:
+            self._count(api, who.tenant, span, MillraceError.of(error) if isinstance(error, Exception) else gone())
             raise
         route = tracer.begin("route", span.traceparent, received)
         route.end(asyncio.get_running_loop().time(), {"millrace.prompt_tokens": len(token_ids)})
@@ -180,7 +177,6 @@ class Inference:
         self.backend.metrics.tokens.labels(direction="prompt").inc(prompt_tokens * len(stream.continuations))
 
     def _ended(self, stream: Stream, api: str, tenant: Tenant, span: Span, error: MillraceError | None) -> None:
-        """Record the facts of a request that had started."""
         self.active.discard(stream)
         if not self.active:
             self._idle.set()
@@ -205,7 +201,6 @@ class Inference:
         self._count(api, tenant, span, error, output)
 
     def _count(self, api: str, tenant: Tenant, span: Span, error: MillraceError | None, output_tokens: int = 0) -> None:
-        """Count a request by its end."""
         status = "ok" if error is None else error.reason.lower()
         metrics = self.backend.metrics
         metrics.requests.labels(api=api, status=status).inc()

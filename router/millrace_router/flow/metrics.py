@@ -1,11 +1,9 @@
 """The router's metrics: rows of the catalogue, updated when requests and stages end."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Set
 
-from millrace_common.metrics import PROCESS, ROUTER, Metrics
+from millrace_common.metrics import PAIR, PROCESS, ROUTER, Metrics
 from prometheus_client import CollectorRegistry, Counter
 
 from millrace_router.flow.flow import Stage
@@ -26,8 +24,9 @@ def forget_tenants(metrics: Metrics, known: Set[str]) -> None:
 
 def forget_workers(metrics: Metrics, known: Set[str]) -> None:
     """Drop the series of pairs with a worker that discovery no longer lists. `known` are addresses."""
-    for counter in (metrics.drafted_tokens, metrics.accepted_draft_tokens):
-        _keep(counter, lambda labels: {*labels.values()} - {NO_WORKER} <= known)
+    for row in ROUTER:
+        if row.labels == PAIR:
+            _keep(getattr(metrics, row.attr), lambda labels: {*labels.values()} - {NO_WORKER} <= known)
 
 
 def _keep(counter: Counter, wanted: Callable[[dict[str, str]], bool]) -> None:

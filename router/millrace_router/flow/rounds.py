@@ -10,8 +10,6 @@ ones (docs/explanation/streaming.md).
    per stream, which costs as much as one token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

@@ -4,8 +4,6 @@ inference.py's `generate`. docs/reference/metrics.md shows the whole tree.
 The continuations of a request share its span; `millrace.continuation` tells their attempts apart.
 """
 
-from __future__ import annotations
-
 from millrace_common.spans import NO_ATTRIBUTES, Attributes, Span, Tracer
 
 from millrace_router.policy.choose import Decision

@@ -11,8 +11,6 @@
 A reader that does not come back delays no other stream: its tokens are kept for `unread` engine steps.
 """
 
-from __future__ import annotations
-
 import asyncio
 import codecs
 import enum
@@ -21,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from millrace.v1 import common_pb2
+from millrace.v1 import common_pb2, inference_pb2
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import FieldError, MillraceError
 
@@ -43,8 +41,7 @@ class Delta:
     finish_reason: common_pb2.FinishReason
     completion_tokens: int
     cached_tokens: int
-    drafted_tokens: int
-    accepted_tokens: int  # of these
+    usage: inference_pb2.Usage  # what attempts reported when they ended
     first: bool
     stopped_by: str = ""  # the stop string that ended it
     version: str = ""  # of the weights that computed it
@@ -153,8 +150,7 @@ class Continuation:
             finish_reason,
             self.completion_tokens,
             self.generation.cached_tokens,
-            self.generation.drafted_tokens,
-            self.generation.accepted_tokens,
+            self.generation.usage,
             first,
             self._text.stopped_by,
             self.generation.version,
@@ -243,7 +239,6 @@ class Stream:
         return True
 
     async def _wait(self) -> None:
-        """Wait for news, and the turn to read it."""
         self._turn = asyncio.get_running_loop().create_future()
         self._reader = ReaderState.WAITS if self._begun else ReaderState.FIRST
         if any(continuation.news for continuation in self._open):  # since it was read
@@ -279,8 +274,8 @@ class Stream:
                     await self._wait()
                 self._open = [continuation for continuation in self._open if not continuation.finished]
             error = None
-        except MillraceError as failure:
-            error = failure
+        except Exception as failure:
+            error = MillraceError.of(failure)
             raise
         finally:
             self.close(error)

@@ -4,11 +4,9 @@ Both fronts fill an `Ask` with what the client sent; `check` and `fit` refuse it
 and its limit. The order: what needs no tokens first (`check`), then, with the prompt's tokens, the context (`fit`).
 """
 
-from __future__ import annotations
-
 import math
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from millrace.v1 import common_pb2, worker_pb2
@@ -38,7 +36,9 @@ def check(ask: Ask, model: worker_pb2.WorkerInfo, names: Collection[str], config
     if isinstance(ask.prompt, Chat):
         _check_tools(ask.prompt.tools)
         if config.strict_tools:
-            _check_ignored(ask.prompt.ignored)
+            for where, kind in ask.prompt.ignored.items():  # in the names of the client's API
+                message = f"{where}.type {cut(kind)!r} is not supported; remove it, or set strict_tools=false"
+                raise MillraceError(Reason.INVALID_ARGUMENT, f"{message} to ignore it", param=f"{where}.type")
     if ask.grammar is not None or ask.calls is not None:
         _check_constrained(ask, model)
     for name, value in ask.numbers.items():
@@ -140,12 +140,6 @@ def _check_tools(tools: Sequence[Tool]) -> None:
         if tool.name in names:
             raise FieldError((*tool.path, "name"), f"{cut(tool.name)!r} is used by another tool")
         names.add(tool.name)
-
-
-def _check_ignored(ignored: Mapping[str, str]) -> None:
-    for where, kind in ignored.items():  # in the names of the client's API
-        message = f"{where}.type {cut(kind)!r} is not supported; remove it, or set strict_tools=false to ignore it"
-        raise MillraceError(Reason.INVALID_ARGUMENT, message, param=f"{where}.type")
 
 
 def _check_constrained(ask: Ask, model: worker_pb2.WorkerInfo) -> None:

@@ -1,1 +1,1 @@
-"""Which workers are left out after failures, and how many retries are allowed."""
+"""Which workers stand still, which are left out after failures, and how many retries are allowed."""

@@ -5,8 +5,6 @@ without an ejection lowers the count by one. A worker that comes back and fails 
 once.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

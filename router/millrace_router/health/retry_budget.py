@@ -5,8 +5,6 @@
 A request is alive in the window if it runs now or has ended in it.
 """
 
-from __future__ import annotations
-
 from millrace_router.config import RetryBudget
 from millrace_router.health.window import Window
 
@@ -21,7 +19,6 @@ class Budget:
         self._running = 0
 
     def begin(self) -> None:
-        """A continuation begins."""
         self._running += 1
 
     def end(self, now: float) -> None:

@@ -1,7 +1,5 @@
 """Counts of the last seconds, in tenths of the window: old ones go a tenth at a time."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 

@@ -7,11 +7,9 @@ failure that either of two workers may have caused none is to blame.
 If every routable worker of a role would be left out, none of them is, because then the cause is elsewhere.
 """
 
-from __future__ import annotations
-
 import logging
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from millrace_common.metrics import Metrics
@@ -45,8 +43,9 @@ class WorkerHealth:
         self._rules = rules.outliers
         self._metrics = metrics
         self._clock = clock
-        self._roles: dict[str, dict[str, Record]] = defaultdict(dict)  # by role and epoch; also roles without workers
-        self._records: dict[str, Record] = {}  # the same, by epoch
+        self._records: dict[str, Record] = {}  # by epoch
+        self._roles: Mapping[str, str] = {}  # of the same
+        self._seen: set[str] = set()  # roles, also those without workers
         self._routable: tuple[frozenset[str], ...] = ()  # epochs of each role
         self._ejected: dict[str, Record] = {}  # by epoch, nearly always empty
 
@@ -54,10 +53,7 @@ class WorkerHealth:
         """Update the existing processes: epoch to role, and the routable epochs of each role."""
         self._records = {epoch: self._records.get(epoch) or Record() for epoch in roles}
         self._ejected = {epoch: record for epoch, record in self._ejected.items() if epoch in roles}
-        for records in self._roles.values():
-            records.clear()
-        for epoch, role in roles.items():
-            self._roles[role][epoch] = self._records[epoch]
+        self._roles, self._seen = roles, self._seen | set(roles.values())
         self._routable = tuple(routable)
 
     def ejected(self) -> Mapping[str, str]:
@@ -83,14 +79,14 @@ class WorkerHealth:
         record, now = self._records[epoch], self._clock()
         if record.failed(self._rules, now):
             self._ejected[epoch] = record
-            [role] = (role for role, records in self._roles.items() if epoch in records)
+            role = self._roles[epoch]
             log.warning("%s worker %s is %s, for %.0f s", role, epoch, EJECTED, record.ejected_until - now)
             self._metrics.ejections.labels(role=role, why="consecutive").inc()
 
     def report(self) -> None:
         """Bring the gauges up to date, also those of roles whose last worker is gone."""
         now = self._clock()
-        for role, records in self._roles.items():
-            ejected = sum(now < record.ejected_until for record in records.values())
-            self._metrics.ejected.labels(role=role).set(ejected)
+        ejected = Counter(self._roles[epoch] for epoch, record in self._records.items() if now < record.ejected_until)
+        for role in self._seen:
+            self._metrics.ejected.labels(role=role).set(ejected[role])
         self._metrics.retries_left.set(self.budget.left(now))

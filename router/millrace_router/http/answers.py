@@ -1,7 +1,5 @@
 """HTTP: bounded bodies, answers and events in JSON, and errors in the shape of the API, from the one table."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re
@@ -79,7 +77,6 @@ def json_answer(value: Json, status: int = 200, headers: dict[str, str] | None =
 
 
 def event(value: Json, name: str = "") -> bytes:
-    """A server-sent event with a JSON value, and a name if it has one."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + one_line(value) + b"\n\n"
 
@@ -103,10 +100,7 @@ async def on_error(request: Request, error: Exception) -> Response:
             return Response(None, 204, error.headers)
         unknown = MillraceError(Reason.NOT_FOUND, f"{request.method} {cut(request.url.path)}: {error.detail}")
         return json_answer(_body(request, unknown), error.status_code, {**(error.headers or {}), **_names()})
-    if isinstance(error, ClientDisconnect):  # the answer is not read, and the router has no fault
-        error = gone()
-    elif not isinstance(error, MillraceError):
-        error = MillraceError.unexpected(error)
+    error = gone() if isinstance(error, ClientDisconnect) else MillraceError.of(error)
     if request.method == "POST":
         caller.get().tenant.refused(error, request.scope.get(SIZE, 0), time.monotonic())
     headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else {}

@@ -1,7 +1,5 @@
 """Bodies of requests that are sent compressed."""
 
-from __future__ import annotations
-
 import zlib
 
 from millrace_common.quoted import cut

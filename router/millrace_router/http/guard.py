@@ -6,8 +6,6 @@ dropped; the size of all headers is bounded. With API keys configured every call
 reflection.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterable, Sequence
 
@@ -16,7 +14,7 @@ from millrace_common.log import request_id
 from millrace_common.reasons import Reason
 from millrace_common.tracing import checked
 from millrace_rpc.errors import MillraceError
-from millrace_rpc.server import MAX_METADATA_BYTES, Interceptor
+from millrace_rpc.server import MAX_METADATA_BYTES, Interceptor, preceded
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -36,11 +34,7 @@ class GrpcGuard(Interceptor):
         self._keys = keys
 
     def wrap(self, handler: grpc.RpcMethodHandler, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-        try:
-            caller.set(_caller(details.invocation_metadata, self._keys))
-        except MillraceError as error:
-            return _refusing(error)
-        return handler
+        return preceded(handler, lambda context: caller.set(_caller(details.invocation_metadata, self._keys)))
 
 
 class HttpGuard:
@@ -86,12 +80,3 @@ def _caller(headers: Iterable[tuple[str, str | bytes]], keys: Keys | None) -> Ca
     key = found.get("x-api-key", "")  # Anthropic's clients send it instead
     tenant = DEFAULT if keys is None else keys.tenant(found.get("authorization", "") or (key and f"Bearer {key}"))
     return Caller(tenant, checked(found.get("traceparent", "")))
-
-
-def _refusing(error: MillraceError) -> grpc.RpcMethodHandler:
-    """For calls of every kind: a refusal has no answers, one or many."""
-
-    async def refuse(request: bytes, context: grpc.aio.ServicerContext) -> None:
-        raise error
-
-    return grpc.unary_unary_rpc_method_handler(refuse)

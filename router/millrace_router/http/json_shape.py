@@ -1,7 +1,5 @@
 """The size of a JSON text as values, without making them: what it costs to read is known before it is read."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from millrace_common.reasons import Reason

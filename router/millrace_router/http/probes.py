@@ -1,7 +1,5 @@
 """/health, /ready and /metrics: beside the public API, or on a plain port of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from millrace_common.reasons import Reason

@@ -6,8 +6,6 @@ before it. So along a prompt the masks only shrink, and each holder's cached pre
 `depths` finds these places by bisection, with a few look-ups for a prompt of any length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 Process = tuple[str, int]  # epoch of a worker, and the replica's index: whose prefix cache it is

@@ -14,8 +14,6 @@ A table is cut into shards: no operation copies or walks all of it. Bits of forg
 are ignored; every change cleans some shards of them, and after a whole round the bits are given again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from millrace.v1.worker_pb2 import CacheChange

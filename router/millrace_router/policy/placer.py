@@ -1,7 +1,5 @@
 """The state around the pure choice: the indexes, the turns of equal scores, and the recorded decisions."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -66,14 +64,12 @@ class Indexes:
         return found[self._of_prefill], found[self._of_decode], on_device
 
     def note(self, want: PlacementRequest, placement: Placement) -> None:
-        """Record a sent request."""
         if self.prefix is None or not want.pages:
             return
         replicas = (placement.prefill, placement.decode)
         self.prefix.note(want.pages, [replica.process for replica in replicas if replica is not None])
 
     def keep(self, holders: Iterable[Process]) -> None:
-        """Keep these processes, and forget all others."""
         if self.prefix is not None:
             self.prefix.keep(set(holders))
 

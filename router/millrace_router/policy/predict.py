@@ -9,8 +9,7 @@ as well, where their limit leaves less than the least chunk, and at a prefill wo
 before a change of its duty.
 """
 
-from __future__ import annotations
-
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -74,13 +73,15 @@ class Predictor:
             times, streams = replica.times, replica.streams
             if not times.token_s:
                 times = self.unmeasured
-            step_s, chunk, harmed = times.fixed_s, float(MOST_CHUNK), 0
+            step_s, chunk, harmed, within = times.fixed_s, float(MOST_CHUNK), 0, math.inf
             if streams:
                 step_s += times.sequence_s * streams + times.key_s * replica.held
                 busy_s, token_s = step_s + times.chunk_s, times.token_s or 1e-12
                 harmed = streams if limit_s < busy_s + token_s * (MOST_CHUNK if hand_over else least) else 0
                 if not hand_over:
-                    chunk = min(max((AIM * limit_s - busy_s) / token_s, least), MOST_CHUNK)
+                    within = (AIM * limit_s - busy_s) / token_s
+                    worth = times.fewest(times.chunk_s, 0, MOST_CHUNK) if within >= least else least
+                    chunk = min(max(within, worth), MOST_CHUNK)
             own, ahead = length - have, replica.tokens
             tokens = own + ahead
             pairs = own * (have + own / 2) + ahead * length / 2  # the prompts ahead are as long as this one
@@ -88,6 +89,9 @@ class Predictor:
             work_s = steps * times.chunk_s + times.token_s * tokens + times.pair_s * pairs
             outputs = min(want.outputs, replica.expected_output or want.outputs)
             delayed = harmed * work_s * own / (tokens * outputs * limit_s) if harmed else 0.0
+            if least <= within < tokens:  # the mean step takes what the limit allows, behind a chunk of another prompt
+                owed_s = min(times.chunk_s + times.token_s * chunk, work_s)
+                work_s = max((work_s + owed_s) / max(1 - step_s / (AIM * limit_s), 1e-3) - steps * step_s, work_s)
             found.append((steps * step_s + work_s, step_s + times.sequence_s + times.key_s * length, delayed))
         return found
 

@@ -7,8 +7,6 @@ Workers report what they measure (LoadSnapshot); where the fetching worker has r
 count. Until something has been measured the start values below favour computing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 

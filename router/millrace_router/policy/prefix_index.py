@@ -5,8 +5,6 @@ first, so a block is never older than those behind it, and the index stays prefi
 noticed; kv_index.py covers them.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 

@@ -8,8 +8,6 @@ policies take their randomness from the request's `draw`. docs/explanation/place
 Besides the policy, `far` leaves out decode workers that are not among the nearest with room.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import hashlib

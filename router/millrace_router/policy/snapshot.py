@@ -104,7 +104,6 @@ class PlacementRequest:
         return int(min(pages, (self.tokens - 1) // self.page_size) * self.page_size)
 
     def uncached(self, pages: float) -> int:
-        """Tokens that it has to compute."""
         return self.tokens - self.cached(pages)
 
 

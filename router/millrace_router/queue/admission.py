@@ -12,8 +12,6 @@
    A retried request enters again at its first place, and the queue's size does not refuse it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time
@@ -116,11 +114,9 @@ class Admission:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens of all waiting tickets."""
         return self._queue.tokens
 
     def place(self, priority: int, tenant: str = "default", weight: float = 1.0) -> Place:
-        """A new arrival's."""
         return Place(priority, next(self._arrivals), tenant, weight)
 
     def check_room(self, tickets: int, place: Place) -> None:

@@ -5,8 +5,6 @@ the least goes next, its tickets in the order of their arrival; a retry (`paid`)
 docs/explanation/admission.md has the reasons.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator

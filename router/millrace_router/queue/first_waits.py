@@ -5,8 +5,6 @@ takes the place of one that ends. A request lasts at least as long as the output
 output of unknown length at least as long as all running outputs have lasted already.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Iterable

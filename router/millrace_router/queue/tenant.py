@@ -2,8 +2,6 @@
 caller's.
 """
 
-from __future__ import annotations
-
 import math
 from contextvars import ContextVar
 from dataclasses import dataclass, field

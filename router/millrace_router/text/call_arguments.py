@@ -1,7 +1,5 @@
 """Arguments of calls as JSON text: what is an object, what may become one, and what a prompt shows of the rest."""
 
-from __future__ import annotations
-
 import json
 from typing import NoReturn
 

@@ -5,8 +5,6 @@ arguments satisfy the tools' schemas. Marks that are tokens are named by their i
 tokens from spelling them (`marks`). Marks that the vocabulary does not have are text.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,7 +13,6 @@ from millrace.v1 import common_pb2
 from millrace_common.grammar import pattern
 from millrace_common.grammar.schema import Refused, normal
 from millrace_common.grammar.source import GrammarError, inline, terminal
-from millrace_common.grammar.text import problem
 
 from millrace_router.text import dsml
 from millrace_router.text.chat_format import Style, Tool, around_arguments, list_of_calls
@@ -39,7 +36,7 @@ class Calls(NamedTuple):
 
 
 def call_grammar(calls: Calls, token_of: Callable[[str], int | None]) -> common_pb2.Grammar:
-    """Raises GrammarError. May take long: a thread is the place for it.
+    """Raises GrammarError. May take long: a thread is the place for it. `calls` has schemas that compile.
 
     Args:
         token_of: the id of an added token.
@@ -110,14 +107,12 @@ class _Rules:
         self._rule(name, f"{self.text(begin)} {name}body")
         self._rule(f"{name}next", f"{self.text(separator + begin)} {name}body")
         try:
-            if kept and (fault := problem("json_schema", json.dumps(tool.parameters))):
-                raise GrammarError(fault)
             schema, _ = normal(tool.parameters if kept else ANY_ARGUMENTS, is_object=True)
             if self._style is Style.V32:
                 self._rule(f"{name}body", f"{name}args {self.text(end)}")
                 self._lines += Parameters(name, schema, self.text).rules()
                 return
-        except (Refused, GrammarError) as error:
+        except Refused as error:
             raise GrammarError(f"the parameters of {tool.name} cannot be kept {error}") from error
         number = f"{terminal('[0-9]{1,9}')} {self.text(KIMI.sep)} " if self._style is Style.KIMI else ""
         self._rule(f"{name}body", f"{number}{name}args {self.text(end)}")
@@ -127,8 +122,6 @@ class _Rules:
         kind = answer.WhichOneof("kind")
         assert kind is not None, "validate.py has checked it"
         given = getattr(answer, kind)
-        if fault := problem(kind, given):
-            raise GrammarError(fault)
         try:
             made = terminal(pattern.whole(given)) if kind == "regex" else inline(normal(json.loads(given))[0])
         except (Refused, pattern.PatternError) as error:

@@ -12,8 +12,6 @@ A call ends at its end mark. A mark of another call or of the list ends it too, 
 it is whole there depends on the format.
 """
 
-from __future__ import annotations
-
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection

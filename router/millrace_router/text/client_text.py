@@ -4,8 +4,6 @@ A chat template makes one text of its own tokens and of what clients sent. So wh
 GUARD in front before. The template sees the rest unchanged: one that drops all before `</think>` still does so.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable
 from typing import Literal

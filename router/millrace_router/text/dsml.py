@@ -15,8 +15,6 @@ is whole. A call has exactly these attributes, in any order and quotes, each par
 its tags; without its end mark it is none, because a parameter may be missing.
 """
 
-from __future__ import annotations
-
 import enum
 import json
 import re

@@ -4,8 +4,6 @@ A string stands between its tags as it is, everything else is JSON. So a schema 
 string whose schema is not of the simple kind is written as JSON, which the parser reads as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from millrace_common.grammar import pattern
@@ -91,15 +89,19 @@ class Parameters:
 
     def _options(self, schema: Json) -> Iterator[tuple[bool, Json]]:
         """The forms of a value: (True, a terminal) for strings as they are, (False, a schema) for JSON."""
-        schema = self._plain(schema)
-        if schema is False:
-            return
-        if schema is True:
-            schema = {}
-        if set(schema) == {"anyOf"}:
-            for option in schema["anyOf"]:
-                yield from self._options(option)
-            return
+        left, seen = [schema], set[int]()
+        while left:
+            option = self._plain(left.pop(0))
+            if not isinstance(option, dict):
+                yield from self._forms({}) if option else ()
+            elif set(option) != {"anyOf"}:
+                yield from self._forms(option)
+            elif id(option) not in seen:  # references may lead to it again, which allows no more
+                seen.add(id(option))
+                left[:0] = option["anyOf"]
+
+    def _forms(self, schema: Json) -> Iterator[tuple[bool, Json]]:
+        """The same of a schema that is no union."""
         keys = set(schema) - {"type"}
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         types = schema.get("type", ["array", "boolean", "null", "number", "object", "string"])

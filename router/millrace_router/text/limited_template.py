@@ -117,16 +117,14 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, clock: Callable[[], float] = time.thread_time, **options: Any) -> None:  # jinja2's own
         """`clock`: seconds that this thread has had; other threads and processes take none of a rendering's."""
         self.budget = TemplateBudget(clock)
+        self.round = self.budget.round  # for templates
         super().__init__(finalize=self._written, **options)
         self.binop_table.update({"+": _sum, "*": _product, "**": _power})
         del self.globals["lipsum"]  # any amount of text
 
-    def round(self, characters: int) -> None:
-        self.budget.round(characters)
-
     def concatenated(self, *parts: object) -> str:
         texts = [str(part) for part in parts]
-        _check_text(sum(map(len, texts)))
+        _check("", sum(map(len, texts)))
         return "".join(texts)
 
     def _written(self, value: object) -> object:
@@ -135,38 +133,33 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
 
-def _check(length: int, most: int, what: str, unit: str) -> None:
-    if length > most:
-        raise TooMuch(f"it makes a {what} of more than {most:,} {unit}")
-
-
-def _check_text(length: int) -> None:
-    _check(length, MOST_CHARACTERS, "text", "characters")
-
-
-def _check_sequence(kind: object, length: int) -> None:
+def _check(kind: object, size: int) -> None:
+    """`size`: of a value of the kind of this one, which an operator is about to make."""
+    most, unit = MOST_ITEMS, "items"
     if isinstance(kind, str):
-        _check_text(length)
-    else:
-        _check(length, MOST_ITEMS, "list", "items")
+        most, unit = MOST_CHARACTERS, "characters"
+    elif isinstance(kind, int):
+        most, unit = MOST_BITS, "bits"
+    if size > most:
+        raise TooMuch(f"it makes a value of more than {most:,} {unit}")
 
 
 def _sum(left: Value, right: Value) -> Value:
     if isinstance(left, SEQUENCES) and isinstance(right, SEQUENCES):
-        _check_sequence(left, len(left) + len(right))
+        _check(left, len(left) + len(right))
     return left + right
 
 
 def _product(left: Value, right: Value) -> Value:
     for one, other in ((left, right), (right, left)):
         if isinstance(one, SEQUENCES) and isinstance(other, int):
-            _check_sequence(one, len(one) * other)
+            _check(one, len(one) * other)
     if isinstance(left, int) and isinstance(right, int):
-        _check(left.bit_length() + right.bit_length(), MOST_BITS, "number", "bits")
+        _check(left, left.bit_length() + right.bit_length())
     return left * right
 
 
 def _power(left: Value, right: Value) -> Value:
     if isinstance(left, int) and isinstance(right, int):
-        _check(left.bit_length() * right, MOST_BITS, "number", "bits")
+        _check(left, left.bit_length() * right)
     return left**right

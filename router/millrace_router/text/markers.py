@@ -1,7 +1,5 @@
 """Texts that structure or end a model's output, found in a stream that may be cut anywhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 

@@ -40,11 +40,8 @@ def joined(parsed: Sequence[ParsedOutput]) -> ParsedOutput:
         return parsed[0]
     reasoning = "".join([one.reasoning for one in parsed])
     parts = [part for one in parsed for part in one.parts if part]
-    return ParsedOutput.of(reasoning, [_one(list(run)) for _, run in itertools.groupby(parts, _call_index)])
-
-
-def _call_index(part: Part) -> int | None:
-    return part.index if isinstance(part, CallDelta) else None
+    runs = itertools.groupby(parts, lambda part: part.index if isinstance(part, CallDelta) else None)
+    return ParsedOutput.of(reasoning, [_one(list(run)) for _, run in runs])
 
 
 def _one(run: Sequence[Part]) -> Part:
@@ -101,7 +98,6 @@ class ContentStop:
         return ParsedOutput.of(parsed.reasoning, [part for part in self._shown(parsed.parts) if part])
 
     def flush(self) -> ParsedOutput:
-        """The output has ended: return the withheld rest."""
         return ParsedOutput(text=self._matcher.flush())
 
     def _shown(self, parts: Iterable[Part]) -> Iterable[Part]:

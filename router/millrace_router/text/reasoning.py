@@ -6,8 +6,6 @@ The prompt may end with <think> already (DeepSeek R1, V3.1 thinking); then the o
 around the two is not part of them. Kimi K2 may call tools without ending its reasoning.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 
@@ -50,7 +48,6 @@ class ReasoningParser:
         return reasoning, self._answer() if self._state is _State.ANSWER else ""
 
     def flush(self) -> tuple[str, str]:
-        """The text has ended."""
         rest = self._scanner.rest()
         return (self._trimmed(rest), "") if self._state is _State.REASONING else ("", rest.strip() and rest)
 

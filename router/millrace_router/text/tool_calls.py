@@ -13,8 +13,6 @@ write other heads too (`weather:0`, `functions_weather_0`): they are taken when 
 functions only. The id is the head as it should be, with the next free number where the head's was used before.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 
@@ -37,13 +35,15 @@ def with_ids(messages: Sequence[Mapping[str, Json]]) -> list[Mapping[str, Json]]
     """
     made: list[Mapping[str, Json]] = []
     now: dict[str, str] = {}  # a call's id: that in the prompt
+    taken, number = set[str](), 0  # ids in the prompt, and the least number of the next: it only rises
     for turn in messages:
         calls = []
         for call in turn.get("tool_calls", ()):
             name, call_id = call["function"]["name"], call["id"]
             head = _KIMI_HEAD.fullmatch(call_id)
-            if not head or head[1] != name or call_id in now.values():
-                call_id = _free_id(name, len(now), now.values())
+            if not head or head[1] != name or call_id in taken:
+                call_id, number = _free_id(name, max(number, len(taken)), taken)
+            taken.add(call_id)
             now[call["id"]] = call_id
             calls.append({**call, "id": call_id})
         named = {"tool_call_id": now.get(turn["tool_call_id"], turn["tool_call_id"])} if "tool_call_id" in turn else {}
@@ -51,10 +51,11 @@ def with_ids(messages: Sequence[Mapping[str, Json]]) -> list[Mapping[str, Json]]
     return made
 
 
-def _free_id(name: str, number: int, taken: Collection[str]) -> str:
+def _free_id(name: str, number: int, taken: Collection[str]) -> tuple[str, int]:
+    """With its number: the first free one from `number` on."""
     while (call_id := f"functions.{name}:{number}") in taken:
         number += 1
-    return call_id
+    return call_id, number
 
 
 class MarkedCall(CallReader):
@@ -95,7 +96,7 @@ class MarkedCall(CallReader):
     def identify(self) -> str:
         if self._ids is None:
             return ""
-        call_id = _free_id(self.name, len(self._ids) if self._number is None else self._number, self._ids)
+        call_id, _ = _free_id(self.name, len(self._ids) if self._number is None else self._number, self._ids)
         self._ids.add(call_id)
         return call_id
 

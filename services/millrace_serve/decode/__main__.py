@@ -2,8 +2,6 @@
 `role=flexible` makes such a worker.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -9,12 +9,12 @@ import enum
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
 
-from millrace_common.config import Config
-from millrace_common.json_values import Json, JsonObject
-from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validator
-from pydantic_core import CoreSchema
+from millrace_common.config import Config, OrAuto
+from millrace_common.json_values import Json
+from pydantic import BeforeValidator, Field, model_validator
 
 from millrace_serve.engine.core import Route
+from millrace_serve.engine.drafts.limits import DraftLimits
 
 
 class Role(enum.StrEnum):
@@ -31,9 +31,6 @@ class Role(enum.StrEnum):
 
 
 GIB = 1 << 30
-MOST_DRAFTS = 3  # less than model/yarn.py has rows behind the last position
-# The most sequences of a step with one draft of each, two, three: V3 on an H200 (docs/explanation/speculative.md).
-DRAFT_BATCHES = (256, 32, 16)
 
 
 def shared_tokens(prompt_tokens: int) -> int:
@@ -41,15 +38,7 @@ def shared_tokens(prompt_tokens: int) -> int:
     return max(prompt_tokens // 4 * 2, 1)
 
 
-class OrAuto:
-    """Of a key that may be `auto` in a worker's configuration, which puts a value in its place (plan/settings.py)."""
-
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonObject:
-        schema = handler(core)
-        return {**schema, "type": [schema["type"], "string"], "pattern": "^auto$"}
-
-
-class Limits(Config):
+class Limits(DraftLimits):
     num_pages: Annotated[int, Field(ge=2)] | Literal["auto"]  # KV pages, the null page included; auto: what fits
     max_model_len: int = Field(ge=2)  # tokens of one sequence, prompt and outputs
     page_size: int = Field(64, ge=1)  # tokens
@@ -61,18 +50,19 @@ class Limits(Config):
     context_parallel_tokens: int = Field(0, ge=0)
     # Pages that prompts may hold until their lease ends; None: the pool, on a flexible worker half of it.
     max_held_pages: int | None = Field(None, ge=1)
-    # Most per sequence and step; 0: the KV page has no MTP layer.
-    draft_tokens: Annotated[int, OrAuto()] = Field(0, ge=0, le=MOST_DRAFTS)
-    draft_batches: Annotated[tuple[Annotated[int, Field(ge=0)], ...], OrAuto()] = DRAFT_BATCHES
     prefix_cache: bool = True
     # Of each replica for copies of cached pages in the host's memory; 0: none. auto: by the pod's memory limit.
     host_cache_gib: Annotated[float, OrAuto()] = Field(0.0, ge=0)
     disk_cache: Path | None = None  # folder for cached pages, which outlives restarts; one user's workers may share it
     disk_cache_gib: float = Field(100.0, gt=0)  # size of that folder, all layouts together
     overlap: bool = True  # schedule step N+1 while step N runs
-    # For debugging. canary: every page carries the hash of its tokens, checked before each step; poison: freed pages
-    # are filled with NaN.
-    checks: tuple[Literal["canary", "poison"], ...] = ()
+    # checksum: every page carries one, which a worker that reads the page checks. For debugging: canary, the hash of a
+    # page's tokens, checked before each step; poison, freed pages are filled with NaN.
+    checks: tuple[Literal["checksum", "canary", "poison"], ...] = ()
+
+    @property
+    def checksum(self) -> bool:
+        return "checksum" in self.checks
 
     @property
     def canary(self) -> bool:
@@ -88,8 +78,8 @@ class Limits(Config):
 
     @property
     def pages_behind(self) -> int:
-        """Entries of the page table behind a sequence's last page that rows of drafts may reach. They are the sink."""
-        return self.draft_tokens // self.page_size + 1 if self.draft_tokens else 0
+        """Entries of the page table behind a sequence's last page that its rows may reach. They are the sink."""
+        return (self.most_queries - 1) // self.page_size + 1 if self.most_queries > 1 else 0
 
     @property
     def table_width(self) -> int:
@@ -100,6 +90,10 @@ class Limits(Config):
     def shared_tokens(self) -> int:
         """The most rows that a replica has for its part of a shared chunk."""
         return shared_tokens(self.max_prefill_tokens)
+
+    def length_class(self, tokens: int) -> int:
+        """0 for prompts of at most half of a step's tokens; each further class has prompts four times as long."""
+        return ((max(tokens - 1, 0) // max(self.max_prefill_tokens // 2, 1)).bit_length() + 1) // 2
 
     def host_pages(self, page_bytes: int) -> int:
         """Copies of pages that the host tier has room for."""
@@ -112,15 +106,6 @@ class Limits(Config):
         if self.disk_cache and not self.host_cache_gib:
             raise ValueError(f"disk_cache={self.disk_cache}: needs host_cache_gib: pages go through the host tier")
         return self
-
-    @property
-    def most_queries(self) -> int:
-        """Rows of a decode sequence in a step at most: its last token and drafts."""
-        return 1 + self.draft_tokens
-
-    def num_queries(self, num_sequences: int) -> int:
-        """Rows of each decode sequence in a step that samples so many sequences."""
-        return 1 + sum(num_sequences <= most for most in self.draft_batches[: self.draft_tokens])
 
     def resolved(self, num_pages: int) -> EngineConfig:
         """The same limits with this number of pages."""
@@ -171,11 +156,6 @@ class Execution(Config):
     random_weights: bool = False  # random weights in the shapes of config.json, the only file that is needed
     # Of random weights, for benchmarks: the probability that 1, 2 and 3 draft tokens are accepted.
     simulated_acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
-
-    @property
-    def graph_buckets(self) -> tuple[int, ...]:
-        """Sequences of the decode steps that are graphs; empty: those of engine/step/graphs.py."""
-        return self.graphs if isinstance(self.graphs, tuple) else ()
 
     @property
     def form(self) -> str:

@@ -15,8 +15,6 @@ KV pages for a decode worker; IMPORT receives a prompt's KV from a prefill worke
 structs because they cross from the frontend process to the rank processes unchanged.
 """
 
-from __future__ import annotations
-
 import enum
 from array import array
 from collections.abc import Iterator, Sequence
@@ -96,10 +94,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None  # None: none; k: the sampled token's logprob and the k most likely
     grammar: Grammar | None = None
 
-    @property
-    def needs_token_counts(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A submitted request. `token_ids` is the prompt followed by the outputs of earlier attempts (replay)."""
@@ -137,7 +131,7 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
 
 
-class SequenceOutput(msgspec.Struct, frozen=True):
+class SequenceOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """New tokens of one sequence after one step. `first_index` is the 0-based output position of tokens[0]."""
 
     id: RequestId
@@ -149,6 +143,7 @@ class SequenceOutput(msgspec.Struct, frozen=True):
     queued_s: float = 0.0  # from its arrival until it got pages; set on the first output
     num_drafted: int = 0  # drafts that this engine verified for the sequence; set on the last output
     num_accepted: int = 0  # of these
+    drafts: tuple[int, ...] = ()  # of the tokens behind; set where another worker goes on
 
 
 class KvChunk(msgspec.Struct, frozen=True):
@@ -163,7 +158,6 @@ class KvChunk(msgspec.Struct, frozen=True):
     num_tokens: int  # prompt tokens whose KV is ready, this chunk included
     last: bool
     first: SequenceOutput | None = None  # on the last chunk: the first token, perhaps already final
-    drafts: tuple[int, ...] = ()  # on the last chunk: drafts of the tokens behind it
 
 
 # ------------------------------------------------------------------------------------- commands to an engine
@@ -195,7 +189,6 @@ class KvArrived(msgspec.Struct, frozen=True, tag=True):
 
     id: RequestId
     first: SequenceOutput | None = None
-    drafts: tuple[int, ...] = ()  # of the tokens behind `first`
 
 
 class KvFailed(msgspec.Struct, frozen=True, tag=True):

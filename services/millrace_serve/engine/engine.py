@@ -8,13 +8,14 @@ pages are kept, until N+1 is committed.
 
 With overlap, step N+1 is launched shortly before step N is expected to end (health/forecast.py): what is submitted
 until then takes part in it, and `reserve` serves those whose KV comes from elsewhere meanwhile.
-"""
 
-from __future__ import annotations
+Where step N+1 depends on the tokens of step N (`Plan.awaited`), `launch` reads step N first: no sequence sits it out.
+"""
 
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -26,7 +27,6 @@ from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.health.forecast import Forecast, Kind, kind
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.lockstep.packing import Copies
-from millrace_serve.engine.offload.disk_tier import DiskTier
 from millrace_serve.engine.offload.page_copier import PageCopier
 from millrace_serve.engine.schedule.plan import Plan
 from millrace_serve.engine.schedule.scheduler import Scheduler
@@ -60,23 +60,22 @@ class Engine:
         self._grammars = grammars
         self._builder = builder
         self._runner = runner
-        self.copier = copier or PageCopier(pool, 0)
+        self.copier = copier or PageCopier(pool, config.host_pages(pool.layout.page_bytes))
         self._lockstep = lockstep or Lockstep()
         self.progress = self._lockstep.progress
-        self._forecast = Forecast()
+        self._forecast = Forecast(lambda: self.progress.clock())
         # Between `launch` and `commit` there may be two.
         self._in_flight: deque[tuple[Plan, Kind | None, StepHandle]] = deque()
         self._ahead = False  # `commit` leaves the newest in flight
+        self._awaited = False  # the newest is committed before the next one is scheduled
         self._stopping = False
         self.stopped = False  # the last step was taken, here and on every other replica
         self._stale = True  # something happened since schedule() last found nothing to do
         self._paused = False
 
-    def keep_in(self, store: DiskTier) -> None:
-        """`store` is the disk tier from now on, for pages of the copier's host memory. `close` closes it."""
-        if self._disk.store is not None:
-            self._disk.store.close()
-        self._disk.store = store
+    def keep_in(self, folder: Path, max_bytes: int, secret: bytes = b"") -> None:
+        """Pages of the host tier go to `folder` from now on, until `close`. Raises TransferError."""
+        self._disk.open(folder, self.pool.layout.fingerprint, self.copier.memory, max_bytes, secret)
 
     def submit(self, msg: EngineInput) -> None:
         """Never raises for a bad request: it ends in an output with finish ERROR, in the next step's Events."""
@@ -100,6 +99,9 @@ class Engine:
         for job in self.copier.poll():
             self._scheduler.host.finished(job)
         self._disk.poll()
+        if self._awaited:
+            self._ahead = False
+            self.commit()
         plan = None if self._paused else self._scheduler.schedule()
         self._stale = plan is not None
         self._scrub()
@@ -201,21 +203,25 @@ class Engine:
         self._lockstep.close()
         self._grammars.close()
         self._runner.close()
-        if self._disk.store is not None:
-            self._disk.store.close()
-        self.copier.close()
+        if self._disk.close():  # else a move may still write to the memory
+            self.copier.close()
 
     def _launch(self, plan: Plan | None) -> bool:
         """False: no replica has anything to do."""
         agreement = self._lockstep.agree(plan, self._stopping)
-        self.stopped = agreement.last
+        self.stopped, self._awaited = agreement.last, agreement.awaited
+        limited_s = self._scheduler.limit_s
         self._scheduler.turn, self._scheduler.limit_s = agreement.turn, agreement.limit_s
         if not agreement.anybody_works:
+            self._stale |= limited_s < agreement.limit_s  # prompts may have waited for a sequence that has ended
             return False
         began = time.monotonic()
-        num_queries = self.config.num_queries(agreement.most_sampled)
+        num_queries = self.config.num_queries(max(agreement.num_sampled))
         plan = plan or IDLE_PLAN
         plan.work = agreement.widest(plan.work)
+        speeds = self._scheduler.speeds
+        speeds.launched(plan.work)
+        self._scheduler.spare_s = agreement.spare_s - speeds.times.prompts_s(plan.work.tokens, plan.work.pairs)
         batch = self._builder.build(plan, num_queries, agreement.split)
         agreement.tell(batch)
         self._lockstep.share(batch)

@@ -15,8 +15,6 @@ A prefix fetch (`serve_prefix`) belongs to the one Fetch that asked for it and e
 one, and a lease that nothing renews. Without pages nothing is held.
 """
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import itertools

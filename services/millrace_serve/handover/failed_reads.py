@@ -2,8 +2,6 @@
 a new one: so the worker ends with an error, and its supervisor starts it again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 LIMIT = 4  # where two or more peers took part

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -68,6 +67,7 @@ class PostedRead:
     posted_at: float
     took_s: float = 0.0  # when it is over
     error: str = ""  # of a rank
+    corrupt: bool = False  # on a rank
 
 
 @dataclass(slots=True)
@@ -81,7 +81,6 @@ class Import:
     sources: list[MemoryHandle] = field(default_factory=list)  # by tensor-parallel rank of the exporter
     reads: dict[int, PostedRead] = field(default_factory=dict)  # by number
     last_chunk_at: float = 0.0
-    drafts: tuple[int, ...] = ()  # of the tokens behind the first one
     told: bool = False  # the router has the end of the attempt, or will get it from the engine
     fetch: Fetch | None = None
     task: asyncio.Task[None] | None = None
@@ -177,7 +176,7 @@ class Imports:
             return
         read.pending.remove(rank)
         if done.error:
-            read.error = f"rank {rank}: {done.error}"
+            read.error, read.corrupt = f"rank {rank}: {done.error}", read.corrupt or done.corrupt
             self._report(job, read.error)
         else:
             self._metrics.kv_bytes.inc(done.num_pages * self._ranks.ready_info.layout.page_bytes)
@@ -188,7 +187,7 @@ class Imports:
         if not read.error:
             self._failed_reads.succeeded()
             self._board.reads.add(read.num_pages * self._ranks.ready_info.layout.page_bytes, read.took_s)
-        self._do(job, job.machine.on_read_done(done.read, read.error))
+        self._do(job, job.machine.on_read_done(done.read, read.error, read.corrupt))
 
     def on_stuck(self, rank: int, stuck: ReadStuck) -> None:
         if job := self._live.get(stuck.id):
@@ -223,7 +222,9 @@ class Imports:
                     self._forget(job)
         if job.machine.state is ImportState.DRAINING and job.machine.failure and not job.told:
             job.use.given_up(job, job.machine.failure)
-        self._count_quarantine()
+        draining = (job for job in self._live.values() if job.machine.state is ImportState.DRAINING)
+        pages = sum(read.num_pages for job in draining for read in job.reads.values() if read.pending)
+        self._metrics.quarantined.set(pages)
 
     def _report(self, job: Import, error: str) -> None:
         """Tell the peer that its pages could not be read. Failed prefix fetches do not count: their prompts are
@@ -267,11 +268,6 @@ class Imports:
         if job.task is not None and not job.released:
             job.task.cancel()
 
-    def _count_quarantine(self) -> None:
-        draining = (job for job in self._live.values() if job.machine.state is ImportState.DRAINING)
-        pages = sum(read.num_pages for job in draining for read in job.reads.values() if read.pending)
-        self._metrics.quarantined.set(pages)
-
     # ------------------------------------------------------------------------------------------- talking to the peer
 
     async def _fetch(self, job: Import) -> None:
@@ -282,7 +278,6 @@ class Imports:
                 match item:
                     case KvChunk():
                         job.last_chunk_at = time.monotonic()
-                        job.drafts = self._usable(item.drafts)
                         self._do(job, machine.on_chunk(item))
                     case kv_pb2.ReleaseConfirmed():
                         self._do(job, machine.on_release_confirmed())
@@ -290,11 +285,6 @@ class Imports:
                         self._peers.answered(job.peer)
                         job.sources = sources
         self._do(job, machine.on_stream_end())
-
-    def _usable(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
-        """The drafts before the first one that is no token of ours. Drafts are only hints: a bad one fails nothing."""
-        vocab_size = self._ranks.ready_info.vocab_size
-        return tuple(itertools.takewhile(lambda draft: draft < vocab_size, drafts))
 
     async def _to_the_end(self, job: Import, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Runs `work`; every error in it ends the import, because nothing else would."""
@@ -304,7 +294,7 @@ class Imports:
             self._broken(job, error)
         except Exception as error:
             log.exception("kv import %s: unexpected error", job.machine.id, extra=PER_REQUEST)
-            self._broken(job, MillraceError.unexpected(error))
+            self._broken(job, MillraceError.of(error))
 
     def _broken(self, job: Import, error: MillraceError) -> None:
         if error.reason is Reason.EPOCH_CHANGED:  # the watch may never have met the epoch, nor miss it
@@ -337,7 +327,7 @@ class WholePrompts(ImportUse):
         assert first is not None, f"import {id} ended without a first token"
         self._metrics.kv_transfer.observe(time.monotonic() - job.last_chunk_at)
         self._spans.imported(id, job.num_read)
-        self._ranks.send(job.replica, KvArrived(id, first, job.drafts))
+        self._ranks.send(job.replica, KvArrived(id, first))
         if id in self._requests:  # the engine sends everything after the first token, and the end
             self._requests.deliver([msgspec.structs.replace(first, finish=None)])
 

@@ -1,7 +1,5 @@
 """Warming up a pair: requests through another worker and this one open the connections of all their ranks."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections.abc import AsyncIterator

@@ -196,7 +196,8 @@ class Peers:
         del self._peers[peer.address, peer.epoch]
         peer.dropped = True
         log.info("dropped worker %s epoch=%s", peer.address, peer.epoch)
-        for rank, agent in sorted(peer.agents):
+        kept = {agent for other in self._peers.values() for agent in other.agents}  # the same process by another name
+        for rank, agent in sorted(peer.agents - kept):
             self._drop_source(rank, agent)
         self._watches.pop(peer).cancel()
         self._close(peer.close())

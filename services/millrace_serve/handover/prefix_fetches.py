@@ -12,8 +12,6 @@ A prefix fetch never fails its prompt. While reads of a failed prefix fetch are 
 (KvLate).
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import time

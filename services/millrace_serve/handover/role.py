@@ -1,7 +1,5 @@
 """What workers of all roles do: a request's route, its pages for other workers, and pages of others for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import grpc

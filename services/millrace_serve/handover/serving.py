@@ -1,7 +1,5 @@
 """KvService: the exports and the prefix fetches of a worker, for others to read."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import TypeAlias

@@ -6,12 +6,11 @@ Two forms of the same maths (model/mla.py has the formulas); decode sequences ar
     absorbed   all heads attend to the cached rows themselves
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from millrace_kernels import mla_decode, mla_prefill
@@ -33,7 +32,7 @@ class FormThresholds:
     prefix_chunk_tokens: int = 4096  # prefix tokens, over all sequences, whose k and v exist at a time
 
     @classmethod
-    def measured(cls, device: torch.device, num_heads: int) -> FormThresholds:
+    def measured(cls, device: torch.device, num_heads: int) -> "FormThresholds":
         """The break-even on this GPU (`millrace_kernels.tuned`), for so many heads of a rank or the next more."""
         if device.type != "cuda":
             return CPU
@@ -106,7 +105,7 @@ class AttnStep:
         dtype: torch.dtype,
         index: IndexPool | None = None,
         index_topk: int = 0,
-    ) -> AttnStep:
+    ) -> Self:
         """`tables`: cos and sin by position; `kv`: one layer of the pool; `dtype`: of q, k and v."""
         attn = inputs.attn
         decode, first, end = attn.num_decode, sum(attn.q_lens_host[: attn.num_decode]), sum(attn.q_lens_host)

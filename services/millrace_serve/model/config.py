@@ -5,11 +5,9 @@ Keys that only training or another runtime reads are ignored. A value that would
 does not implement is refused by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from millrace_common import tokenizer_file
 from millrace_common.json_values import Json, JsonObject
@@ -132,7 +130,7 @@ class ModelConfig(BaseModel):
     int4_experts: bool = False  # routed experts are INT4 in groups of 32 columns, other linear weights are plain
 
     @classmethod
-    def load(cls, directory: str | Path) -> ModelConfig:
+    def load(cls, directory: str | Path) -> Self:
         """An answer ends at every token that one of the folder's files names as an end. Raises ModelConfigError,
         which names the file.
         """
@@ -151,7 +149,7 @@ class ModelConfig(BaseModel):
         return config.model_copy(update={"eos_token_ids": tuple(dict.fromkeys(ends))})
 
     @classmethod
-    def parse(cls, raw: JsonObject, source: str = CONFIG_FILE) -> ModelConfig:
+    def parse(cls, raw: JsonObject, source: str = CONFIG_FILE) -> Self:
         """`raw` in the published layout, or in the layout that transformers 5 writes (`rope_parameters`)."""
         try:
             if (absent := ABSENT.get(str(raw.get("model_type")))) is not None:
@@ -171,7 +169,7 @@ class ModelConfig(BaseModel):
         return config.model_copy(update={"eos_token_ids": _eos(raw, source, config.vocab_size)})
 
     @model_validator(mode="after")
-    def _check_groups(self) -> ModelConfig:
+    def _check_groups(self) -> Self:
         experts, groups = self.n_routed_experts, self.n_group
         if experts % groups or experts // groups < 2:
             raise ValueError(
@@ -187,7 +185,7 @@ class ModelConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _check_indexer(self) -> ModelConfig:
+    def _check_indexer(self) -> Self:
         if self.index_topk:
             if self.q_lora_rank is None:
                 raise ValueError("index_topk needs q_lora_rank: the indexer's queries are made of the query latent")
@@ -216,7 +214,7 @@ class ModelConfig(BaseModel):
         """Layers of the KV pool: the MTP layer is the last."""
         return self.num_hidden_layers + self.num_nextn_predict_layers
 
-    def without_mtp(self) -> ModelConfig:
+    def without_mtp(self) -> Self:
         """The same model, whose MTP layer is neither loaded nor in the pool."""
         return self.model_copy(update={"num_nextn_predict_layers": 0})
 

@@ -1,7 +1,5 @@
 """h = x + attention(norm(x));  out = h + mlp(norm(h)). Letters: T tokens, S sampled rows, D hidden size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from millrace_kernels.fp8 import Operand

@@ -3,8 +3,6 @@
 Letters: T tokens of the step, S sampled rows, D hidden size, L layers of the KV pool.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

@@ -4,8 +4,6 @@ A part names its weights, and the parts in it, in `WEIGHTS`. What is held but no
 buffers, settings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeAlias
 

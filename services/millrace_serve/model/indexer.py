@@ -9,8 +9,6 @@ attention's in two halves, not in neighbouring pairs.
 Letters: T tokens, H index heads, I index_head_dim, D hidden size, K index_topk.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from millrace_kernels.fp8 import Operand

@@ -6,8 +6,6 @@ many query tokens, the last token and drafts, and attend through the absorbed fo
 attend through the expanded form.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

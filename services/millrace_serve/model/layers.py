@@ -1,7 +1,5 @@
 """The parts of every layer. Letters: T tokens, D hidden size, I intermediate size of this rank."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from millrace_kernels.embed_part import embed_part

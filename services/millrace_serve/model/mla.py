@@ -10,8 +10,6 @@ rows with many keys are absorbed and attend to those that model/indexer.py choos
 Letters: T tokens, B sequences, H heads of this rank, C kv_lora_rank, R rope dim, N nope dim, V v head dim.
 """
 
-from __future__ import annotations
-
 import torch
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand
 from millrace_kernels.int8 import Matrix

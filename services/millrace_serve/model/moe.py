@@ -3,8 +3,6 @@
 Letters: T tokens, D hidden size, K experts per token.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -5,8 +5,6 @@
 Embedding and head are the main model's.
 """
 
-from __future__ import annotations
-
 import torch
 from millrace_kernels.linear import linear
 from torch import Tensor

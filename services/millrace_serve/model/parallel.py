@@ -7,8 +7,6 @@ routed experts                                                   whole ones spre
 requests                                                         belong to one replica
 """
 
-from __future__ import annotations
-
 import datetime
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The quantised matrices of a checkpoint: how they are stored, which stay so, and what can be made of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -39,10 +37,6 @@ class Kept(NamedTuple):
     def fp8(self) -> bool:
         """Whether products run on FP8 weights."""
         return self.matrices is FORMS["fp8"]
-
-    @property
-    def fp8_experts(self) -> bool:
-        return self.experts is FORMS["fp8"]
 
 
 PLAIN, FP8 = Kept(), Kept(FORMS["fp8"], FORMS["fp8"])

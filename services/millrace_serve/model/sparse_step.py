@@ -1,8 +1,7 @@
 """What sparse attention (model/indexer.py) adds to a step: the index keys in the pages, and who chooses among which."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 from millrace_kernels import indexer
 from millrace_kernels.backend import KernelPlan
@@ -28,7 +27,7 @@ class IndexPool:
     exact: bool
 
     @classmethod
-    def of(cls, kv: Tensor, config: ModelConfig) -> IndexPool | None:
+    def of(cls, kv: Tensor, config: ModelConfig) -> Self | None:
         """kv: [num_pages, L, page_size, C+R], a view of the pool. None: attention is dense."""
         if not config.index_topk:
             return None

@@ -7,8 +7,6 @@
 3. `finish()` refuses a checkpoint that holds weights which the config does not describe.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,26 +18,13 @@ from millrace_kernels.fp8 import BLOCK, quant_blocks
 from millrace_kernels.int8 import Matrix
 from torch import Tensor
 
+from millrace_serve.model import quantised
 from millrace_serve.model.checkpoint.tensor_file import DTYPES, NotFinite, Stored, TensorFile, TensorReader
 from millrace_serve.model.config import ModelConfig
-from millrace_serve.model.quantised import (
-    FORMS,
-    INT4_GROUP,
-    Form,
-    Kept,
-    Quantised,
-    each,
-    form_of,
-    kept_forms,
-    plain,
-    stack_rows,
-    tensors,
-    unpack_int4,
-)
 
 INDEX_FILE = "model.safetensors.index.json"
 FLOATS = ("BF16", "F16", "F32")
-QUANTISED = tuple({form.dtype: form for form in FORMS.values()})
+QUANTISED = tuple({form.dtype: form for form in quantised.FORMS.values()})
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 Shape = tuple[int, ...]
@@ -63,7 +48,7 @@ class Part(NamedTuple):
 WHOLE = Part()
 
 
-def stays(form: Form, shape: Shape, part: Part, stacked: int = 1) -> bool:
+def stays(form: quantised.Form, shape: Shape, part: Part, stacked: int = 1) -> bool:
     """Whether a part can stay in `form`, with so many on top of each other: where scales are by block, its edges are
     those of blocks; but for the last row, unless another part begins there.
     """
@@ -79,7 +64,7 @@ class Weights(Protocol):
 
     device: torch.device
     dtype: torch.dtype
-    kept: Kept
+    kept: quantised.Kept
 
     def tensor(self, name: str, shape: Shape, part: Part = WHOLE, *, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor on the device, in `dtype` (None: the compute dtype)."""
@@ -110,7 +95,7 @@ class Checkpoint:
         self.config = config
         self.device = device
         self.dtype = dtype
-        self._form, self.kept = form_of(config), kept_forms(config, keep_quantised)
+        self._form, self.kept = quantised.form_of(config), quantised.kept_forms(config, keep_quantised)
         self._files: dict[Path, TensorFile] = {}
         self._reader = TensorReader()
         with contextlib.ExitStack() as opened:
@@ -129,7 +114,7 @@ class Checkpoint:
         stored = self._stored(name, shape)
         if stored.dtype in QUANTISED:
             rows, cols = part.of(shape)
-            return plain(self._quantised(name, stored, shape, part), dtype, rows[0] % BLOCK, cols[0] % BLOCK)
+            return quantised.plain(self._quantised(name, stored, shape, part), dtype, rows[0] % BLOCK, cols[0] % BLOCK)
         return self._read(stored, part).to(dtype)
 
     def matrix(self, name: str, shape: Shape, part: Part = WHOLE) -> Matrix:
@@ -148,10 +133,10 @@ class Checkpoint:
             return at_once
         out: Matrix | None = None
         for index, entry in enumerate(names):
-            one = stack_rows([self.matrix(name, shape, part) for name in entry], self.dtype)
+            one = quantised.stack_rows([self.matrix(name, shape, part) for name in entry], self.dtype)
             if out is None:
-                out = each(lambda x: x.new_empty(len(names), *x.shape), one)
-            for target, source in zip(tensors(out), tensors(one), strict=True):
+                out = quantised.each(lambda x: x.new_empty(len(names), *x.shape), one)
+            for target, source in zip(quantised.tensors(out), quantised.tensors(one), strict=True):
                 target[index].copy_(source)
         assert out is not None, "nothing to stack"
         return out
@@ -180,7 +165,7 @@ class Checkpoint:
         form = self.kept.matrices
         return form is not None and stored.dtype == form.dtype and stays(form, shape, part, stacked)
 
-    def _quantised(self, name: str, stored: Stored, shape: Shape, part: Part) -> Quantised:
+    def _quantised(self, name: str, stored: Stored, shape: Shape, part: Part) -> quantised.Quantised:
         assert self._form is not None, name
         return self._form.make(self._read(stored, part), self._scales(name, shape, part))
 
@@ -241,17 +226,17 @@ class Checkpoint:
         """Values and scales of a matrix in INT4. The third tensor repeats its shape."""
         self._header(f"{name}_shape", (2,), ("I32", "I64"))
         values = self._header(f"{name}_packed", (shape[0], shape[1] // 8), ("I32",))
-        return values, self._header(f"{name}_scale", (shape[0], shape[1] // INT4_GROUP), FLOATS)
+        return values, self._header(f"{name}_scale", (shape[0], shape[1] // quantised.INT4_GROUP), FLOATS)
 
     def _unpacked(self, name: str, shape: Shape, part: Part) -> Tensor:
         """float32, the rank's part"""
         values, scales = (self._read(stored, Part(rows=part.rows)) for stored in self._packed(name, shape))
-        weight = unpack_int4(values, scales)
+        weight = quantised.unpack_int4(values, scales)
         return weight if part.cols is None else weight[:, slice(*part.cols)].contiguous()
 
     def _stored(self, name: str, shape: Shape) -> Stored:
-        quantised = (self._form.dtype,) if self._form is not None and len(shape) == 2 else ()
-        return self._header(name, shape, (*FLOATS, *quantised))
+        own = (self._form.dtype,) if self._form is not None and len(shape) == 2 else ()
+        return self._header(name, shape, (*FLOATS, *own))
 
     def _stored_scales(self, name: str, shape: Shape) -> Stored:
         assert self._form is not None, name

@@ -6,8 +6,6 @@ to theta_i / factor, those in between are blended linearly over i.
 >>> cos, sin = rope_tables(config, torch.device("cpu"))      # float32 [positions, R/2] each
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,12 +3,11 @@
 facts.toml is the one table of measurements. Every number in it names its file below bench/results.
 """
 
-from __future__ import annotations
-
 import functools
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from millrace_common.json_values import JsonObject
 
@@ -46,20 +45,6 @@ class TimedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class TimedChunk:
-    """A chunk of 64 prompt tokens beside decode sequences. ms: the step with it, less the step without."""
-
-    gpu: str
-    shape: str
-    layers: int
-    ms: float
-
-    @classmethod
-    def of(cls, row: JsonObject) -> TimedChunk:
-        return cls(row["gpu"], row["shape"], row["layers"], row["mixed"] - row["decode"])
-
-
-@dataclass(frozen=True, slots=True)
 class Gain:
     """A setting that was timed on and off. gain: how many times faster with it."""
 
@@ -73,7 +58,7 @@ class Gain:
     at: str
 
     @classmethod
-    def of(cls, row: JsonObject) -> Gain:
+    def of(cls, row: JsonObject) -> Self:
         facts = {name: row[name] for name in ("setting", "gpu", "shape", "case", "most", "level")}
         if "gain" in row:
             return cls(**facts, gain=row["gain"], at=row["gain_at"])
@@ -96,9 +81,9 @@ def steps() -> tuple[TimedStep, ...]:
     return tuple(TimedStep(**row) for row in raw()["steps"])
 
 
-@functools.cache
-def chunks() -> tuple[TimedChunk, ...]:
-    return tuple(map(TimedChunk.of, raw()["chunks"]))
+def chunk_seconds(shape: str) -> list[float]:
+    """Seconds of a layer that a chunk of 64 prompt tokens adds to a decode step: of each run."""
+    return [(row["mixed"] - row["decode"]) / row["layers"] / 1e3 for row in raw()["chunks"] if row["shape"] == shape]
 
 
 @functools.cache

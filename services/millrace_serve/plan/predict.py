@@ -3,11 +3,9 @@
     decode    a straight line in the number of sequences, plus a time for each cached token of all sequences
     prefill   for each token, a straight line in the length of a prompt
 
-They are scaled by layers, by the type of KV and by what ranks send each other, each as a pair of runs says. Outside of
-what was measured there is no prediction.
+They are scaled by layers, by the type of KV and by what ranks send each other, each as pairs of runs say: of this GPU,
+or where it has none of others. Outside of what was measured there is no prediction.
 """
-
-from __future__ import annotations
 
 import itertools
 import statistics
@@ -61,24 +59,21 @@ def prefill(ranks: StepRanks, length: int) -> Prediction | None:
 
 
 def _base(ranks: StepRanks, kind: str) -> list[TimedStep]:
-    """The steps to interpolate in: of a rank alone, or where there are none of ranks together."""
-    alike = [step for step in steps() if (step.gpu, step.shape, step.kind) == (ranks.gpu, ranks.shape, kind)]
-    return [step for step in alike if step.ranks == min(step.ranks for step in alike)]
+    """The steps to interpolate in: of a rank alone, and of ranks together."""
+    return [step for step in steps() if (step.gpu, step.shape, step.kind) == (ranks.gpu, ranks.shape, kind)]
 
 
 def _prediction(ranks: StepRanks, found: Sequence[TimedStep], ms: float, rows: int) -> Prediction:
-    """`ms`: of a layer, with KV in BF16. Fewer `rows` than were timed send each other less."""
-    kind, shape, together = found[0].kind, ranks.shape, found[0].ranks
+    """`ms`: of a layer of a rank alone, with KV in BF16."""
     files, scaled = {step.ms_at for step in found}, []
-    if ranks.num_ranks > 1 and together == 1 and (pairs := _pairs(kind, shape, lambda step: step.ranks > 1)):
-        added = statistics.mean((one.ms / one.layers - other.ms / other.layers) / _unit(one) for one, other in pairs)
-        ms += added * min(rows / min(one.rows for one, _ in pairs), 1)
-        files |= {one.ms_at for one, _ in pairs}
-    most = max(step.ranks for step in steps() if (step.kind, step.shape) == (kind, shape))
+    if ranks.num_ranks > 1:
+        ms += _exchange_ms(found[0], rows)
+        files |= {one.ms_at for one, _ in _pairs(found[0], lambda step: step.ranks > 1)}
+    most = max(step.ranks for step in steps() if (step.kind, step.shape) == (found[0].kind, ranks.shape))
     if ranks.num_ranks > most:
         scaled.append(f"{ranks.num_ranks} ranks exchange as {most}" if most > 1 else "without sums over ranks")
-    if ranks.fp8_kv and (pairs := _pairs(kind, shape, lambda step: step.kv == FP8)):
-        ms *= _kv_factor(kind, shape)
+    if ranks.fp8_kv and (pairs := _pairs(found[0], lambda step: step.kv == FP8)):
+        ms *= _kv_factor(found[0])
         files |= {one.ms_at for one, _ in pairs}
     if {step.layers for step in found} != {ranks.layers}:
         scaled.append("by layers")
@@ -86,25 +81,34 @@ def _prediction(ranks: StepRanks, found: Sequence[TimedStep], ms: float, rows: i
 
 
 def _bf16_ms(step: TimedStep) -> float:
-    """Of a layer, with KV in BF16."""
-    return step.ms / step.layers / (_kv_factor(step.kind, step.shape) if step.kv == FP8 else 1.0)
+    """Of a layer of a rank alone, with KV in BF16."""
+    together = _exchange_ms(step, step.rows) * _unit(step) if step.ranks > 1 else 0.0
+    return step.ms / step.layers / (_kv_factor(step) if step.kv == FP8 else 1.0) - together
 
 
-def _kv_factor(kind: str, shape: str) -> float:
+def _exchange_ms(like: TimedStep, rows: int) -> float:
+    """What several ranks add to a layer. Fewer `rows` than were timed send each other less."""
+    pairs = _pairs(like, lambda step: step.ranks > 1)
+    added = ((one.ms / one.layers - other.ms / other.layers) / _unit(one) for one, other in pairs)
+    return statistics.mean(added) * min(rows / min(one.rows for one, _ in pairs), 1) if pairs else 0.0
+
+
+def _kv_factor(like: TimedStep) -> float:
     """A step with KV in FP8 to one in BF16; 1 where nobody has timed both."""
-    pairs = _pairs(kind, shape, lambda step: step.kv == FP8)
+    pairs = _pairs(like, lambda step: step.kv == FP8)
     return statistics.mean(one.ms / other.ms for one, other in pairs) if pairs else 1.0
 
 
-def _pairs(kind: str, shape: str, only: Callable[[TimedStep], bool]) -> list[tuple[TimedStep, TimedStep]]:
-    """Steps of one size with `only` and without it, which differ in nothing else that matters, of any GPU."""
-    alike = [step for step in steps() if (step.kind, step.shape) == (kind, shape)]
-    return [
+def _pairs(like: TimedStep, only: Callable[[TimedStep], bool]) -> list[tuple[TimedStep, TimedStep]]:
+    """Steps of one size with `only` and without it, which differ in nothing else that matters."""
+    alike = [step for step in steps() if (step.kind, step.shape) == (like.kind, like.shape)]
+    found = [
         (one, other)
         for one, other in itertools.product(filter(only, alike), itertools.filterfalse(only, alike))
         if (one.gpu, one.rows, one.context, one.layers) == (other.gpu, other.rows, other.context, other.layers)
         and (one.kv == other.kv or one.ranks == other.ranks)
     ]
+    return [pair for pair in found if pair[0].gpu == like.gpu] or found
 
 
 def _unit(step: TimedStep) -> int:

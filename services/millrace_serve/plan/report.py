@@ -2,8 +2,6 @@
 plan` prints it beside what fits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from millrace_serve.plan import predict

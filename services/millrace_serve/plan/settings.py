@@ -3,8 +3,6 @@
 A worker's configuration is filled in from here (worker/config.py), and `millrace plan` prints the same table.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +11,8 @@ from pathlib import Path
 
 from millrace_common.json_values import Json, JsonObject
 
-from millrace_serve.engine.config import DRAFT_BATCHES, GIB, MOST_DRAFTS, Execution, Role
+from millrace_serve.engine.config import GIB, Execution, Role
+from millrace_serve.engine.drafts.limits import DRAFT_BATCHES, MOST_DRAFTS, best_batches
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.plan.facts import Gain, gains_of, shape_of
 
@@ -32,7 +31,7 @@ class Goal(enum.StrEnum):
     BALANCED = "balanced"
 
 
-MAX_RUNNING = {Goal.LATENCY: 64, Goal.BALANCED: 128, Goal.THROUGHPUT: 256}
+MAX_RUNNING = {Goal.LATENCY: 64, Goal.BALANCED: 192, Goal.THROUGHPUT: 256}
 PREFILL_TOKENS = {Goal.LATENCY: 8192, Goal.BALANCED: 8192, Goal.THROUGHPUT: 16384}  # of a worker without decode steps
 MIXED_TOKENS = {Goal.LATENCY: 2048, Goal.BALANCED: 2048, Goal.THROUGHPUT: 16384}  # of a unified or flexible one
 
@@ -130,22 +129,10 @@ def _drafts(setup: Setup) -> tuple[Setting, Setting]:
         return Setting("limits.draft_tokens", 0, why), Setting("limits.draft_batches", DRAFT_BATCHES, why)
     shape = setup.shape or ("tp8" if setup.dp == 1 < setup.tp else "ep8")
     found = gains_of("limits.draft_tokens", setup.gpu, shape)
-    batches = _best_batches(found)[: setup.drafts]
+    batches = best_batches({(gain.level, gain.most): gain.gain for gain in found})[: setup.drafts]
     why = f"tokens/s {_range(found, setup)} with simulated acceptance"
     padded = (*batches, *DRAFT_BATCHES[len(batches) :])
     return Setting("limits.draft_tokens", len(batches), why), Setting("limits.draft_batches", padded, why)
-
-
-def _best_batches(found: Sequence[Gain]) -> tuple[int, ...]:
-    """The most sequences with which one more draft was faster than one less, by the number of drafts."""
-    gains = {(gain.level, gain.most): gain.gain for gain in found}
-    most: list[int] = []
-    for level in range(1, MOST_DRAFTS + 1):
-        better = [n for (drafts, n), gain in gains.items() if drafts == level and gain > gains.get((level - 1, n), 1.0)]
-        if not better:
-            break
-        most.append(min([max(better), *most[-1:]]))
-    return tuple(most)
 
 
 def _expert_tp(setup: Setup) -> Setting:
@@ -215,7 +202,38 @@ def value_of(config: object, key: str) -> Json:
     return functools.reduce(getattr, key.split("."), config)
 
 
-def predicts(folder: Path, model: ModelConfig) -> bool:
-    """Whether the checkpoint in `folder` has the MTP layer that its config.json names. Its index alone is read."""
+def setup_of(values: Mapping[str, Json], gpu: str, pod_memory: int = 0) -> Setup | None:
+    """What the plan of a configuration's raw values follows from. None: some of them are faulty, or there is no
+    config.json that can be read; the validation or the start says so. `pod_memory`: bytes that this pod's limit allows.
+    """
+    try:
+        folder = Path(values["model"])
+        model = ModelConfig.load(folder)
+        return Setup(
+            model=model,
+            gpu=gpu,
+            tp=_ranks(values.get("tp", 1)),
+            dp=_ranks(values.get("dp", 1)),
+            role=Role(values.get("role", Role.DECODE)),
+            goal=Goal(values.get("goal", Goal.BALANCED)),
+            drafts=most_drafts(values, folder, model),
+            bf16=values.get("dtype") == "bfloat16",
+            pod_memory=0 if values.get("launcher") == "ray" else pod_memory,  # ranks are in other pods, too
+        )
+    except (KeyError, TypeError, ValueError, OSError):
+        return None
+
+
+def _ranks(value: Json) -> int:
+    """Raises ValueError."""
+    if int(value) < 1:
+        raise ValueError(f"{value} ranks: must be at least 1")
+    return int(value)
+
+
+def most_drafts(values: Mapping[str, Json], folder: Path, model: ModelConfig) -> int:
+    """That the weights can make. A checkpoint may lack the MTP layer of its config.json; its index alone is read."""
     index = folder / INDEX
-    return not index.is_file() or f'"model.layers.{model.num_hidden_layers}.' in index.read_text()
+    if index.is_file() and f'"model.layers.{model.num_hidden_layers}.' not in index.read_text():
+        return 0
+    return len(values.get("simulated_acceptance") or ()) if values.get("random_weights") else MOST_DRAFTS

@@ -4,8 +4,6 @@ The times of a step come from the predictions of predict.py, and from two timed 
 prompt. The router's controller of duties compares splits with the same function (millrace_common/split.py).
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ from millrace_common.split import Capacity, DutySplit, Expected, Slo, Workload, 
 from millrace_common.step_times import StepTimes
 
 from millrace_serve.plan import predict
-from millrace_serve.plan.facts import chunks
+from millrace_serve.plan.facts import chunk_seconds
 from millrace_serve.plan.predict import StepRanks
 
 FEW, MANY, SHORT, LONG = 8, 128, 1024, 4096  # sequences, tokens
@@ -47,7 +45,7 @@ def times(ranks: StepRanks) -> StepTimes | None:
     decode = [predict.decode(ranks, rows, context) for rows, context in points]
     prompts = [predict.prefill(ranks, length) for length in (SHORT, LONG)]
     found = [one.ms / 1e3 for one in (*decode, *prompts) if one is not None]
-    launches = [chunk.ms / chunk.layers / 1e3 * ranks.layers for chunk in chunks() if chunk.shape == ranks.shape]
+    launches = [seconds * ranks.layers for seconds in chunk_seconds(ranks.shape)]
     if len(found) < len(points) + len(prompts) or not launches:
         return None
     few, many, far, short, long = found

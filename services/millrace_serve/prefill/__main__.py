@@ -1,7 +1,5 @@
 """`python -m millrace_serve.prefill --config FILE --set a.b=c --announce FILE`"""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -6,8 +6,6 @@ its pages may be freed; before that, never. The exporter takes no part in a read
 the fenced Release exist: they prove after the fact that the pages were not reused while being read.
 """
 
-from __future__ import annotations
-
 import abc
 import enum
 from collections.abc import Sequence
@@ -52,6 +50,7 @@ class ReadOp(abc.ABC):
     """One posted read of a batch of pages."""
 
     error = ""  # the reason of FAILED
+    corrupt = False  # of FAILED: pages have other bytes than the exporter wrote
 
     @abc.abstractmethod
     def poll(self) -> ReadState:

@@ -12,8 +12,6 @@ repeated chunk, a chunk after a gap, an unexpected answer) is refused and counte
 that contradicts the prompt (the hash of its tokens, the number of pages) fails the import.
 """
 
-from __future__ import annotations
-
 import collections
 import enum
 from collections.abc import Sequence
@@ -139,11 +137,12 @@ class KvImport:
         self._move(ImportState.READING)
         return self._advance()
 
-    def on_read_done(self, read: int, error: str = "") -> list[Action]:
-        """`read` is final: nothing of it is in flight. `error`: why it failed."""
+    def on_read_done(self, read: int, error: str = "", corrupt: bool = False) -> list[Action]:
+        """`read` is final: nothing of it is in flight. `error`: why it failed; `corrupt`: bytes changed on the way."""
         self._outstanding.remove(read)
         if error and not self._is_finished:
-            return self.on_abort(Failure(Reason.TRANSFER_FAILED, f"{self.id}: {error}"))
+            reason = Reason.KV_MISMATCH if corrupt else Reason.TRANSFER_FAILED
+            return self.on_abort(Failure(reason, f"{self.id}: {error}"))
         return self._drained() if self.state is ImportState.DRAINING else self._advance()
 
     def on_release_confirmed(self) -> list[Action]:

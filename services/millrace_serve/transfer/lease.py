@@ -3,8 +3,6 @@
 A lease is open from the first KvChunk on, published with the last; docs/explanation/kv-transfer.md has the states.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass

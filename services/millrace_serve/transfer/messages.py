@@ -1,7 +1,5 @@
 """Messages between the frontend and the reader of a rank (transfer/reader.py). They cross a process boundary."""
 
-from __future__ import annotations
-
 import msgspec
 
 from millrace_serve.engine.core import RequestId
@@ -44,6 +42,7 @@ class ReadDone(msgspec.Struct, frozen=True, tag=True):
     read: int
     error: str
     num_pages: int
+    corrupt: bool = False  # pages came with other bytes than the exporter wrote
 
 
 class ReadStuck(msgspec.Struct, frozen=True, tag=True):

@@ -9,8 +9,6 @@ A peer on the importing side (transfer/polled.py):
    more, and all of its reads become FAILED after SETTLE_S (docs/explanation/kv-transfer.md, "A read").
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

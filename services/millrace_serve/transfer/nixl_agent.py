@@ -4,8 +4,6 @@ NIXL's native bindings are used directly instead of its Python `nixl_agent`, bec
 progress thread wakes: it then spins, and an idle exporter costs a whole core. The bindings need numpy but no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util
@@ -25,8 +23,6 @@ WAKE_INTERVAL_S = 0.01  # the exporter's progress thread wakes this often even w
 
 
 class NixlAgent:
-    """One NIXL agent with a UCX backend and our pool registered."""
-
     def __init__(self, pool: PageBuffer, ucx: Mapping[str, str], *, progress_thread: bool) -> None:
         """`ucx`: settings without the UCX_ prefix, values without commas: {"NET_DEVICES": "lo"}."""
         self.lib = load_bindings()

@@ -4,8 +4,6 @@ Life of a peer: 1. `connect` opens it; 2. reads; 3. `disconnect`, or an error of
 4. with its last read final it is let go, and `connect` may open it again.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadO
 @dataclass(eq=False)
 class SourcePeer:
     name: str
-    reads: set[PolledRead[Any]] = field(default_factory=set, kw_only=True)  # not final; Any: a peer of this class
+    reads: "set[PolledRead[Any]]" = field(default_factory=set, kw_only=True)  # not final; Any: a peer of this class
     leaving: bool = field(default=False, kw_only=True)  # it was disconnected
     error: str = field(default="", kw_only=True)  # of the transport
 
@@ -26,7 +24,7 @@ P = TypeVar("P", bound=SourcePeer)
 
 
 class PolledRead(ReadOp, Generic[P]):
-    def __init__(self, sink: PolledSink[P], peer: P) -> None:
+    def __init__(self, sink: "PolledSink[P]", peer: P) -> None:
         self.peer = peer
         self.handle: Any = None  # the transport's own
         self.state = ReadState.PENDING

@@ -7,8 +7,6 @@ After `StopReader` the reads in flight have CLOSE_TIMEOUT_S to end. Then the sin
 FAILED.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable
@@ -18,17 +16,8 @@ import msgspec
 from millrace_common.log import PER_REQUEST
 from millrace_common.pace import PatientClock
 
+from millrace_serve.transfer import messages
 from millrace_serve.transfer.base import KvSink, MemoryHandle, ReadOp, ReadState, TransferError
-from millrace_serve.transfer.messages import (
-    AddSource,
-    DropSource,
-    FromReader,
-    ReadDone,
-    ReadPages,
-    ReadStuck,
-    StopReader,
-    ToReader,
-)
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +27,12 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class Inbox(Protocol):
-    def receive(self, wait_s: float | None) -> list[ToReader]:
+    def receive(self, wait_s: float | None) -> list[messages.ToReader]:
         """All commands that are there; waits for the first one up to `wait_s` (None: without limit)."""
 
 
 class _InFlight(msgspec.Struct):
-    read: ReadPages
+    read: messages.ReadPages
     op: ReadOp
     posted_at: float
     stuck: bool = False
@@ -56,7 +45,7 @@ class Reader:
         self,
         sink: KvSink,
         inbox: Inbox,
-        report: Callable[[FromReader], None],
+        report: Callable[[messages.FromReader], None],
         stall_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -88,23 +77,23 @@ class Reader:
         self._sink.close()
         self._poll_all()
 
-    def _do(self, command: ToReader) -> None:
+    def _do(self, command: messages.ToReader) -> None:
         match command:
-            case AddSource(source):
+            case messages.AddSource(source):
                 self._sources[source.agent] = source
                 try:
                     self._sink.connect(source)
                 except TransferError as error:  # the reads of this source report it
                     log.warning("cannot connect to an exporter: %s", error, extra=PER_REQUEST)
-            case DropSource(agent):
+            case messages.DropSource(agent):
                 self._sources.pop(agent, None)
                 self._sink.disconnect(agent)
-            case ReadPages():
+            case messages.ReadPages():
                 self._post(command)
-            case StopReader():
+            case messages.StopReader():
                 self._closing_at = self._clock() + CLOSE_TIMEOUT_S
 
-    def _post(self, read: ReadPages) -> None:
+    def _post(self, read: messages.ReadPages) -> None:
         source = self._sources.get(read.agent)
         if source is None:
             self._finish(read, f"{read.agent} was dropped")
@@ -129,7 +118,7 @@ class Reader:
             (still if x.op.poll() is ReadState.PENDING else final).append(x)
         self._in_flight = still
         for x in final:
-            self._finish(x.read, x.op.error)
+            self._finish(x.read, x.op.error, x.op.corrupt)
         for x in still:
             self._report_if_stuck(x)
         return bool(final)
@@ -141,7 +130,7 @@ class Reader:
         x.stuck = True
         log.warning("a read of %d KV pages from %s is stuck: %.1f s", len(x.read.dst_pages), x.read.agent, seconds)
         self._sink.disconnect(x.read.agent)
-        self._report(ReadStuck(x.read.id, x.read.read))
+        self._report(messages.ReadStuck(x.read.id, x.read.read))
 
-    def _finish(self, read: ReadPages, error: str) -> None:
-        self._report(ReadDone(read.id, read.read, error, len(read.dst_pages)))
+    def _finish(self, read: messages.ReadPages, error: str, corrupt: bool = False) -> None:
+        self._report(messages.ReadDone(read.id, read.read, error, len(read.dst_pages), corrupt))

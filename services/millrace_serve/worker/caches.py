@@ -4,8 +4,6 @@ A library reads its variable when it is imported. Entry points therefore set the
 its ranks inherit them. `millrace compile` fills the folder ahead of time.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 FOLDERS = {

@@ -7,8 +7,6 @@ Sending never blocks: messages for a slow receiver are queued without limit, bec
 limits the work in flight. A socket belongs to one thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -106,12 +104,6 @@ class Receiver(Generic[T]):
         self._loop, self._on_message = asyncio.get_running_loop(), on_message
         self._loop.add_reader(self._socket.fileno(), self._readable)
         self._loop.call_soon(self._readable)
-
-    def flush(self) -> None:
-        """Deliver the queued messages now."""
-        assert self._on_message is not None
-        for message in self.receive():
-            self._on_message(message)
 
     def _readable(self) -> None:
         # The descriptor is edge-triggered: it signals again only after the socket was read empty.

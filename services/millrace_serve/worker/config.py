@@ -1,24 +1,20 @@
 """The configuration of a worker: one object for its frontend and all of its ranks."""
 
-from __future__ import annotations
-
 import enum
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from millrace_common.config import Config, Seconds
+from millrace_common.config import Config, OrAuto, Seconds
 from millrace_common.json_values import Json, JsonObject
 from millrace_common.model_files import read_object
 from millrace_common.spans import Tracing
 from millrace_common.tls_config import Tls, exposed
 from pydantic import Field, model_validator
 
-from millrace_serve.engine.config import MOST_DRAFTS, Execution, Limits, OrAuto, Role
+from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.sim.runner import SimSettings
-from millrace_serve.model.config import ModelConfig
 from millrace_serve.plan.facts import gpu_here, memory_limit
-from millrace_serve.plan.settings import Goal, Setup, decide, filled, predicts
+from millrace_serve.plan.settings import Goal, Setup, decide, filled, setup_of
 
 DEFAULT_PAGES = 1025  # where the device's memory is not planned
 SIM_CONTEXT = 8192
@@ -105,7 +101,7 @@ class WorkerConfig(Execution):
         return filled(values, decide(setup) if setup else ())
 
     @model_validator(mode="after")
-    def _fits_together(self) -> WorkerConfig:
+    def _fits_together(self) -> Self:
         if self.engine is EngineKind.MODEL and self.model is None:
             raise ValueError("model: a checkpoint folder is required unless engine=sim")
         if self.expert_tp and self.dp > 1:
@@ -139,36 +135,6 @@ class WorkerConfig(Execution):
     @property
     def model_name(self) -> str:
         return self.served_name or (self.model.name if self.model else str(self.engine))
-
-
-def setup_of(values: Mapping[str, Json], gpu: str, pod_memory: int = 0) -> Setup | None:
-    """What the plan of a configuration's raw values follows from. None: some of them are faulty, or there is no
-    config.json that can be read; the validation or the start says so. `pod_memory`: bytes that this pod's limit allows.
-    """
-    try:
-        folder = Path(values["model"])
-        model = ModelConfig.load(folder)
-        drafts = len(values.get("simulated_acceptance") or ()) if values.get("random_weights") else MOST_DRAFTS
-        return Setup(
-            model=model,
-            gpu=gpu,
-            tp=_ranks(values.get("tp", 1)),
-            dp=_ranks(values.get("dp", 1)),
-            role=Role(values.get("role", Role.DECODE)),
-            goal=Goal(values.get("goal", Goal.BALANCED)),
-            drafts=drafts if predicts(folder, model) else 0,
-            bf16=values.get("dtype") == "bfloat16",
-            pod_memory=0 if values.get("launcher") == "ray" else pod_memory,  # ranks are in other pods, too
-        )
-    except (KeyError, TypeError, ValueError, OSError):
-        return None
-
-
-def _ranks(value: Json) -> int:
-    """Raises ValueError."""
-    if int(value) < 1:
-        raise ValueError(f"{value} ranks: must be at least 1")
-    return int(value)
 
 
 def _context_of(values: JsonObject) -> int:

@@ -5,8 +5,6 @@ No rank outlives the frontend, however the frontend ends: the kernel kills a ran
 of the rank waits for the parent's end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import shutil

@@ -1,7 +1,5 @@
 """The interface for starting ranks. launch.py and ray_launch.py implement it."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable
 

@@ -9,8 +9,6 @@
    2 where the settings or the checkpoint are at fault, so that another start would end alike
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging

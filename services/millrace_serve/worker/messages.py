@@ -8,8 +8,6 @@
 Messages of one line arrive in the order in which they were sent; between lines there is no order.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec
@@ -17,7 +15,7 @@ from millrace_common.gc_hooks import GcPause
 
 from millrace_serve.engine.cache.kv_pool import KvLayout
 from millrace_serve.engine.core import EngineInput, Events
-from millrace_serve.engine.health.heartbeat import RankHeartbeat
+from millrace_serve.engine.health.rank_watch import RankHeartbeat
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.messages import FromReader
 

@@ -3,8 +3,6 @@
 The actors belong to the frontend's Ray job: Ray ends them with the job, however the frontend ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """What engines say of their prefix caches: whoever adds it up has the cache."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

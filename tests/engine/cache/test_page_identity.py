@@ -1,7 +1,5 @@
 """A page serves the prompts of its tokens and its salt, on every tier, and equal blocks break nothing."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -22,10 +20,7 @@ from millrace_serve.engine.core import (
     SequenceOutput,
     ServePrefix,
 )
-from millrace_serve.engine.offload.disk_tier import DiskTier
-from millrace_serve.engine.offload.page_folder import PageFolder
 from millrace_serve.engine.schedule import requests, sequence
-from millrace_serve.transfer.base import PageBuffer
 from millrace_testing.blocks import block
 from millrace_testing.examples import examples
 
@@ -54,9 +49,7 @@ class Caches(Driver):
         super().__init__(Role.UNIFIED, wide, host_pages=host_pages, **{**LARGE, **config})
         self.cached: dict[int, int] = {}
         if folder is not None:
-            layout = self.engine.pool.layout
-            memory = PageBuffer(self.engine.copier.address, layout.page_bytes, host_pages)
-            self.engine.keep_in(DiskTier(PageFolder(folder, layout.fingerprint, memory, 1 << 30)))
+            self.engine.keep_in(folder, 1 << 30)
 
     def ask(self, prompt: Prompt, room: int) -> int:
         """Tokens of the prompt that were found in some tier; the answer is held against the oracle."""

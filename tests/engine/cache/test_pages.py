@@ -1,7 +1,5 @@
 """Block pool, prefix cache, page hashes and the pool's memory."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import struct

@@ -4,18 +4,18 @@ The fake grammar allows three tokens that depend on every output before; the fak
 is one token too old, or belongs to another sequence, gives another continuation than the one computed here.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
 from engine.drafted_masks import bits_of, check_masks
-from engine.harness import SETTINGS, Driver, FakeConnection, fill_pages, first_output, request
-from millrace_common.grammar.checker import NobodyWaits
+from engine.harness import SETTINGS, Driver, FakeConnection, FakeReplicas, fill_pages, first_output, request
+from engine.schedule.test_context_parallel import run_threads
+from millrace_common.grammar.checker import CompilerStarved, NobodyWaits
 from millrace_common.grammar.source import GrammarError
+from millrace_common.reasons import Reason
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import (
@@ -28,6 +28,8 @@ from millrace_serve.engine.core import (
     Request,
     RequestId,
     Route,
+    SamplingParams,
+    Submit,
 )
 from millrace_serve.engine.grammar.grammars import MAX_COMPILED, Grammars
 from millrace_serve.engine.lockstep.lockstep import Lockstep
@@ -96,8 +98,11 @@ class FakeMatcher:
         del self._tokens[len(self._tokens) - count :]
 
 
+FAULTS = {"starved": CompilerStarved("try again"), "broken": BlockingIOError("no process can be started")}
+
+
 class FakeCompiler:
-    """Holds a compilation back until its text is in `open`; the text "bad" cannot be compiled."""
+    """Holds compilations back while its gate is shut; the text "bad" cannot be compiled, others at first."""
 
     def __init__(self) -> None:
         self.compiled: list[str] = []
@@ -113,6 +118,8 @@ class FakeCompiler:
         self.compiled.append(grammar.text)
         if grammar.text == "bad":
             raise GrammarError("it is bad")
+        if grammar.text in FAULTS and self.compiled.count(grammar.text) == 1:
+            raise FAULTS[grammar.text]
         ends = grammar.text in ("dead end", "too complex")
         return lambda: FakeMatcher(4 if ends else None, grammar.text == "too complex")
 
@@ -132,8 +139,12 @@ class MaskedRunner(SimRunner):
         if batch.sampling is not None and batch.sampling.grammar is not None:
             lens = [1] * batch.num_decode + [batch.chunk_lens[chunk] for chunk in batch.sampling_chunks]
             index = self._lengths[batch.sample_slots] + lens - self._num_prompt[batch.sample_slots]
-            for sample, mask in zip(*batch.sampling.grammar, strict=True):
-                output.tokens[sample] = pick(bits_of(mask), int(index[sample]))
+            rows = [batch.num_queries] * batch.num_decode + [1] * len(batch.sampling_chunks)
+            first = np.cumsum(rows) - rows
+            for row, mask in zip(*batch.sampling.grammar, strict=True):
+                sample = int(np.searchsorted(first, row, side="right")) - 1
+                draft = int(row - first[sample])
+                output.tokens[sample, draft] = pick(bits_of(mask), int(index[sample]) + draft)
         return output
 
 
@@ -171,29 +182,72 @@ def test_every_mask_is_of_the_outputs_so_far(overlap: bool, num_pages: int) -> N
     driver.check_whole()
 
 
-def test_only_the_undecided_sit_out() -> None:
-    """While steps overlap, a sequence with a grammar takes every other step and one without takes all."""
-    driver = GrammarDriver(Role.UNIFIED, overlap=True, max_model_len=128, num_pages=80)
-    driver.submit(constrained(1, [20, 21], max_tokens=10))
+# A value of each sampling option that changes what a step samples, or when a sequence ends.
+OPTIONS: dict[str, dict[str, object]] = {
+    "max_tokens": {"max_tokens": 9},
+    "temperature": {"temperature": 0.7},
+    "top_k": {"temperature": 0.7, "top_k": 5},
+    "top_p": {"temperature": 0.7, "top_p": 0.9},
+    "min_p": {"temperature": 0.7, "min_p": 0.1},
+    "repetition_penalty": {"repetition_penalty": 1.2},
+    "presence_penalty": {"presence_penalty": 0.5},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "seed": {"temperature": 0.7, "seed": 7},
+    "logit_bias": {"logit_bias": {20: 1.0}},
+    "min_tokens": {"ignore_eos": False, "min_tokens": 6},
+    "stop_token_ids": {"stop_token_ids": (50, 51)},
+    "ignore_eos": {"ignore_eos": False},
+    "logprobs": {"logprobs": 2},
+    "grammar": {"ignore_eos": False, "grammar": FREE},
+}
+
+
+def spoken(driver: Driver, steps: int) -> dict[int, list[int]]:
+    """For each room: the steps with a token of it, once per token."""
+    found: dict[int, list[int]] = {}
+    for step in range(steps):
+        for output in driver.step().outputs:
+            found.setdefault(output.id.room, []).extend([step] * len(output.tokens))
+    return found
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 1])
+@pytest.mark.parametrize("option", SamplingParams.__struct_fields__)
+def test_running_sequence_takes_part_in_every_step(option: str, draft_tokens: int) -> None:
+    """With each option, beside one without options and a long prompt. No draft is accepted; behind the last but one
+    token, a step with drafts may have reached the limit, and the sequence waits for its result.
+    """
+    settings = SETTINGS.model_copy(update={"acceptance": 0.0})
+    config = {"overlap": True, "max_model_len": 128, "num_pages": 99, "draft_tokens": draft_tokens}
+    driver = GrammarDriver(Role.UNIFIED, settings=settings, **config)
+    driver.submit(request(1, [20, 21], **{"max_tokens": 20, **OPTIONS[option]}))
     driver.finish_compiling()
-    driver.submit(request(2, [20, 22], max_tokens=60))
-    finished: dict[RequestId, int] = {}
-    for step in range(200):
-        driver.step()
-        for id in driver.finish:
-            finished.setdefault(id, step)
-    assert 18 <= finished[RequestId(1, 0)] <= 24
-    assert 60 <= finished[RequestId(2, 0)] <= 66
+    driver.submit(request(2, [20, 22], max_tokens=30))
+    driver.submit(request(3, [23] * 40, max_tokens=4))
+    for room, steps in spoken(driver, 60).items():
+        sure = steps[: len(steps) - draft_tokens]
+        assert sure == list(range(sure[0], sure[0] + len(sure))), f"request {room}: {steps}"
+    assert len(driver.finish) == 3
+    driver.check_whole()
 
 
-def test_another_attempt_goes_on_where_the_first_one_stopped() -> None:
-    driver = GrammarDriver(Role.UNIFIED)
-    for room, prior in enumerate((1, 5, 9), start=1):
-        outputs = expected(prior)
-        driver.submit(constrained(room, [30, 31, *outputs], prior=prior, max_tokens=10))
-        driver.finish_compiling()
-    driver.run()
-    assert {tuple(tokens) for tokens in driver.tokens.values()} == {tuple(expected(10))}
+def test_replicas_wait_for_the_grammar_of_one() -> None:
+    """All commit a step before they plan the next one, so none waits in the agreement for another."""
+    replicas, awaited, found = FakeReplicas(2), [[], []], [{}, {}]
+
+    def replica(rank: int) -> None:
+        driver = GrammarDriver(Role.UNIFIED, overlap=True, max_model_len=128)
+        driver.engine._lockstep = Lockstep(replicas.of(rank))
+        one = constrained(0, [20, 21], max_tokens=8) if rank == 0 else request(1, [20, 21], max_tokens=20)
+        driver.grammars.walk(constrained(2, [20]))  # compiled before the first step
+        driver.submit(one)
+        schedule = driver.scheduler.schedule
+        driver.scheduler.schedule = lambda: (awaited[rank].append(not driver.engine._in_flight), schedule())[1]
+        found[rank] = spoken(driver, 30)[rank]
+
+    run_threads(replica, 2)
+    assert awaited[0] == awaited[1] == [True] * 9 + [False] * 12 + [True] * 9
+    assert [steps == list(range(steps[0], steps[0] + len(steps))) for steps in found] == [True, True]
 
 
 def test_decode_worker_goes_on_from_the_prefill_workers_token() -> None:
@@ -266,6 +320,25 @@ def test_refusals() -> None:
     assert "does not allow token 199" in contradicted.message
 
 
+@pytest.mark.parametrize(("text", "reason"), [("starved", Reason.OVERLOADED), ("broken", Reason.INTERNAL)])
+def test_compilation_that_failed_is_tried_again_for_those_who_come_later(text: str, reason: Reason) -> None:
+    """Those who waited for it share its end: none compiles it again in the engine's thread, where all would wait."""
+    driver = GrammarDriver(Role.UNIFIED)
+    driver.compiler.gate.clear()
+    for room in (1, 2, 3):
+        driver.submit(constrained(room, [20], Grammar(GrammarKind.REGEX, text), max_tokens=2))
+        if room == 2:
+            driver.compiler.gate.set()
+            wait([job.compiled for job in driver.grammars._jobs.values()])
+    driver.run()
+    assert {output.error.reason for output in driver.finish.values()} == {reason} and driver.compiler.compiled == [text]
+    driver.submit(constrained(4, [20], Grammar(GrammarKind.REGEX, text), max_tokens=2))
+    driver.finish_compiling()
+    driver.run()
+    assert driver.tokens[RequestId(4, 0)] == expected(2)
+    driver.check_whole()
+
+
 @pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 1}, {"grammar": Grammar("regex", "x", V)}])
 def test_what_cannot_go_with_a_grammar(fields: dict[str, object]) -> None:
     driver = GrammarDriver(Role.UNIFIED)
@@ -318,11 +391,14 @@ def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
 def test_oldest_grammars_are_forgotten() -> None:
     compiler = FakeCompiler()
     grammars = Grammars(compiler)
-    for text in [*map(str, range(MAX_COMPILED)), "0", "new"]:
-        grammars.walk(constrained(1, [20], Grammar(GrammarKind.REGEX, text)))
-    assert "0" not in compiler.compiled[1:]
-    grammars.walk(constrained(1, [20], Grammar(GrammarKind.REGEX, "1")))
-    assert compiler.compiled.count("1") == 2 and len(grammars._jobs) == MAX_COMPILED
+    for text in [*map(str, range(MAX_COMPILED)), "0", "new", "1"]:
+        one = constrained(1, [20], Grammar(GrammarKind.REGEX, text))
+        grammars.admit(Submit(one))
+        grammars.walk(one)
+        grammars.admitted()
+    assert (
+        compiler.compiled.count("0") == 1 and compiler.compiled.count("1") == 2 and len(grammars._jobs) == MAX_COMPILED
+    )
     grammars.close()
 
 

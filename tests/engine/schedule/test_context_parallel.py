@@ -1,7 +1,5 @@
 """Long prompts whose chunks all replicas compute together: tokens, logprobs and KV are those of one rank alone."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass, field
 from itertools import chain
@@ -245,7 +243,6 @@ def rank_job(dims: ParallelDims, role: Role, drafts: int, graphs: str) -> dict[s
 
 
 CASES = (  # tp, dp, role, drafts, graphs
-    (1, 2, Role.UNIFIED, 0, "off"),
     (1, 2, Role.UNIFIED, 2, "on"),
     (1, 4, Role.PREFILL, 1, "off"),
     (2, 2, Role.UNIFIED, 1, "off"),

@@ -1,7 +1,5 @@
 """What a decode engine learns of outputs, and how many pages it keeps for them."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 
@@ -11,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Abort, Request, RequestId, SamplingParams
-from millrace_serve.engine.drafts.counts import DraftCounts
+from millrace_serve.engine.drafts.counts import DraftCounts, usable
 from millrace_serve.engine.schedule.expected import LEAST, UNKNOWN, WINDOW, Outputs, need
 from millrace_serve.engine.schedule.scheduler import Scheduler
 from millrace_serve.engine.sim.runner import SimSettings
@@ -53,8 +51,13 @@ def test_outputs_beyond_the_window_are_forgotten(window: int, mean: int) -> None
     assert outputs.mean == mean and len(outputs._sorted) == len(outputs._latest) == window
 
 
+@pytest.mark.parametrize(("sent", "used"), [((5, 0, 999), (5, 0, 999)), ((5, 1000, 6), (5,)), ((2**32 - 1,), ())])
+def test_drafts_are_used_up_to_the_first_that_is_no_token(sent: tuple[int, ...], used: tuple[int, ...]) -> None:
+    assert usable(sent, 1000) == used
+
+
 def test_drafts_are_counted_by_their_place() -> None:
-    counts, seq = DraftCounts(), SimpleNamespace(num_drafted=0, num_accepted=0)
+    counts, seq = DraftCounts(3), SimpleNamespace(num_drafted=0, num_accepted=0)
     for drafted, accepted in ((3, 1), (2, 2), (3, 0), (0, 0)):
         counts.add(seq, drafted, accepted)  # type: ignore[arg-type]
     assert (counts.drafted, counts.accepted) == ([3, 3, 2], [2, 1, 0])

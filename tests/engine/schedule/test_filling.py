@@ -1,7 +1,5 @@
 """Leading pages of a running prompt that somebody else writes: what the scheduler does until they are there."""
 
-from __future__ import annotations
-
 import pytest
 from engine.harness import Driver, fill_pages, request
 from millrace_serve.engine.config import Role

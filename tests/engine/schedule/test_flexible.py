@@ -2,8 +2,6 @@
 any request.
 """
 
-from __future__ import annotations
-
 from engine.harness import Driver, fill_pages, first_output, request
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """A worker's only check of a request: every field out of its range is refused with its name and its limit."""
 
-from __future__ import annotations
-
 import math
 from array import array
 

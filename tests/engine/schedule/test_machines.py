@@ -4,8 +4,6 @@ Pages are poisoned and carry canaries, so a page that is reused too early or sha
 rule corrupted, and that is an assertion here.
 """
 
-from __future__ import annotations
-
 import msgspec
 from engine.harness import SETTINGS, TINY, Driver, fill_pages, first_output, request
 from hypothesis import HealthCheck

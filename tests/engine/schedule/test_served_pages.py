@@ -1,7 +1,5 @@
 """Cached prefixes that engines serve and fetch, with the test as the worker in between."""
 
-from __future__ import annotations
-
 import pytest
 from engine.harness import Driver, canaries, fill_pages, request
 from millrace_common.page_hash import page_hashes

@@ -1,18 +1,12 @@
 """What a replica learns of the time of its steps."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import astuple
 
-import msgspec
 import pytest
-from engine.harness import Driver, request
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_common.step_times import AIM, StepTimes
-from millrace_serve.engine.config import Role
-from millrace_serve.engine.core import Request, Route
+from millrace_common.step_times import StepTimes
 from millrace_serve.engine.schedule.plan import Work
 from millrace_serve.engine.schedule.step_fit import StepFit
 from millrace_testing.examples import examples
@@ -96,57 +90,29 @@ def test_longer_chunks_than_any_before_are_not_expected_for_nothing(chunk: int) 
     assert fitted(TIMES, steps).times.step_s(8, 8000, 2048) > 0.8 * TIMES.step_s(8, 8000, 2048)
 
 
-def run(driver: Driver, times: StepTimes, steps: int) -> list[Work]:
-    """Steps that take what `times` say, on the clock of the test."""
-    done = []
-    for _ in range(steps):
-        plan = driver.scheduler.schedule()
-        assert plan is not None
-        batch = driver.engine._builder.build(plan, 1, None)
-        driver.clock.now += times.step_s(*plan.work)
-        driver.scheduler.commit(plan, driver.engine._runner.launch(batch).result())
-        done.append(plan.work)
-    return done
+def few_experts(one: Work) -> float:
+    """Seconds of a step: each row reads 8 of 32 experts, which are half of the fixed time."""
+    return TIMES.step_s(*one) - TIMES.fixed_s / 2 * 0.75 ** (one.sequences + one.tokens)
 
 
-def flexible(**config: object) -> Driver:
-    sizes = {"num_pages": 2000, "max_model_len": 4000, "max_running": 64, "max_prefill_tokens": 1024, "page_size": 16}
-    return Driver(Role.FLEXIBLE, **{**sizes, "overlap": False, "checks": (), **config})
+@pytest.mark.parametrize("start", [StepTimes(), TIMES], ids=["unknown", "from the plan"])
+@pytest.mark.parametrize("most", [1, 2, 4, 8, 12])
+def test_few_sequences_do_not_make_many_look_slow(most: int, start: StepTimes) -> None:
+    """Whoever expects many to be slow gets no more than few, and never learns that they are not."""
+    rng, fit = random.Random(5), StepFit(start)
 
+    def run(least: int, most: int, steps: int) -> None:
+        for _ in range(steps):
+            sequences = rng.randint(least, most)
+            one = Work(sequences, sequences * rng.randint(4096, 4352))
+            fit.add(one, few_experts(one) * rng.uniform(0.97, 1.03))
 
-def with_limit(room: int, tokens: list[int], limit_s: float, **sampling: object) -> Request:
-
-    return msgspec.structs.replace(request(room, tokens, **sampling), tpot_limit_s=limit_s)
-
-
-def test_chunks_beside_streams_take_what_their_limit_leaves() -> None:
-    driver, limit_s = flexible(), 0.03
-    driver.scheduler.speeds._fit = StepFit(TIMES)
-    for room in range(1, 9):
-        driver.submit(with_limit(room, [20 + room] * 30, limit_s if room == 5 else 0.0, max_tokens=200))
-    run(driver, TIMES, 3)
-    driver.submit(request(99, [19] * 3000, max_tokens=2))
-    mixed = [one for one in run(driver, TIMES, 40) if one.tokens]
-    assert sum(one.tokens for one in mixed) == 3000
-    for one in mixed[:-1]:
-        assert 0.9 * AIM * limit_s < TIMES.step_s(*one) <= AIM * limit_s * 1.001, one
-
-
-@pytest.mark.parametrize(
-    ("times", "limit_s", "route", "tokens"),
-    [
-        (StepTimes(), 0.03, Route.LOCAL, 1024),  # unknown
-        (TIMES, 0.0, Route.LOCAL, 1024),  # no limit
-        (TIMES, 10.0, Route.LOCAL, 1024),
-        (TIMES, 0.001, Route.LOCAL, 16),  # a limit that cannot be kept: prompts go on
-        (TIMES, 0.001, Route.EXPORT, 1024),  # of a worker whose duty is prefill
-    ],
-)
-def test_chunks_stay_between_their_bounds(times: StepTimes, limit_s: float, route: Route, tokens: int) -> None:
-    driver = flexible()
-    driver.scheduler.speeds._fit = StepFit(times)
-    driver.submit(with_limit(1, [20] * 30, limit_s, max_tokens=200))
-    driver.step()
-    driver.submit(request(2, [25] * 3000, route=route, max_tokens=2))
-    plan = driver.scheduler.schedule()
-    assert plan is not None and sum(chunk.end - chunk.start for chunk in plan.chunks) == tokens
+    many = Work(64, 64 * 4224)
+    run(1, most, 500)
+    assert fit.times.step_s(*many) < 1.25 * few_experts(many)
+    run(16, 24, 16)
+    assert fit.times.step_s(*many) < 1.25 * few_experts(many), (
+        "the first steps that count are not mixed with the others"
+    )
+    run(16, 48, 150)
+    assert fit.times.step_s(*many) == pytest.approx(few_experts(many), rel=0.1)

@@ -1,7 +1,5 @@
 """What an engine tells routers of requests that wait in it, and how much more it promises to take."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec
@@ -37,6 +35,16 @@ def test_prompt_in_the_queue_waits_until_its_turn(role: Role, route: Route) -> N
     driver.submit(second)
     told = [wait for _ in range(9) for wait in step(driver)]
     assert told == [Wait(second.id), Wait(second.id, over=True)]
+
+
+def test_wait_of_an_aborted_request_is_told_no_more() -> None:
+    driver = Driver(Role.UNIFIED, num_pages=40)
+    first, second = prompts(24)
+    driver.submit(first)
+    driver.submit(second)
+    assert step(driver) + step(driver) + step(driver) == [Wait(second.id)]
+    driver.tell(Abort(second.id))
+    assert not [wait for _ in range(9) for wait in step(driver)]
 
 
 def test_who_goes_on_soon_is_told_of_nobody() -> None:

@@ -1,7 +1,5 @@
 """The key `attention`: which form and which kernels a rank's steps run, and that its answers stay the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,11 +1,11 @@
 """Every compilation is counted once; stand-ins of the libraries, whose hooks exist in the installed Triton."""
 
-from __future__ import annotations
-
 import inspect
 import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from millrace_serve.engine.start.compilations import Compilations
@@ -59,11 +59,15 @@ def test_kernels_that_come_into_the_folder_of_deep_gemm(tmp_path: Path, caplog: 
     assert said == [*["deep_gemm compiled 1 product(s)"] * 2, "deep_gemm compiled 2 product(s)"]
 
 
-def test_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_folder_that_is_not_there_yet_or_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Compilations(tmp_path / "cache")
     seen.start_is_over()
     assert seen.counts() == {}
     (tmp_path / "cache" / "kernel.a").mkdir(parents=True)
+    for call in ("stat", "listdir"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, Mock(side_effect=OSError(5, "")))
+            assert seen.counts() == {}
     assert seen.counts() == {"deep_gemm": 1}
 
 

@@ -1,7 +1,5 @@
 """torch.compile of decode steps: our ops are not traced, and the answers stay."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -24,7 +22,7 @@ from millrace_serve.engine.step.batch import StepBatch
 from millrace_serve.engine.step.torch_runner import TorchRunner
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.paths import TINY
-from millrace_testing.reference import LOGPROB_TOLERANCE
+from millrace_testing.tolerances import LOGPROB_TOLERANCE
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -86,7 +84,7 @@ def test_compilation_of_a_kernel_is_announced(monkeypatch: pytest.MonkeyPatch) -
         raise ValueError
 
     monkeypatch.setattr(compiler, "compile", compile_kernel)
-    announce_kernels(progress)
+    announce_kernels(progress.busy)
     with pytest.raises(ValueError):
         compiler.compile("a kernel", target="a GPU")
     assert doing == [("the compilation of a kernel", "a kernel", "a GPU")] and progress.doing == ""

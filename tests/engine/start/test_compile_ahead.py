@@ -1,7 +1,5 @@
 """Processes that compile beside a start: how many, what they run, and that whatever becomes of them ends no start."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os
@@ -270,14 +268,15 @@ def test_they_end_when_the_weights_cannot_be_read(monkeypatch: pytest.MonkeyPatc
     assert [process.returncode for process in started] == [-9, -9]
 
 
-def test_they_end_with_the_rank(tmp_path: Path) -> None:
+def test_they_end_with_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """What their stdin is to them: a pipe that closes."""
-    read, write = os.pipe()
-    code = "from millrace_serve.engine.start.compile_ahead import _end_with_parent; _end_with_parent()"
-    process = compile_ahead.subprocess.Popen([sys.executable, "-c", code], stdin=read)
-    os.close(read)
+    (stdin, write), read, codes = os.pipe(), os.read, list[int]()
     os.close(write)
-    assert process.wait(120) == 1
+    monkeypatch.setattr(os, "read", lambda fd, count: read({0: stdin}[fd], count))
+    monkeypatch.setattr(os, "_exit", codes.append)
+    compile_ahead._end_with_parent()
+    os.close(stdin)
+    assert codes == [1]
 
 
 @pytest.mark.long

@@ -1,7 +1,5 @@
 """A rank refuses a model whose files are damaged, in one line with the file's name, before it serves anything."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`draft_tokens` says whether the MTP layer is loaded and has its place in the KV page."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

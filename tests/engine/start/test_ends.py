@@ -1,7 +1,5 @@
 """Answers of a checkpoint end at every token that its files name as an end."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

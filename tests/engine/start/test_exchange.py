@@ -1,7 +1,5 @@
 """The choice of the exchange, and a step that ends without the answer of a rank."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 from typing import Any

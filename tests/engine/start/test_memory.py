@@ -1,17 +1,22 @@
 """The memory plan: what fits is used, what does not fit is refused with the numbers and what to change."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
-from millrace_serve.engine.config import GIB, Limits
+import torch
+from millrace_bench import v3
+from millrace_serve.engine.config import GIB, Execution, Limits, Role
 from millrace_serve.engine.start import memory
+from millrace_serve.engine.start.activations import activation_bytes
 from millrace_serve.engine.start.memory import MIB, Demand, Memory, MemoryPlan, OverCommitted, make_plan
+from millrace_serve.engine.start.startup import RankSetup, estimated, kv_layout
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.parallel import ParallelDims
 
 H200 = Memory(total=140 * GIB, free=139 * GIB)
 DEMAND = Demand(weights=100 * GIB, activations=6 * GIB, graphs=2 * GIB, libraries=1 * GIB)
 PAGE = 4 * MIB
+V3, ALONE = ModelConfig(num_hidden_layers=30, **{**v3.V3, **v3.WIDTHS["e32"]}), ParallelDims()
 
 
 def limits(num_pages: int | str = "auto", **changes: int) -> Limits:
@@ -75,11 +80,30 @@ def test_table_has_every_use_and_adds_up() -> None:
     assert lines["budget"] == pytest.approx(used, abs=0.04) and lines["device"] == 140
 
 
-def test_estimates_grow_with_what_is_asked_for() -> None:
-    small = memory.estimate(limits(max_prefill_tokens=1024), 1, 7168, 129280, 4)
-    large = memory.estimate(limits(max_prefill_tokens=16384), 1, 7168, 129280, 18)
-    assert small.activations < large.activations and small.graphs < large.graphs
-    assert 1 * GIB < large.activations < 8 * GIB
+def test_activations_grow_with_what_a_step_has() -> None:
+    least = activation_bytes(V3, ALONE, 2048, 0, 16)
+    for more in ((4096, 0, 16), (2048, 4096, 16), (2048, 0, 1024)):
+        assert least < activation_bytes(V3, ALONE, *more)
+
+
+def test_activations_shrink_by_less_than_the_ranks_of_a_replica() -> None:
+    """Each has all rows, and all choices of experts."""
+    whole, part = (activation_bytes(V3, dims, 2048) for dims in (ALONE, ParallelDims(tp=8, expert_tp=True)))
+    assert whole / 8 < part < whole
+
+
+def test_a_pass_of_experts_bounds_their_memory() -> None:
+    few, many, most = (activation_bytes(V3, ParallelDims(dp=dp), 4096) for dp in (1, 4, 8))
+    assert few < many == pytest.approx(most, rel=0.01)
+
+
+def test_graphs_take_what_was_measured() -> None:
+    """1.0 GiB with 30 layers and 32 experts, prompts to 1,024 rows and 256 sequences (docs/explanation/gpu.md)."""
+    limits = Limits(num_pages=9, max_model_len=8192, max_running=256, max_prefill_tokens=16384)
+    execution = Execution.model_validate({"graphs": "auto", "chunk_graph_tokens": 1024})
+    layout = kv_layout(limits, execution, V3, "", torch.bfloat16)
+    setup = RankSetup(Role.UNIFIED, limits, execution, V3, layout, ALONE, torch.device("cuda"), torch.bfloat16)
+    assert estimated(setup, 0).graphs == pytest.approx(1.0 * GIB, rel=0.1)
 
 
 def test_host_tier_that_cannot_fit_is_refused_with_numbers() -> None:

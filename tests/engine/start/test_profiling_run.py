@@ -1,7 +1,5 @@
 """Warmed steps are legal, cover what they promise, and go through the runner of a real model."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Which drafts are accepted, and what a step leaves in the slots, against plain Python."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 from engine.step.test_slots import CONFIG, CPU, SIZE, step_of
 from hypothesis import given
 from hypothesis import strategies as st
+from millrace_serve.engine.drafts.speculate import draft_inputs
 from millrace_serve.engine.step.batch import StepBatch
 from millrace_serve.engine.step.slots import NONE, Slots, accepted_rows, by_sequence
 from millrace_testing.examples import examples
@@ -125,7 +124,7 @@ def test_row_takes_the_drafts_before_it_for_outputs(case: Case) -> None:
     for one in case.decode:
         expected += [one.drafts[:row] + [NONE] * (case.q - 1 - row) for row in range(case.q)]
     expected += [[NONE] * (case.q - 1) for one in case.chunks if one.sampled is not None]
-    before = case.slots().drafts_before(case.step())
+    before = case.slots().tokens_before(case.step())
     assert before.tolist() == expected and before.shape == (len(expected), case.q - 1)
 
 
@@ -136,7 +135,7 @@ def test_draft_is_a_row_behind_the_newest_token(case: Case, draft: int) -> None:
     state, step = case.slots(), case.step()
     state.accept(step, case.sampled())
     state.last_tokens[:, draft] = 40 + torch.arange(len(state.last_tokens))
-    inputs = state.draft_inputs(step, draft)
+    inputs = draft_inputs(state, step, draft)
     slots = step.sample_slots.tolist()
     positions = [int(state.lengths[slot]) + draft - 1 for slot in slots]
     assert inputs.token_ids.tolist() == [40 + slot for slot in slots]

@@ -1,7 +1,5 @@
 """The step's arrays against the plainest way to write them."""
 
-from __future__ import annotations
-
 import numpy as np
 from engine.harness import Driver, canaries, request
 from millrace_serve.engine.config import Role

@@ -1,7 +1,5 @@
 """Steps with prompt chunks that are padded to buckets say what unpadded ones say. On a CPU a replay is a call."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -12,14 +10,11 @@ from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Request
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.start import profiling_run
-from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.chunk_graphs import BUCKETS, ChunkGraphs, chunk_buckets_up_to
 from millrace_serve.engine.step.device import Device
-from millrace_serve.model.deepseek_v3 import DeepseekV3, load_model
+from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.inputs import AttnPlan, ForwardInput
-from millrace_serve.model.parallel import ParallelDims
-from millrace_testing.paths import TINY
-from millrace_testing.reference import LOGPROB_TOLERANCE
+from millrace_testing.tolerances import LOGPROB_TOLERANCE
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -27,9 +22,9 @@ LENGTHS = (1, 5, 16, 17, 63, 64, 65, 130, 20)
 PAGE = 16
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model() -> DeepseekV3:
-    return load_model(TINY, ParallelDims(), CPU, torch.float32, mtp=False)
+    return drafting.held(mtp=False)
 
 
 def engine(chunk_graph_tokens: int, **limits: object) -> Engine:
@@ -40,7 +35,7 @@ def engine(chunk_graph_tokens: int, **limits: object) -> Engine:
     # One graph of decode steps: test_graphs.py has them all.
     options = Execution.model_validate({"graphs": (9,), "chunk_graph_tokens": chunk_graph_tokens})
     config = EngineConfig.model_validate(wanted)
-    return load_rank(config, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32, execution=options).engine()
+    return drafting.rank_of(config, options=options).engine()
 
 
 def answers(one: Engine) -> dict[int, list[tuple[int, float]]]:
@@ -169,8 +164,7 @@ def test_buckets_end_with_the_longest_step() -> None:
 )
 def test_who_has_chunk_graphs(role: Role, options: dict[str, object], last: int) -> None:
     config = EngineConfig(num_pages=8, max_model_len=64, max_running=2, max_prefill_tokens=80)
-    execution = Execution.model_validate(options)
-    rank = load_rank(config, role, TINY, ParallelDims(), CPU, torch.float32, execution=execution)
+    rank = drafting.rank_of(config, role, Execution.model_validate(options))
     graphs = rank.runner._chunk_graphs
     assert (0 if graphs is None else graphs.buckets[-1]) == last
     rank.engine().close()

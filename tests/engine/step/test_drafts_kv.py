@@ -3,8 +3,6 @@
 Whatever comes, the tokens are those of an engine without drafts; and what comes in order is of use.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from itertools import chain
@@ -16,6 +14,7 @@ from engine.harness import request
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import KvArrived, KvChunk, KvOffered, Request, Route, Submit
 from millrace_serve.engine.engine import Engine
+from msgspec.structs import replace
 
 PAGE = 64  # tokens
 
@@ -37,7 +36,7 @@ def prefilled() -> tuple[Engine, KvChunk]:
     while one.has_work():
         parts += one.step().chunks
     pages = [page for part in parts for page in part.page_ids]
-    return one, KvChunk(parts[-1].id, 0, pages, [], len(prompt()), True, parts[-1].first, parts[-1].drafts)
+    return one, KvChunk(parts[-1].id, 0, pages, [], len(prompt()), True, parts[-1].first)
 
 
 def decoded(one: Engine, source: Engine, part: KvChunk, drafts: tuple[int, ...]) -> list[list[int]]:
@@ -47,7 +46,7 @@ def decoded(one: Engine, source: Engine, part: KvChunk, drafts: tuple[int, ...])
     [reserved] = one.step().reserved
     theirs, ours = (each.pool.buffer.view(each.pool.num_pages, -1) for each in (source, one))
     ours[reserved.page_ids] = theirs[part.page_ids]
-    one.submit(KvArrived(part.id, part.first, drafts))
+    one.submit(KvArrived(part.id, replace(part.first, drafts=drafts)))
     said = [[part.first.tokens[0].token_id]]
     while one.has_work():
         for output in one.step().outputs:
@@ -66,9 +65,10 @@ def expected() -> list[int]:
 @pytest.mark.parametrize(
     ("drafts", "at_once"),
     [
-        (lambda part: part.drafts, 4),
+        (lambda part: part.first.drafts, 4),
         (lambda part: (expected()[1], 5), 2),
         (lambda part: (5, *expected()[2:4]), 1),
+        (lambda part: (expected()[1], 2**31), 2),  # no token
         (lambda part: (), 1),  # of a prefill worker that sends none
     ],
 )

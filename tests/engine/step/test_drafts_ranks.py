@@ -2,8 +2,6 @@
 answers, and those of tensor-parallel ranks, are test_parity_ranks.py's.
 """
 
-from __future__ import annotations
-
 from engine import drafting
 from engine.drafting import Arrivals, serve
 from engine.harness import SETTINGS, TINY, FakeReplicas, request

@@ -4,8 +4,6 @@ With the acceptance of speculative sampling (min(1, p/q)) shared noise would pre
 acceptance by equality it cannot. The answers of many seeds are held against the model's own distributions.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -2,8 +2,6 @@
 and with a random pause before every step of every rank.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path
@@ -21,7 +19,7 @@ from millrace_serve.engine.step.runner import StepHandle
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing import checkpoint
 from millrace_testing.paths import TINY
-from millrace_testing.reference import LOGPROB_TOLERANCE
+from millrace_testing.tolerances import LOGPROB_TOLERANCE
 from model.ranks import run_jobs
 
 LIMITS = {"num_pages": 80, "max_model_len": 256, "max_running": 8, "max_prefill_tokens": 60, "checks": ("canary",)}
@@ -128,19 +126,12 @@ STEPS = [(0, "off"), (2, "on")]  # drafts, graphs
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
-def test_replicas_of_the_trained_model(tmp_path: Path) -> None:
-    check([(1, 8, *step, "gather") for step in STEPS], TINY, tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_head_of_each_rank(eight_heads: Path, tmp_path: Path) -> None:
-    check([(8, 1, *step, "auto") for step in STEPS], eight_heads, tmp_path)
+def test_replicas_and_heads_of_each_rank(eight_heads: Path, tmp_path: Path) -> None:
+    plain, drafted = STEPS
+    check([(1, 8, *plain, "gather"), (8, 1, *drafted, "auto")], eight_heads, tmp_path)
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(900)  # with empty caches
 @pytest.mark.skipif(torch.cuda.device_count() < 8, reason="needs eight CUDA devices")
 def test_eight_gpus(eight_heads: Path, tmp_path: Path) -> None:
     steps = [*STEPS, (0, "on")]

@@ -1,7 +1,5 @@
 """The runner on a CUDA device: nothing waits, graphs say what eager steps say, memory is as planned."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections.abc import Iterator

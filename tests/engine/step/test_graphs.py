@@ -1,7 +1,5 @@
 """Decode steps padded to buckets say what unpadded ones say. On a CPU a replay is a call over the same memory."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 
@@ -14,16 +12,13 @@ from engine.replays import check_replays
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Request
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.batch import StepBatch
 from millrace_serve.engine.step.device import Device
 from millrace_serve.engine.step.graphs import BUCKETS, DecodeGraphs, buckets_up_to
 from millrace_serve.engine.step.slots import Slots
 from millrace_serve.engine.step.staging import Staging
 from millrace_serve.model.inputs import ForwardInput
-from millrace_serve.model.parallel import ParallelDims
-from millrace_testing.paths import TINY
-from millrace_testing.reference import LOGPROB_TOLERANCE
+from millrace_testing.tolerances import LOGPROB_TOLERANCE
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -36,7 +31,7 @@ def engine(**execution: object) -> Engine:
         num_pages=64, max_model_len=256, max_running=9, max_prefill_tokens=80, checks=("canary", "poison")
     )
     options = Execution.model_validate(execution)
-    return load_rank(config, Role.UNIFIED, TINY, ParallelDims(), CPU, torch.float32, execution=options).engine()
+    return drafting.rank_of(config, options=options).engine()
 
 
 def requests(**sampling: object) -> list[Request]:
@@ -114,22 +109,12 @@ class Recorder:
         return tokens, tokens.expand(-1, 3)
 
 
-class NoDrafts:
-    """Stands for a drafter."""
-
-    simulated = None
-
-    def draft(self, *args: object) -> None:
-        pass
-
-
 def make(recorder: Recorder, dp: int = 1, drafts: int = 0) -> tuple[DecodeGraphs, Slots]:
     config = EngineConfig(num_pages=9, max_model_len=192, max_running=4, draft_tokens=drafts, draft_batches=(2, 2))
     state = Slots(config, CPU)
     state.last_tokens += torch.tensor([100, 101, 102, 103, 0])[:, None]
-    graphs = DecodeGraphs(
-        Device(), lambda bucket: recorder, state, (2, 4), dp, NoDrafts() if drafts else None, config.num_queries
-    )
+    accept = (lambda step, inputs, hidden, tokens: state.accept(step, tokens)) if drafts else None
+    graphs = DecodeGraphs(Device(), lambda bucket: recorder, state, (2, 4), dp, accept, config.num_queries)
     graphs.capture()
     recorder.seen.clear()
     return graphs, state
@@ -212,9 +197,7 @@ def test_replicas_replay_the_same_bucket() -> None:
     ],
 )
 def test_who_has_graphs(role: Role, options: dict[str, object], expected: bool) -> None:
-    config = EngineConfig(num_pages=8, max_model_len=64, max_running=2)
-    built = load_rank(
-        config, role, TINY, ParallelDims(), CPU, torch.float32, execution=Execution.model_validate(options)
-    ).engine()
+    config = EngineConfig(num_pages=8, max_model_len=64, max_running=2, max_prefill_tokens=32)
+    built = drafting.rank_of(config, role, Execution.model_validate(options)).engine()
     assert (built._runner._graphs is not None) is expected
     built.close()

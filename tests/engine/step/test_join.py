@@ -1,7 +1,5 @@
 """Ranks that meet over connections: they hear the same, sleep, wake, and name who is missing."""
 
-from __future__ import annotations
-
 import select
 import socket
 import threading

@@ -1,19 +1,15 @@
-"""Replicas that step together and followers that copy their leader, first over threads, then processes with a model."""
-
-from __future__ import annotations
+"""Replicas that step together and followers that copy their leader, over threads."""
 
 import dataclasses
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from engine.harness import SETTINGS, TINY, Clock, FakeConnection, FakeReplicas, eager, request
+from engine.harness import SETTINGS, TINY, Clock, FakeConnection, FakeReplicas, request
 from millrace_common.pace import FEW, LEAST_S
 from millrace_serve.engine.cache.kv_pool import KvPool
-from millrace_serve.engine.config import EngineConfig, Execution, Role
+from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import Submit
 from millrace_serve.engine.health.progress import Progress
 from millrace_serve.engine.lockstep import lockstep, packing
@@ -24,12 +20,8 @@ from millrace_serve.engine.schedule.plan import ContextParallelTurn, Plan, StepO
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimRunner
-from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.batch import HostBatch, StepBatch
 from millrace_serve.model.context_parallel.split import Split
-from millrace_serve.model.parallel import ParallelDims
-from millrace_testing import paths
-from model.ranks import run_jobs
 
 
 def test_alone_agrees_with_itself():
@@ -154,34 +146,3 @@ def test_pause_is_no_step_of_a_follower():
     one._leader = SimpleNamespace(receive_message=receive)  # type: ignore[assignment]
     one.follow(SimpleNamespace(launch=launch))  # type: ignore[arg-type]
     assert limits[-3:] == [LEAST_S] * 3
-
-
-def serve_case(dims: ParallelDims, graphs: str) -> list[int] | None:
-    """The tokens of replica 0; None of a rank that follows."""
-    config = EngineConfig(num_pages=20, max_model_len=256, max_running=4, max_prefill_tokens=100, checks=("canary",))
-    if dims.tp_rank:
-        load_rank(config, Role.UNIFIED, paths.TINY, dims, torch.device("cpu"), torch.float32).follow()
-        return None
-    where = paths.TINY, dims, torch.device("cpu"), torch.float32
-    rank = load_rank(config, Role.UNIFIED, *where, execution=Execution.model_validate({"graphs": graphs}))
-    eager(rank.lockstep)
-    engine = rank.engine()
-    tokens: list[int] = []
-    taken = 0
-    if dims.dp_rank == 0:
-        engine.submit(Submit(request(1, list(range(20, 150)), max_tokens=6)))
-    while not engine.stopped:
-        tokens += [token.token_id for output in engine.step().outputs for token in output.tokens]
-        taken += 1
-        if taken == 12 and dims.dp_rank == dims.dp - 1:
-            engine.stop()
-    engine.close()
-    return tokens
-
-
-def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    alone = serve_case(ParallelDims(), "off")
-    split, replicas = run_jobs([(2, 1, serve_case, ("off",)), (1, 2, serve_case, ("on",))], tmp_path)
-    assert alone is not None and len(alone) == 6
-    assert split == [alone, None] and replicas == [alone, []]

@@ -1,7 +1,5 @@
 """A batch as bytes: followers get what pickle would give them, with every kind of field."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 from typing import Any
@@ -38,6 +36,7 @@ def full() -> HostBatch:
     batch.shared = ContextParallelChunk(Split(1, 0, 2, 64, 128), ints(65), ints(1))
     words = ints(5, 3, CANARY_WORDS, dtype=np.uint64)
     batch.canary = CanaryBatch(ints(5, 3), words, ints(2), words[0, :2], ("room 1", "räum 2", "", "4", "5"))
+    batch.summed = ints(3)
     return batch
 
 

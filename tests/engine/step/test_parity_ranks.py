@@ -1,9 +1,7 @@
 """Two replicas of two ranks each say what one rank says, in whatever a step may hold: prompts in chunks beside running
-sequences, cached pages, every kind of sampling, grammars, logprobs, 0 to 3 drafts, preemption, and a replica that has
+sequences, cached pages, every kind of sampling, grammars, logprobs, drafts or none, preemption, and a replica that has
 less to do than the other, or nothing.
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from millrace_serve.engine.core import Grammar, GrammarKind, Request, SequenceOu
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.model.parallel import ParallelDims
 from millrace_testing import paths
-from millrace_testing.reference import LOGPROB_TOLERANCE
+from millrace_testing.tolerances import LOGPROB_TOLERANCE
 from model.ranks import run_jobs
 
 TP, DP, PAGE = 2, 2, 16
@@ -28,7 +26,7 @@ LIMITS = {
     "draft_batches": (4, 3, 2), "checks": ("canary", "poison"),
 }  # fmt: skip
 TIGHT = {"num_pages": 20}  # for little more than one sequence of the greatest length
-CASES = ((0, "off", {}), (1, "on", TIGHT), (2, "off", TIGHT), (3, "on", {}))  # drafts, graphs, limits
+CASES = ((0, "off", {}), (1, "on", TIGHT), (3, "on", {}))  # drafts, graphs, limits
 REGEX = Grammar(GrammarKind.REGEX, r"[A-Z][a-z]{4,9}( [a-z]{3,8}){3} is [0-9]{3}!")
 PROPERTIES = '{"a": {"enum": ["up", "down"]}, "b": {"type": "boolean"}}'
 SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, f'{{"type": "object", "properties": {PROPERTIES}, "required": ["a", "b"]}}')
@@ -94,7 +92,7 @@ def serve_rank(dims: ParallelDims, drafts: int, graphs: str, limits: dict[str, i
             one.submit(Submit(each))
         for output in one.step().outputs:
             said[output.id.room].append(output)
-        if count > max(mine) and not one.has_work():
+        if count > max(mine) and not (one.has_work() or one.load().waiting):  # a grammar may be compiled
             done[dims.dp_rank].touch()
             if all(each.exists() for each in done):
                 one.stop()
@@ -106,7 +104,6 @@ def serve_rank(dims: ParallelDims, drafts: int, graphs: str, limits: dict[str, i
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_answers_are_those_of_one_rank(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     asked = [each for replica in arrivals() for group in replica.values() for each in group]

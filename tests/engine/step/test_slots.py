@@ -1,7 +1,5 @@
 """The state of slots on the device, and the rows that steps make of it, against the plainest way to compute them."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from engine.harness import TINY as LIMITS

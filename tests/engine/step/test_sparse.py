@@ -3,8 +3,6 @@
 A page is one block of latent rows and index keys, so a cached, moved or recomputed page must bring both.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Iterator
@@ -12,18 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.drafting import GREEDY, Said, tokens
+from engine.drafting import GREEDY, Said, rank_of, tokens
 from engine.harness import request
-from millrace_serve.engine.config import Execution, Limits, Role
+from millrace_serve.engine.config import Execution, Limits
 from millrace_serve.engine.core import Request, Submit
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.start.torch_factory import load_rank
-from millrace_serve.model.parallel import ParallelDims
 from millrace_testing.sparse import INDEXER, write_sparse
 from transformers import DeepseekV32ForCausalLM
 
-CPU, OUTPUT = torch.device("cpu"), 24
-LENGTHS = (44, 47, 50, 3, 64, 100)  # index_topk lies among them
+OUTPUT = 24
+LENGTHS = (44, 47, 50, 3, 80)  # index_topk lies among them
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +34,7 @@ def engine(folder: Path, graphs: str = "off", **limits: object) -> Engine:
     }  # fmt: skip
     options = Execution.model_validate({"graphs": graphs})
     one = Limits.model_validate(wanted)
-    return load_rank(one, Role.UNIFIED, folder, ParallelDims(), CPU, torch.float32, execution=options).engine()
+    return rank_of(one, options=options, path=folder).engine()
 
 
 def requests(first: int = 0) -> list[Request]:

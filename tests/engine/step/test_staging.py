@@ -1,7 +1,5 @@
 """Arrays in one block: every one of a batch comes back at its place, and slots do not disturb each other."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 

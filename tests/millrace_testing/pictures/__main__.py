@@ -3,8 +3,6 @@
 --recording draws again what was recorded before.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -4,8 +4,6 @@ A real Prometheus scrapes the processes and evaluates the rules. Then every quer
 time, and what it answers is kept.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The operators' HTTP port: the functions of the Admin service, and the page with the traffic that it shows."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re
@@ -354,7 +352,7 @@ async def test_tokens_of_a_stream_that_runs_count_as_they_come(cluster: Callable
     recent = Recent(inference)
     recent.take(0.0)
     call = asyncio.create_task(made.generate([1, 2]))
-    await made.until(lambda: traffic.sample(inference, 0.0).output_tokens == 5)
+    await made.until(lambda: traffic.sample(inference, 0.0).totals["tokens"]["output"] == 5)
     recent.take(5.0)
     call.cancel()
     await made.quiet()

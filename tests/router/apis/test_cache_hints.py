@@ -1,7 +1,5 @@
 """Hints about the prompt cache that clients send, and what `usage` says about it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -57,7 +55,7 @@ HINTS = [
 async def test_pages_are_kept_as_long_as_the_longest_hint_says(serve: Callable) -> None:
     pair = await serve("v32")
     for url, more, keep_s in HINTS:
-        answer = await pair.http.post(url, json=PLAIN[url] | more)
+        answer = await pair.direct.post(url, json=PLAIN[url] | more)
         assert answer.status_code == 200, (url, more, answer.text)
         await pair.quiet()
         kept = [worker.submitted[-1].keep_s for worker in pair.workers]
@@ -70,15 +68,15 @@ async def test_pages_are_kept_as_long_as_the_longest_hint_says(serve: Callable) 
     ("url", "more", "message"),
     [
         (CHAT, turn(marked("2h")), "messages[0].content[0].cache_control must be an object with the ttl 5m or 1h"),
-        (MESSAGES, {"cache_control": "5h"}, 'cache_control must be an object with the ttl 5m or 1h, not "5h"'),
-        (MESSAGES, {"cache_control": [1]}, "cache_control must be an object with the ttl 5m or 1h, not an array"),
+        (MESSAGES, {"cache_control": "5m"}, 'cache_control must be an object, not "5m"'),
+        (MESSAGES, {"cache_control": [1]}, "cache_control must be an object, not an array"),
         (RESPONSES, {"prompt_cache_retention": "2h"}, "prompt_cache_retention must be "),
         (COMPLETIONS, {"prompt_cache_options": {"ttl": "1h"}}, "prompt_cache_options.ttl must be '30m', not \"1h\""),
         (CHAT, {"prompt_cache_key": "x" * 513}, "prompt_cache_key must have at most 512 characters"),
     ],
 )  # fmt: skip
 async def test_bad_hints_are_named(url: str, more: dict[str, Any], message: str, pair: Cluster) -> None:
-    answer = await pair.http.post(url, json=PLAIN[url] | more)
+    answer = await pair.direct.post(url, json=PLAIN[url] | more)
     assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(message), answer.text
 
 
@@ -91,7 +89,7 @@ async def test_usage_tells_what_came_from_the_cache_and_what_went_into_it(pair: 
     for url, body in PLAIN.items():
         for worker in pair.workers:
             worker.script.append(half)
-        usage = (await pair.http.post(url, json=body)).json()["usage"]
+        usage = (await pair.direct.post(url, json=body)).json()["usage"]
         tokens = len(pair.prefills[0].submitted[-1].token_ids)
         assert tokens // 64 == 2
         if url == MESSAGES:

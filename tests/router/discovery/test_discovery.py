@@ -1,7 +1,5 @@
 """Discovery without Kubernetes' HTTP: comparing targets, reading objects, configuration."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

@@ -1,22 +1,23 @@
 """Discovery in Kubernetes, against a scripted API server over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
+import errno
 import functools
+import itertools
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import yaml
 from kubernetes.client.exceptions import ApiException
 from millrace_router.config import KubernetesConfig
-from millrace_router.discovery import kubernetes
+from millrace_router.discovery import kube_api, kubernetes
 from millrace_router.discovery.kube_api import explain
 from millrace_router.discovery.kubernetes import KubernetesSource, Timing
 from millrace_testing.certificates import Authority
@@ -143,6 +144,17 @@ def test_a_watch_that_fails_behind_every_list_is_tried_ever_more_rarely(
     doubled = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
     for pause, longest in zip(waits.pauses, [0.5] * 9 if lasted_s else doubled, strict=True):
         assert longest / 2 <= pause <= longest
+
+
+async def test_a_broken_namespace_file(server: KubeServer, hear: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a process has too many files open for a while: nobody would start another thread."""
+    faults = [OSError(errno.EMFILE, "too many open files")] * 2
+    file = Mock(**{"read_text.side_effect": itertools.chain(faults, itertools.repeat("default"))})
+    monkeypatch.setattr(kube_api, "OWN_NAMESPACE", file)
+    server.put(pod("a", "10.0.0.1:1"))
+    heard = hear()
+    await heard.until(lambda: heard.addresses == ["10.0.0.1:1"])
+    assert heard.troubles == ["failed"] * 2
 
 
 async def test_a_dropped_watch_goes_on_where_it_was(server: KubeServer, hear: Callable) -> None:

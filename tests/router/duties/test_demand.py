@@ -1,13 +1,11 @@
 """The workload of all routers, from what one sees and the workers report."""
 
-from __future__ import annotations
-
 import math
 import random
 
 import pytest
 from millrace_common.split import Slo, Workload
-from millrace_router.duties.demand import LEAST, RecentDemand, Report
+from millrace_router.duties.demand import LEAST, MOST_GROWTH, RecentDemand, Report
 from router.harness import Clock
 
 
@@ -25,7 +23,7 @@ def clock() -> Clock:
 
 def test_the_rate_and_shape_of_the_last_seconds(clock: Clock) -> None:
     demand = RecentDemand(clock)
-    assert demand.workload() is None and demand.slo(Slo(2.0)) == Slo(2.0)
+    assert demand.workload() is None and demand.slo(Slo(2.0)) == Slo(2.0) and demand.growth == 1
     arrive(demand, clock, 40)
     found = demand.workload()
     assert found is not None and found.rate == pytest.approx(10, rel=0.05)
@@ -39,17 +37,18 @@ def test_the_rate_and_shape_of_the_last_seconds(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("per_s", "tokens", "rate", "expected"),
+    ("per_s", "tokens", "rate", "expected", "growth"),
     [
-        (100.0, 1000, 120, 1000),  # it is taken to grow on
-        (5.0, 1000, 5, 1000),
-        (20.0, 4000, 20, 4000),
-        (20.0, 250, 20, 250),
-        (22.0, 1050, 20, 1000),  # by chance: all 10 s count
+        (100.0, 1000, 100, 1000, MOST_GROWTH),
+        (30.0, 4000, 30, 4000, 1.3),
+        (5.0, 1000, 5, 1000, 1),
+        (20.0, 4000, 20, 4000, 1),
+        (20.0, 250, 20, 250, 1),
+        (22.0, 1050, 20, 1000, 1),  # by chance: all 10 s count
     ],
 )
 def test_a_changed_load_counts_alone_after_3_seconds(
-    clock: Clock, per_s: float, tokens: int, rate: float, expected: float
+    clock: Clock, per_s: float, tokens: int, rate: float, expected: float, growth: float
 ) -> None:
     demand = RecentDemand(clock)
     arrive(demand, clock, 400, per_s=20)
@@ -57,6 +56,15 @@ def test_a_changed_load_counts_alone_after_3_seconds(
     found = demand.workload()
     assert found is not None and found.rate == pytest.approx(rate, rel=0.1)
     assert found.input_tokens == pytest.approx(expected, rel=0.05)
+    assert demand.growth == pytest.approx(growth, rel=0.1)
+
+
+def test_a_new_rate_is_compared_with_the_one_before_it_alone(clock: Clock) -> None:
+    demand = RecentDemand(clock)
+    clock.now += 0.05  # the last of the slots that count has just begun
+    for requests, per_s in ((7, 1), (14, 14), (18, 9)):
+        arrive(demand, clock, requests, per_s)
+    assert demand.workload().rate == pytest.approx(9, rel=0.1) and demand.growth == MOST_GROWTH
 
 
 def test_a_steady_rate_stays_one_sample_whatever_chance_does(clock: Clock) -> None:

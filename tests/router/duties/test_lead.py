@@ -1,7 +1,5 @@
 """The router that leads tells workers their duties, and one that does not says nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -11,6 +9,7 @@ import pytest
 from millrace.v1 import worker_pb2
 from millrace_common.split import Slo
 from millrace_common.step_times import StepTimes
+from millrace_router.duties import lead
 from millrace_router.duties.controller import BOTH, DECODE, PREFILL, UNSPECIFIED
 from millrace_router.duties.lead import measured
 from millrace_router.main import Router
@@ -21,17 +20,24 @@ TIMES = worker_pb2.StepTimes(fixed_s=0.018, sequence_s=1e-4, key_s=2e-8, chunk_s
 LIMITS = {"ttft": 1.0, "tpot": 0.04}
 
 
+@pytest.fixture(autouse=True)
+def ticks_are_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lead, "PERIOD_S", 3600.0)
+
+
 async def fleet(cluster: Callable, number: int = 4, **routing: object) -> Cluster:
     workers = [FakeWorker(FLEXIBLE, capacity=256) for _ in range(number)]
     for worker in workers:
         worker.counts = {"step_times": TIMES, "pages_total": 10_000}
     made: Cluster = await cluster(*workers, routing={"slo": LIMITS, **routing}, timeouts={"silence": 30.0})
+    mine = [made.router.registry.router_id]  # until workers name it, nobody leads
+    await made.until(lambda: all(list(w.load.routers) == mine for w in made.router.registry.serving()))
     return made
 
 
 def ask(router: Router, rate: float, tokens: int = 4096, outputs: int = 256, slo: Slo = Slo(1.0, 0.04)) -> None:
     """So many requests came in the last ten seconds."""
-    demand, clock = router._lead._demand, Clock(1000.0)
+    demand, clock = router._lead.demand, Clock(1000.0)
     demand._clock, demand._began = clock, clock.now
     for _ in range(round(10 * rate)):
         clock.now += 1 / rate
@@ -108,6 +114,20 @@ async def test_advice_changes_nothing(cluster: Callable, caplog: pytest.LogCaptu
     assert made.metric("millrace_goodput_requests_per_second", kind="expected") > 0
 
 
+async def test_what_changes_nothing_although_requests_are_late_is_said_once(
+    cluster: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = await fleet(cluster)
+    caplog.set_level(logging.INFO, "millrace_router.duties.lead")
+    for rate, times in ((7.0, 0), (90.0, 1), (90.0, 1), (7.0, 1), (90.0, 2)):
+        ask(made.router, rate)
+        await tick(made)
+        await tick(made)
+        assert caplog.text.count("duties stay: 3 prefill + 1 decode -> 3 prefill + 1 decode: ") == times
+    assert "no other split is worth as much; Workload(" in caplog.text and "rate=90.0" in caplog.text
+    assert "0 prompts of 0 tokens wait" in caplog.text and "fixed_s=0.018" in caplog.text
+
+
 async def test_off_is_both(cluster: Callable) -> None:
     made = await fleet(cluster, duties="off")
     made.workers[0].change(duty=PREFILL)
@@ -134,7 +154,7 @@ async def test_two_routers_agree_and_the_next_one_takes_over(cluster: Callable) 
     await made.until(lambda: all(list(w.load.routers) == mine for w in made.router.registry.serving()))
     ask(made.router, 9.0, tokens=256, outputs=1024)
     assert (await tick(made))[-1] != PREFILL, "whoever led before"
-    assert made.router._lead._leads
+    assert made.router._lead.leads
 
 
 async def test_a_worker_that_does_not_answer_is_told_again(cluster: Callable, caplog: pytest.LogCaptureFixture) -> None:
@@ -151,8 +171,10 @@ def test_times_of_prompts_come_from_those_who_compute_many() -> None:
     """Workers of duty decode may know little of prompts; one of duty prefill knows no step without any."""
     streams = StepTimes(fixed_s=0.02, sequence_s=1e-4, key_s=1e-8, chunk_s=0.03, token_s=1e-6)
     prompts = StepTimes(fixed_s=0.0, chunk_s=0.03, token_s=5e-5, pair_s=2e-9)
-    found = measured([(DECODE, streams), (DECODE, streams), (DECODE, streams), (PREFILL, prompts)])
+    found = measured([*[(DECODE, 90_000, streams)] * 2, (PREFILL, 0, prompts)])
     assert found == replace(streams, chunk_s=pytest.approx(0.01), token_s=5e-5, pair_s=2e-9)
-    assert measured([(BOTH, streams), (BOTH, StepTimes())]) == streams
-    assert measured([(PREFILL, prompts)]) == replace(prompts, chunk_s=pytest.approx(0.03))
-    assert measured([(BOTH, StepTimes())]) is None
+    new = replace(streams, fixed_s=0.01, sequence_s=1e-3)
+    assert measured([(DECODE, 90_000, streams), *[(DECODE, 4000, new)] * 2]) == streams, "who has just begun to decode"
+    assert measured([(BOTH, 0, streams), (BOTH, 0, StepTimes())]) == streams
+    assert measured([(PREFILL, 0, prompts)]) == replace(prompts, chunk_s=pytest.approx(0.03))
+    assert measured([(BOTH, 0, StepTimes())]) is None

@@ -1,23 +1,22 @@
 """Flexible workers: any phase over one Link, by duty, and never both sub-requests of an attempt on one of them."""
 
-from __future__ import annotations
-
+import asyncio
 from collections.abc import Callable
 
 import pytest
 from millrace.v1 import worker_pb2
-from router.fake_worker import DECODE, FLEXIBLE, PREFILL, FakeWorker, expected
+from router.fake_worker import DECODE, FLEXIBLE, PREFILL, FakeWorker, dies, expected, hangs
 from router.harness import Cluster
 
 PROMPT = list(range(65, 85))
 ON_PREFILL, ON_DECODE, ON_BOTH = worker_pb2.DUTY_PREFILL, worker_pb2.DUTY_DECODE, worker_pb2.DUTY_BOTH
 
 
-async def fleet(cluster: Callable, *duties: int, routing: dict | None = None) -> Cluster:
+async def fleet(cluster: Callable, *duties: int, routing: dict | None = None, **settings: object) -> Cluster:
     workers = [FakeWorker(FLEXIBLE) for _ in duties]
     for worker, duty in zip(workers, duties, strict=True):
         worker.duty = duty
-    made = await cluster(*workers, routing={"duties": "advise", **(routing or {})})
+    made = await cluster(*workers, routing={"duties": "advise", **(routing or {})}, **settings)
     await made.until(lambda: len(made.router.registry.warmups.ready) == len(workers) ** 2)
     return made
 
@@ -40,6 +39,19 @@ async def test_duties_are_roles_to_requests(cluster: Callable) -> None:
     await made.settled()
     assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
     assert len(second.exports) == 1 and first.sources[1].epoch == second.epoch
+    await made.quiet()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("after", [0, 3])
+async def test_who_is_left_of_a_pair_goes_on_alone(cluster: Callable, dead: int, after: int) -> None:
+    """The attempt that is over has a sub-request on the same Link as the next one."""
+    made = await fleet(cluster, ON_PREFILL, ON_DECODE, timeouts={"handover": 0.5})  # ends it where prefill died late
+    made.workers[dead].script.append(dies(after))
+    if not dead:
+        made.workers[1].script.append(hangs())
+    async with asyncio.timeout(60):
+        assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
     await made.quiet()
 
 

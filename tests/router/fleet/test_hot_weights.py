@@ -1,7 +1,5 @@
 """Workers that pause, and that come back with other weights: what clients get meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -18,9 +16,9 @@ from millrace_router.fleet import worker as worker_module
 from millrace_router.flow.generation import Generation
 from millrace_rpc.errors import from_rpc_error
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, hangs, waits
-from router.fleet.test_progress import noted_looks
 from router.fleet.test_workers import detail
 from router.harness import Cluster
+from router.health.test_progress import noted_looks
 from router.scripted import HELLO
 
 READY, PAUSED = worker_pb2.WORKER_STATE_READY, worker_pb2.WORKER_STATE_PAUSED
@@ -237,7 +235,7 @@ async def test_answers_have_the_version_as_fingerprint(
     """`where`: in an event of a stream, the field with the answer; the event itself is one without it."""
     made: Cluster = await cluster(FakeWorker(UNIFIED))
     body = {"model": "tiny", ("max_output_tokens" if where == "response" else "max_tokens"): 3, **body}
-    async with httpx.AsyncClient(base_url=made.url) as client:
+    async with httpx.AsyncClient(base_url=made.url, timeout=None) as client:
         answer = await client.post(path, json=body)
         assert answer.json()["system_fingerprint"] == "a"
         lines = (await client.post(path, json={**body, "stream": True})).text.splitlines()

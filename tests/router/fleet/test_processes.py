@@ -1,7 +1,5 @@
 """Processes of workers that come and go: tables that do not grow, other addresses, other versions of the API."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Two sets of pools side by side: which one is asked, what pairs, and that no answer is of two models."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 

@@ -1,7 +1,5 @@
 """Discovered, healthy, routable: what follows from the workers' states."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The connection to workers, the hooks of their pairs, readiness and the Admin service."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 
@@ -70,7 +68,9 @@ class Warming(FakeWorker):
 async def test_a_decode_worker_warms_a_few_pairs_at_a_time(cluster: Callable) -> None:
     decode = Warming()
     made = await cluster(*(FakeWorker(PREFILL) for _ in range(WARMUPS_AT_ONCE + 2)), decode, wait=False)
-    await made.until(lambda: decode.running == WARMUPS_AT_ONCE and len(made.router.registry.warmups.progress) == 6)
+    warmups = made.router.registry.warmups
+    await made.until(lambda: decode.running == WARMUPS_AT_ONCE and warmups._warming[decode.epoch].locked())
+    assert len(warmups.progress) == WARMUPS_AT_ONCE + 2
     decode.go.set()
     await made.until(lambda: len(made.router.registry.warmups.ready) == WARMUPS_AT_ONCE + 2)
     assert decode.most == WARMUPS_AT_ONCE
@@ -239,7 +239,7 @@ async def test_a_burst_is_spread_before_the_next_report(cluster: Callable) -> No
     await made.until(lambda: all(known[w.address].load.replicas[0].counters["steps"] == w.number for w in workers))
     for decode in made.decodes:
         decode.script.extend([hangs()] * 8)
-    tasks = [asyncio.create_task(made.generate([1], timeout=30)) for _ in range(8)]
+    tasks = [asyncio.create_task(made.generate([1])) for _ in range(8)]
     await made.until(lambda: sum(len(worker.submitted) for worker in workers) == 16)
     assert {len(decode.submitted) for decode in made.decodes} == {2}
     assert {len(prefill.submitted) for prefill in made.prefills} == {4}

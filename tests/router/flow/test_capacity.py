@@ -1,7 +1,5 @@
 """What a router makes of the room, the waits and the contexts that workers report."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 

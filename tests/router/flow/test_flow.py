@@ -1,7 +1,5 @@
 """The request state machine against random orders of events, and its corner cases one by one."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,15 +1,16 @@
 """Between a request's arrival and its place in the queue."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable
+from unittest.mock import Mock
 
+import grpc
 import pytest
 from millrace_common.reasons import Reason
 from millrace_router.flow.ask import Ask
-from millrace_router.flow.inference import Answer
+from millrace_router.flow.inference import Answer, Inference
+from millrace_router.flow.stream import AnswerText
 from millrace_router.queue.tenant import Bucket, Caller, Tenant, caller
 from millrace_rpc.errors import MillraceError
 from router.fake_worker import DECODE, PREFILL, FakeWorker, expected, fails
@@ -30,6 +31,13 @@ async def test_a_client_that_leaves_while_its_prompt_is_read_is_counted(pair: Cl
     await asyncio.wait_for(reading.wait(), 120)
     task.cancel()
     await pair.until(lambda: pair.metric("millrace_requests_total", api="grpc", status="cancelled") == 1)
+
+
+@pytest.mark.parametrize("read", [(Inference, "tokenize"), (AnswerText, "push")], ids=["prompt", "answer"])
+async def test_our_fault_is_counted(pair: Cluster, monkeypatch: pytest.MonkeyPatch, read: tuple[type, str]) -> None:
+    monkeypatch.setattr(*read, Mock(side_effect=RecursionError))
+    assert (await pair.generate(PROMPT)).error.code() is grpc.StatusCode.INTERNAL
+    assert pair.metric("millrace_requests_total", api="grpc", status="internal") == 1
 
 
 async def test_who_is_over_its_rate_takes_nobodys_place(cluster: Callable) -> None:

@@ -1,7 +1,5 @@
 """What of a request is recorded: drafts in its usage and in metrics, and its spans."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Rounds of sending: who gets a turn when, and what a stream makes of it. Time is a script: nothing here waits."""
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 from collections import deque
@@ -11,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from millrace.v1 import common_pb2
+from millrace.v1 import common_pb2, inference_pb2
 from millrace_common.reasons import Reason
 from millrace_router.config import Timeouts
 from millrace_router.flow.flow import Flow, Stage, SubRequest
@@ -200,8 +198,7 @@ class Script:
         generation = SimpleNamespace(
             flow=self.flow,
             cached_tokens=0,
-            drafted_tokens=0,
-            accepted_tokens=0,
+            usage=inference_pb2.Usage(),
             version="",
             cancel=self.flow.cancel,
             stop=self.flow.stop,

@@ -1,7 +1,5 @@
 """Bodies that are slow, many, large, encoded or no text: the router keeps its memory and its connections."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import http.client
@@ -15,7 +13,6 @@ from typing import Any
 
 import aiohttp
 import anthropic
-import httpx
 import openai
 import pytest
 from hypothesis import given
@@ -127,7 +124,7 @@ async def test_clients_read_why_their_large_body_was_refused(pair: Cluster) -> N
         assert answer.status == 413 and (await answer.json())["error"]["code"] == "message_too_large"
 
     def ask() -> int:
-        client = http.client.HTTPConnection("127.0.0.1", pair.router.ports["http"], timeout=10)
+        client = http.client.HTTPConnection("127.0.0.1", pair.router.ports["http"])
         client.putrequest("POST", PATH)
         client.putheader("content-length", str(len(text)))
         client.endheaders()
@@ -164,12 +161,12 @@ async def test_a_body_that_does_not_come_is_given_up(cluster: Callable, sent: by
 def test_bytes_are_bounded_in_all_and_by_tenant() -> None:
     bodies = Bodies(100, 60)
     with bodies.hold("a") as first, bodies.hold("b") as second:
-        first.take(60)
+        first(60)
         with pytest.raises(MillraceError, match="of a that are being received have 60 bytes"), bodies.hold("a") as more:
-            more.take(1)
-        second.take(40)
+            more(1)
+        second(40)
         with pytest.raises(MillraceError, match="of all clients that") as caught:
-            second.take(1)
+            second(1)
         assert caught.value.reason is Reason.OVERLOADED and caught.value.retry_after_s > 0
     assert bodies._held == 0 and not bodies._of
 
@@ -276,8 +273,7 @@ async def test_the_event_loop_turns_while_a_large_body_is_read(
     monkeypatch.setattr(tokenizer, "render", slow(tokenizer.render))
     asked = asyncio.create_task(pair.http.post(path, json=LARGE[path]))
     await pair.until(lambda: bool(waited))
-    async with httpx.AsyncClient(base_url=pair.url) as other:
-        assert (await other.get("/health")).status_code == 200
+    assert (await pair.http.get("/health")).status_code == 200
     answered.set()
     answer = await asked
     assert answer.status_code == 200, answer.text
@@ -340,18 +336,19 @@ def test_a_bomb_is_not_unpacked(coding: str) -> None:
 
 
 async def test_encodings_over_http(pair: Cluster) -> None:
+    http = pair.direct
     for coding, encode in ENCODED.items():
-        answer = await pair.http.post("/v1/completions", content=encode(BODY), headers={"content-encoding": coding})
+        answer = await http.post("/v1/completions", content=encode(BODY), headers={"content-encoding": coding})
         assert answer.status_code == 200, (coding, answer.text)
     bomb = gzip.compress(bytes(16 << 20))
     for path in PATHS:
         for coding in ("br", "zstd", "compress", "gzip, gzip", "nothing"):
-            answer = await pair.http.post(path, content=BODY, headers={"content-encoding": coding})
+            answer = await http.post(path, content=BODY, headers={"content-encoding": coding})
             assert answer.status_code == 415 and coding in answer.json()["error"]["message"], (path, coding)
             assert answer.headers["accept-encoding"] == "gzip, deflate"
-        answer = await pair.http.post(path, content=b"\x1f\x8b\x08", headers={"content-encoding": "gzip"})
+        answer = await http.post(path, content=b"\x1f\x8b\x08", headers={"content-encoding": "gzip"})
         assert answer.status_code == 400 and "not valid gzip" in answer.json()["error"]["message"]
-        answer = await pair.http.post(path, content=bomb, headers={"content-encoding": "gzip"})
+        answer = await http.post(path, content=bomb, headers={"content-encoding": "gzip"})
         assert answer.status_code == 413
 
 
@@ -394,7 +391,7 @@ NOT_TEXT = {
 
 
 async def test_a_body_that_is_no_text_is_refused(pair: Cluster) -> None:
-    http = pair.direct()
+    http = pair.direct
     for path in PATHS:
         for body, words in NOT_TEXT.items():
             answer = await http.post(path, content=body)
@@ -416,7 +413,7 @@ PLACES = {  # where a lone surrogate is: (JSON, path)
 
 
 async def test_a_lone_surrogate_anywhere_is_refused_with_its_place(pair: Cluster) -> None:
-    http = pair.direct()
+    http = pair.direct
     for path in PATHS:
         for name, (form, place) in PLACES.items():
             for spelled in (SURROGATE, SURROGATE.upper().replace("U", "u"), '"\\udfff"', '"a\\ud800\\ud800"'):

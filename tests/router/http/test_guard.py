@@ -1,7 +1,5 @@
 """The public ports of a router: keys, limits, certificates, and headers that are nobody's business."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

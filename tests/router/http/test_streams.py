@@ -1,7 +1,5 @@
 """Streams that their clients do not take, and streams in which nothing is said. The test owns the minute."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Who shares cached pages with whom: the salts that a router gives its requests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Who is chosen: capacity, layouts and pairing first, then each policy, and the consistent hash of sessions."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace
@@ -131,9 +129,6 @@ def test_whatever_the_policy_nobody_without_capacity_and_no_unequal_layouts(
 def test_least_loaded_by_tokens_then_sequences() -> None:
     candidates = [replica("a", tokens=9), replica("b", tokens=5, sequences=3), replica("c", tokens=5, sequences=2)]
     assert pick(Policy.LEAST_LOADED, candidates).address == "c"
-
-
-def test_kv_that_is_read_in_each_step_is_load() -> None:
     assert pick(Policy.LEAST_LOADED, [replica("a", held=9000), replica("b", held=50, sequences=40)]).address == "b"
 
 
@@ -177,12 +172,6 @@ def test_a_cached_prefix_is_worth_its_tokens(policy: Policy) -> None:
     assert pick(policy, [replica("a", tokens=600), replica("b")], want, pages=warm).address == "a"
     assert pick(policy, [replica("a", tokens=700), replica("b")], want, pages=warm).address == "b"
     assert pick(policy, [replica("a", tokens=700), replica("b")], want, pages=warm, cache_weight=2.0).address == "a"
-
-
-def test_a_whole_prompt_in_the_cache_still_leaves_a_token_to_compute() -> None:
-    assert PlacementRequest(tokens=128, page_size=64).cached(2) == 64
-    assert PlacementRequest(tokens=129, page_size=64).cached(2) == 128
-    assert PlacementRequest(tokens=1).cached(5) == 0
 
 
 def test_length_buckets_by_label() -> None:
@@ -249,6 +238,8 @@ def test_nearness_costs_no_more_than_the_load_bound() -> None:
     full = near("d1", "z1", "h1", sequences=20)
     assert decode_for(full, near("d2", "z1", "h2"), near("d3", "z2", "h3"), zone="z1", host="h1") == "d2"
     assert decode_for(full, near("d3", "z2", "h3", sequences=18), zone="z1", host="h1") == "d1"
+    beside = near("d2", "z1", "h1", tokens=500)
+    assert decode_for(full, beside, near("d3", "z2", "h3"), zone="z1", host="h1") == "d2"
 
 
 # ------------------------------------------------------------------------------------- room and contexts

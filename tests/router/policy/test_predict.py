@@ -1,6 +1,6 @@
 """Placement by predicted times: a table of situations, and what each candidate is expected to do."""
 
-from __future__ import annotations
+from dataclasses import replace
 
 import pytest
 from millrace_common.split import Slo
@@ -89,6 +89,9 @@ def test_who_exceeds_the_limits_least() -> None:
 
 def test_within_the_limits_rather_than_early() -> None:
     full, busy = replica("u1", streams=200), replica("u2", tokens=2000)  # 41 ms and 40.1 a token; 125 ms and 20.1
+    slow = replica("u3", times=replace(TIMES, fixed_s=0.05))  # idle, with 50 ms a token
+    decision = decided(View((), (), (slow, busy)), PlacementRequest(10, outputs=99, slo=SLO))
+    assert decision is not None and decision.placement.decode == busy
     decision = decided(View((), (), (full, busy)), PlacementRequest(10, outputs=99, slo=SLO))
     assert decision is not None and decision.placement.decode == busy
     assert (

@@ -1,7 +1,5 @@
 """Who has which prefix: the indexes against plain models of them, and when a prefix is fetched."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 

@@ -1,7 +1,5 @@
 """The queue at work: who is refused and what it is told, who is served when workers have room for some only."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The order of the queue: priorities, fair shares, retries, who gives way, and what a newcomer has before it."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """API keys and their limits: the file and its changes, what a tenant may run, and that everything is given back."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -117,7 +115,7 @@ def test_a_tenant_may_have_two_keys(tmp_path: Path) -> None:
         (f"keys: [{{name: {SECRET} {SECRET}, key: short}}]", "keys.0: key: give .* at least 32"),
         (f"keys: [{{name: a, key: !!int {SECRET}}}]", "is not YAML"),
         (f"keys: [{{name: a, key: !!timestamp {SECRET}}}]", "is not YAML"),
-        ("keys: " + "[" * 5_000, "is not YAML"),
+        ("keys: " + "[" * 1_000, "is not YAML"),
         (f"keys: [{{name: a, sha256: {SECRET}}}]", "keys.0.sha256"),
         (f"keys: [{SECRET}]", "keys.0"),
         (f"keys: {{{SECRET}", "is not YAML"),
@@ -284,11 +282,6 @@ def test_limits_of_a_tenant_take_the_place_of_the_routers(
     keys = keys_of(tmp_path / "keys", {"name": "a", "key": FIRST_KEY, "slo": own})
     assert keys.tenant(f"Bearer {FIRST_KEY}").limits(Slo(2.0, 0.05)) == Slo(*expected)
     assert not Tenant().limits(Slo()).limited
-
-
-def test_a_priority_is_capped() -> None:
-    assert Tenant().allowed(7) == 7
-    assert Tenant(priority=3).allowed(7) == 3 and Tenant(priority=3).allowed(-7) == -7
 
 
 @given(
@@ -522,9 +515,3 @@ async def test_whatever_ends_a_request_gives_back_what_it_held(
     requests, tokens = ({*column} for column in zip(*seen, strict=True))
     assert min(requests) == min(tokens) == 0 and max(requests) == 4 and 50 < max(tokens) <= 100
     assert len(ends) > 50, "in many ways"
-
-
-def test_a_tenant_without_limits_has_none() -> None:
-    tenant = Tenant()
-    tenant.running.add(10**6, 10**9)
-    tenant.check(0.0, 10**6, 10**9)

@@ -1,7 +1,5 @@
 """What holds for all outputs: the cuts do not matter, finished calls have an object, and nothing readable is lost."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

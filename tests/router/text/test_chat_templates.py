@@ -1,7 +1,5 @@
 """Prompts that templates make of requests, written out. DeepSeek V3.2 publishes no template: its one is ours."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -404,14 +402,14 @@ async def test_a_call_that_was_cut_off_goes_back(serve: Callable, style: Style) 
             say(made, written[:at], finish=common_pb2.FINISH_REASON_LENGTH)
             path, body = await goes_back(made)
             say(made, "Done.")
-            answer = await made.http.post(path, json=body)
+            answer = await made.direct.post(path, json=body)
             assert answer.status_code == 200, (at, answer.text)
             assert "Done." in answer.text and "sunny" in prompt_of(made)
 
 
 async def chat(made: Cluster) -> tuple[str, dict[str, Any]]:
     body = {"messages": HELLO, "tools": TOOLS}
-    message = (await made.http.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+    message = (await made.direct.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
     calls = message.get("tool_calls", ())
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "sunny"} for call in calls]
     return "/v1/chat/completions", body | {"messages": [*HELLO, message, *(results or [user("sunny")])]}
@@ -420,7 +418,7 @@ async def chat(made: Cluster) -> tuple[str, dict[str, Any]]:
 async def responses(made: Cluster) -> tuple[str, dict[str, Any]]:
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
     body = {"input": HELLO, "tools": tools}
-    output = (await made.http.post("/v1/responses", json=body)).json()["output"]
+    output = (await made.direct.post("/v1/responses", json=body)).json()["output"]
     calls = [item["call_id"] for item in output if item["type"] == "function_call"]
     results = [{"type": "function_call_output", "call_id": call, "output": "sunny"} for call in calls]
     return "/v1/responses", body | {"input": [*HELLO, *output, *(results or [user("sunny")])]}
@@ -429,7 +427,7 @@ async def responses(made: Cluster) -> tuple[str, dict[str, Any]]:
 async def messages(made: Cluster) -> tuple[str, dict[str, Any]]:
     tools = [{"name": tool["function"]["name"], "input_schema": {}} for tool in TOOLS]
     body = {"messages": HELLO, "tools": tools, "max_tokens": 999}
-    content = (await made.http.post("/v1/messages", json=body)).json()["content"]
+    content = (await made.direct.post("/v1/messages", json=body)).json()["content"]
     calls = [block["id"] for block in content if block["type"] == "tool_use"]
     results = [{"type": "tool_result", "tool_use_id": call, "content": "sunny"} for call in calls]
     said = [{"role": "assistant", "content": content}, user(results) if results else user("sunny")]
@@ -462,3 +460,6 @@ def test_ids_of_other_servers_become_those_of_kimi(tmp_path: Path) -> None:
     assert ids(turn(("time", "call_a"), ("weather", "call_b"))) == ([*own], [*own])
     assert ids(turn(("time", own[0])), turn(("time", own[0]))) == (["functions.time:0", "functions.time:1"],) * 2
     assert ids(turn(("time", "functions.weather:0"))) == (["functions.time:0"],) * 2
+    assert ids(*[turn(("time", "call_1"))] * 4) == ([f"functions.time:{i}" for i in range(4)],) * 2
+    far = [turn(("time", f"functions.time:{i}")) for i in range(2, 900)]  # each later call must not begin at the first
+    assert len({*ids(*far, *[turn(("time", "call_1"))] * 900)[0]}) == len(far) + 900

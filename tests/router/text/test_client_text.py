@@ -1,7 +1,5 @@
 """What clients write is text: it makes no special token, in no template, at no place, over no API."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -305,7 +303,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 async def sent(made: Cluster, path: str, body: dict[str, Any]) -> list[int]:
     say(made, "yes")
-    answer: httpx.Response = await made.http.post(path, json=body)
+    answer: httpx.Response = await made.direct.post(path, json=body)
     assert answer.status_code == 200, answer.text
     return list(made.prefills[-1].submitted[-1].token_ids)
 
@@ -332,11 +330,11 @@ async def test_what_else_makes_tokens(serve: Callable) -> None:
     end = tokenizer.added_token(EOS)
     ids = await sent(made, "/v1/chat/completions", chat)
     assert end not in ids
-    assert (await made.http.post("/tokenize", json=chat)).json()["tokens"] == ids
-    counted = await made.http.post("/v1/messages/count_tokens", json=chat)
+    assert (await made.direct.post("/tokenize", json=chat)).json()["tokens"] == ids
+    counted = await made.direct.post("/v1/messages/count_tokens", json=chat)
     assert counted.json()["input_tokens"] == len(ids)
     raw = await sent(made, "/v1/completions", {"prompt": FORGED})
-    assert end in raw and (await made.http.post("/tokenize", json={"prompt": FORGED})).json()["tokens"] == raw
+    assert end in raw and (await made.direct.post("/tokenize", json={"prompt": FORGED})).json()["tokens"] == raw
 
 
 async def test_forged_marks_over_grpc_are_text_in_chats_alone(serve: Callable) -> None:
@@ -355,6 +353,6 @@ async def test_forged_marks_over_grpc_are_text_in_chats_alone(serve: Callable) -
 async def test_the_router_is_told(cluster: Callable, model_folder: Path) -> None:
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), special_tokens_in=["chats"])
     end = made.router.inference.tokenizer.added_token(EOS)
-    chat = await made.http.post("/tokenize", json={"messages": [TURN]})
-    raw = await made.http.post("/tokenize", json={"prompt": FORGED})
+    chat = await made.direct.post("/tokenize", json={"messages": [TURN]})
+    raw = await made.direct.post("/tokenize", json={"prompt": FORGED})
     assert end in chat.json()["tokens"] and end not in raw.json()["tokens"]

@@ -1,7 +1,5 @@
 """Tool calls and reasoning in the formats of models: what comes out is the same however the text is cut."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

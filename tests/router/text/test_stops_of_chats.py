@@ -1,7 +1,5 @@
 """A stop string ends an answer where the content has it, and nowhere else: in every format and API, however cut."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -131,8 +129,8 @@ EXPECTED_CALLS = [(name, json.loads(arguments)) for name, arguments in CALLS]
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("model", MODELS)
-def test_at_every_cut(model: str, case: str, folders: dict[str, Path]) -> None:
-    form, wanted, tokenizer = MODELS[model], CASES[case], Tokenizer.load(folders[model])
+def test_at_every_cut(model: str, case: str, tokenizers: dict[str, Tokenizer]) -> None:
+    form, wanted, tokenizer = MODELS[model], CASES[case], tokenizers[model]
     ids = tokenizer._encode(output_of(form), add_bos=False)
     whole, used = read(text_of(tokenizer, form, wanted.stops), [ids])
     assert whole.reasoning == (REASONING.strip() if form.reasons else "")
@@ -145,8 +143,8 @@ def test_at_every_cut(model: str, case: str, folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_first_call_ends_it_and_nothing_else_that_looks_like_its_end(model: str, folders: dict[str, Path]) -> None:
-    form, tokenizer = MODELS[model], Tokenizer.load(folders[model])
+def test_the_first_call_ends_it_and_not_what_looks_like_its_end(model: str, tokenizers: dict[str, Tokenizer]) -> None:
+    form, tokenizer = MODELS[model], tokenizers[model]
     junk = DEEPSEEK.call_end + KIMI.call_end
     output = output_of(form).replace("sky", junk).replace("Now", junk)
     ids = tokenizer._encode(output, add_bos=False)
@@ -226,7 +224,7 @@ class Told(NamedTuple):
 
 
 async def streamed(made: Cluster, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    answer = await made.http.post(path, json=body | {"stream": True})
+    answer = await made.direct.post(path, json=body | {"stream": True})
     assert answer.status_code == 200, answer.text
     return events(answer.text)
 
@@ -235,7 +233,7 @@ async def chat(made: Cluster, form: Form, stops: list[str], stream: bool) -> Tol
     body = {"messages": HELLO, "tools": TOOLS, "stop": stops[:16], "chat_template_kwargs": dict(form.kwargs)}
     body |= {"logprobs": True, "stream_options": {"include_usage": True}} if stream else {"logprobs": True}
     if not stream:
-        (answer,) = [(await made.http.post("/v1/chat/completions", json=body)).json()]
+        (answer,) = [(await made.direct.post("/v1/chat/completions", json=body)).json()]
         (choice,) = answer["choices"]
         message, calls = choice["message"], choice["message"].get("tool_calls", [])
         functions = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
@@ -251,7 +249,7 @@ async def chat(made: Cluster, form: Form, stops: list[str], stream: bool) -> Tol
         functions = [(name, json.loads(arguments)) for name, arguments in texts.values()]
         *_, finish, answer = [chunk["choices"][0] if chunk["choices"] else chunk for chunk in chunks]
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
-        entries = [entry for choice in choices for entry in choice["logprobs"]["content"]]
+        entries = [entry for choice in choices for entry in (choice["logprobs"] or {"content": []})["content"]]
         finish = finish | {"logprobs": {"content": entries}}
     count = len(finish["logprobs"]["content"])
     return Told(reasoning, content, functions, finish["finish_reason"], answer["usage"]["completion_tokens"], count)
@@ -282,7 +280,7 @@ async def test_a_stop_string_aborts_the_workers_with_its_last_token(serve: Calla
     for text in ("Sky.</think>One, two", "Two.</think>One sky, two"):
         say(made, [[i] for i in encode(text, add_bos=False)], ends=False)
     body = {"messages": HELLO, "stop": ["sky", " two"], "n": 2, "chat_template_kwargs": THINKING, "min_tokens": 64}
-    answer = (await made.http.post("/v1/chat/completions", json=body | {"stop_token_ids": [250]})).json()
+    answer = (await made.direct.post("/v1/chat/completions", json=body | {"stop_token_ids": [250]})).json()
     told = [(choice["message"]["content"], choice["finish_reason"]) for choice in answer["choices"]]
     assert told == [("One,", "stop"), ("One ", "stop")]
     await made.quiet()
@@ -302,7 +300,7 @@ async def test_plain_text_has_no_reasoning(serve: Callable) -> None:
     assert responses[-1].usage.completion_tokens == len(encode("\nFirst the sky", add_bos=False))
     say(made, [ids], ends=False)
     body = {"prompt": "Weather?", "stop": ["Oslo", "zzz"], "max_tokens": 400}
-    (choice,) = (await made.http.post("/v1/completions", json=body)).json()["choices"]
+    (choice,) = (await made.direct.post("/v1/completions", json=body)).json()["choices"]
     assert choice["text"] == output_of(MODELS["v31"]).partition("Oslo")[0] and choice["finish_reason"] == "stop"
     await made.quiet()
 

@@ -1,7 +1,5 @@
 """Texts and tokens, and templates that fail, never end, or write without bounds."""
 
-from __future__ import annotations
-
 import json
 import random
 import tracemalloc

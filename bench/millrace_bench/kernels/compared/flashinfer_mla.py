@@ -2,8 +2,6 @@
 the host, from lengths there, so each replay of a decode graph would have to wait for a new plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -2,8 +2,6 @@
 DeepGEMM and ours. A loader would have to bring w13 into another order for them.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from millrace_kernels.fp8 import Fp8, Operand

@@ -4,8 +4,6 @@ accuracy, so `backend.TABLE` gets them only where they are measured to be faster
 Both multiply heads outside of tokens, so what they give is copied into the op's form, which is one launch more.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -2,8 +2,6 @@
 one pass that quantises.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

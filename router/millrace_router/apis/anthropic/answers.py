@@ -1,7 +1,5 @@
 """Answers of the Messages API: whole messages, and the events of a stream."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from millrace.v1 import common_pb2

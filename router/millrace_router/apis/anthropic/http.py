@@ -1,7 +1,5 @@
 """The Messages API over HTTP."""
 
-from __future__ import annotations
-
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route

@@ -1,7 +1,5 @@
 """The answers of the Messages API, as the OpenAPI document describes them."""
 
-from __future__ import annotations
-
 from typing import Literal, NotRequired, TypedDict
 
 from millrace_common.json_values import JsonObject

@@ -1,9 +1,8 @@
 """Requests of the Messages API, and how they become an `Ask`."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from millrace_common.json_values import JsonObject
@@ -211,13 +210,9 @@ class CountRequest(ApiRequest):
         return chat_of(self._turns(), self.tools, self.tool_choice.chosen(), parallel, self._arguments(), ignored)
 
     def ask(self, request_id: str) -> Ask:
-        return self._ask(request_id)
-
-    def _ask(self, request_id: str, max_tokens: int | None = None, stop: Sequence[str] = (), user: str = "") -> Ask:
-        schema, numbers = self.output_config.format, {"max_tokens": max_tokens}
+        schema = self.output_config.format
         grammar = None if schema is None else schema.grammar()
-        about = {"grammar": grammar, "stop": stop, "session_id": user}
-        return self.as_ask(self.as_chat(), request_id, numbers, ORIGINS, **about)
+        return self.as_ask(self.as_chat(), request_id, {}, ORIGINS, grammar=grammar)
 
     def _turns(self) -> Iterator[JsonObject]:
         if self.system:
@@ -252,7 +247,7 @@ class MessagesRequest(CountRequest):
 
     def ask(self, request_id: str) -> Ask:
         user = (self.metadata or Metadata()).user_id or ""
-        return self._ask(request_id, self.max_tokens, self.stop_sequences, user)
+        return replace(super().ask(request_id), stop=self.stop_sequences, session_id=user)
 
 
 def _joined(texts: list[TextBlock]) -> str:

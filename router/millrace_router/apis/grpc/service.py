@@ -1,7 +1,5 @@
 """millrace.v1.Inference over gRPC: messages to an `Ask`, deltas to messages."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
@@ -143,12 +141,10 @@ def _response(delta: Delta, request_id: str, model: str, prompt_tokens: int) -> 
         response.logprobs.extend(delta.logprobs)
     response.finish_reason = delta.finish_reason
     usage = response.usage
+    usage.MergeFrom(delta.usage)
     usage.prompt_tokens = prompt_tokens
     usage.cached_prompt_tokens = delta.cached_tokens
     usage.completion_tokens = delta.completion_tokens
-    if delta.drafted_tokens:
-        usage.drafted_tokens = delta.drafted_tokens
-        usage.accepted_draft_tokens = delta.accepted_tokens
     if delta.first:
         response.model = model
     if delta.finish_reason:

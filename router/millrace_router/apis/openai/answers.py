@@ -1,7 +1,5 @@
 """Deltas as objects of the OpenAI API: whole answers and stream chunks, for chat and for plain completions."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -54,7 +52,13 @@ class AnswerShape:
 
     def push(self, delta: Delta) -> bytes:
         part = self._part(delta, whole=False)
-        more: JsonObject = self._ignored() if delta.first else {}
+        if part["finish_reason"] and part.get("delta", {}).get("tool_calls"):  # clients end calls by the next chunk
+            last = part | {"delta": {}, "logprobs": None}
+            return self._event(part | {"finish_reason": None}, delta.first) + self._event(last, first=False)
+        return self._event(part, delta.first)
+
+    def _event(self, part: JsonObject, first: bool) -> bytes:
+        more: JsonObject = self._ignored() if first else {}
         if self.usage_so_far:
             more["usage"] = self._usage()
         if more:
@@ -120,24 +124,8 @@ class AnswerShape:
         return {"ignored": self.answer.ignored} if self.answer.ignored else {}
 
     def _usage(self) -> objects.Usage:
-        latest = self.latest.values()
-        completion = sum(delta.completion_tokens for delta in latest)
         reasoning = sum(reading.reasoning_tokens for reading in self.readings.values())
-        details: objects.CompletionDetails = {"reasoning_tokens": reasoning}
-        if drafted := sum(delta.drafted_tokens for delta in latest):
-            accepted = sum(delta.accepted_tokens for delta in latest)
-            details["accepted_prediction_tokens"] = accepted
-            details["rejected_prediction_tokens"] = drafted - accepted
-        return {
-            "prompt_tokens": self.answer.prompt_tokens,
-            "completion_tokens": completion,
-            "total_tokens": self.answer.prompt_tokens + completion,
-            "prompt_tokens_details": {
-                "cached_tokens": self.cached_tokens,
-                "cache_write_tokens": self.answer.written_tokens(self.cached_tokens),
-            },
-            "completion_tokens_details": details,
-        }
+        return objects.usage_of(self.answer, self.latest.values(), self.cached_tokens, reasoning)
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:

@@ -1,7 +1,5 @@
 """The OpenAI API over HTTP."""
 
-from __future__ import annotations
-
 import functools
 import time
 
@@ -11,10 +9,10 @@ from starlette.routing import Route
 
 from millrace_router.apis.openai.answers import AnswerShape
 from millrace_router.apis.openai.chat import ChatRequest
-from millrace_router.apis.openai.objects import ModelObject
+from millrace_router.apis.openai.objects import ModelObject, Text, Tokens
 from millrace_router.apis.openai.responses import ResponseForm
 from millrace_router.apis.openai.responses_request import ResponsesRequest
-from millrace_router.apis.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from millrace_router.apis.openai.tokens import DetokenizeRequest, TokenizeRequest, prompt_tokens, text_of
 from millrace_router.apis.openai.types import CompletionRequest
 from millrace_router.apis.serving import read, read_ask, serve, serve_blocks
 from millrace_router.flow.inference import Answer, Inference
@@ -42,11 +40,12 @@ def routes(inference: Inference) -> list[Route]:
 
     async def to_tokens(request: Request) -> Response:
         _, ask = await read_ask(inference, request, TokenizeRequest)
-        return json_answer(await tokenize(inference, ask))
+        tokens = await prompt_tokens(inference, ask)
+        return json_answer(Tokens(count=len(tokens), max_model_len=inference.model.max_context, tokens=tokens))
 
     async def to_text(request: Request) -> Response:
         wanted, *_ = await read(inference, request, DetokenizeRequest, lambda wanted: None)
-        return json_answer(detokenize(inference, wanted))
+        return json_answer(Text(prompt=text_of(inference, wanted)))
 
     return [
         Route("/v1/chat/completions", functools.partial(_generate, inference, ChatRequest), methods=["POST"]),

@@ -1,7 +1,5 @@
 """Log-probabilities as the OpenAI API has them. A part of a character is written with its bytes as ``\\x..``."""
 
-from __future__ import annotations
-
 import codecs
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Answers of /v1/responses: whole ones, and the events of a stream."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

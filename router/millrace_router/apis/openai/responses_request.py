@@ -1,7 +1,5 @@
 """The request of /v1/responses, and how it becomes an `Ask`. Nothing is kept between requests."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator
@@ -39,11 +37,7 @@ class ItemText(Lenient):
     text: str
 
 
-def _as_part(text: str) -> dict[str, str]:
-    return {"type": "input_text", "text": text}
-
-
-Parts = Annotated[Items[ItemText], or_text(_as_part, list[ItemText])]
+Parts = Annotated[Items[ItemText], or_text(lambda text: {"type": "input_text", "text": text}, list[ItemText])]
 
 
 class MessageItem(Lenient):
@@ -124,10 +118,6 @@ class ReasoningItem(Lenient):
     content: Items[ReasoningText] | None = None
 
 
-def _as_item(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
 def _typed(items: list[Json]) -> list[Json]:
     """Items without a type are messages."""
     untyped = (isinstance(item, dict) and item.get("type") is None for item in items)
@@ -137,7 +127,8 @@ def _typed(items: list[Json]) -> list[Json]:
 Call = CallItem | CustomCallItem | ShellCallItem
 Output = CallOutputItem | ShellOutputItem
 Item = OfType[MessageItem | Call | Output | ReasoningItem | HostedItem]
-Input = Annotated[Items[Item], BeforeValidator(_typed), or_text(_as_item, list[Item])]
+Text = or_text(lambda text: {"role": "user", "content": text}, list[Item])
+Input = Annotated[Items[Item], BeforeValidator(_typed), Text]
 
 
 class ItemTool(AnyTool, Function):

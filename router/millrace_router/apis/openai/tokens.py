@@ -1,12 +1,9 @@
 """/tokenize and /detokenize: a prompt to the token ids that workers get, and back."""
 
-from __future__ import annotations
-
 import time
 
 from millrace_rpc.errors import FieldError
 
-from millrace_router.apis.openai import objects
 from millrace_router.apis.openai.chat import Arguments, Conversation, FunctionTool, Turn
 from millrace_router.apis.openai.types import Asking, Strict
 from millrace_router.apis.parsing import Items
@@ -53,13 +50,8 @@ async def prompt_tokens(inference: Inference, ask: Ask) -> list[int]:
     return await inference.tokenize(ask.prompt, inference.model, ask.large)
 
 
-async def tokenize(inference: Inference, ask: Ask) -> objects.Tokens:
-    tokens = await prompt_tokens(inference, ask)
-    return {"count": len(tokens), "max_model_len": inference.model.max_context, "tokens": tokens}
-
-
-def detokenize(inference: Inference, wanted: DetokenizeRequest) -> objects.Text:
+def text_of(inference: Inference, wanted: DetokenizeRequest) -> str:
     validate.check_model(wanted.model, inference.names)
     validate.check_ids("tokens", wanted.tokens, inference.model)
     caller.get().tenant.take(time.monotonic())
-    return {"prompt": inference.tokenizer.decode(wanted.tokens, wanted.keep_special_tokens)}
+    return inference.tokenizer.decode(wanted.tokens, wanted.keep_special_tokens)

@@ -1,7 +1,5 @@
 """Requests of the OpenAI API, and how they become an `Ask`. Types only: every limit is in flow/validate.py."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from abc import abstractmethod
@@ -45,7 +43,7 @@ from millrace_router.flow.ask import Ask, Chat, Prompt
 T = TypeVar("T")
 KEPT_S = {None: 0, "in_memory": 300, "in-memory": 300, "30m": 1800, "24h": 24 * 3600}
 REQUEST_ID: Path = ("x-request-id",)  # the header
-DEEP = ("messages", "output_config", "response_format", "text", "tools")  # fields that hold JSON values of any form
+DEEP = ("input", "messages", "output_config", "response_format", "text", "tools")  # fields that hold any JSON values
 
 
 class Strict(Known):
@@ -55,8 +53,6 @@ class Strict(Known):
 
 
 class Asking(Strict):
-    """A request that becomes an `Ask`."""
-
     @abstractmethod
     def ask(self, request_id: str) -> Ask: ...
 
@@ -300,7 +296,6 @@ class CompletionRequest(Common):
         return replace(ask, origins={**ask.origins, ("prompt",): origin})
 
     def _one_prompt(self) -> tuple[str | list[int], Path]:
-        """The prompt, and where it is."""
         if isinstance(self.prompt, str):
             return self.prompt, ("prompt",)
         several = [item for item in self.prompt if not isinstance(item, int)]
@@ -313,7 +308,6 @@ R = TypeVar("R", bound=Strict)
 
 
 def present(values: Mapping[str, T | None]) -> dict[str, T]:
-    """Without those that are absent."""
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -6,8 +6,6 @@ Page 0 is the null page: it takes the KV writes of padding rows, is never given 
 free + cached + published + running == total, always.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterable
 

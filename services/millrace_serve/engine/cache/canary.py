@@ -6,8 +6,6 @@ canary travels with every transfer. The host gets a sampled token one step after
 may be one token behind its content; it never covers a token that is not there.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 

@@ -4,8 +4,6 @@ Only the difference counts: a block that was stored and removed again is in neit
 and a collector that is never emptied is no larger than the two states.
 """
 
-from __future__ import annotations
-
 from millrace_serve.engine.core import CacheChange
 
 

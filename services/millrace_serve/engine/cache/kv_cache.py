@@ -9,8 +9,6 @@ Life of a page:
     5. `release`   its last running holder leaves: cached if it was inserted, else free
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

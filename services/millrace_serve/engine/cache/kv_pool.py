@@ -2,17 +2,15 @@
 
 A model with sparse attention has index keys, `index_row_bytes` per token and layer, behind the rows of all layers: the
 page is still one block, so whatever moves or keeps pages carries them. Such a page is as long as some number of rows:
-seen from a layer, the whole pool is rows, and a chosen one has a number. With the canary on, a page has CANARY_BYTES
-more at its end (engine/cache/canary.py). A pool without torch has the same bytes, but no tensor: the simulated runner
-writes canaries only.
+seen from a layer, the whole pool is rows, and a chosen one has a number. With the canary or checksums on, a page
+has CANARY_BYTES more at its end (engine/cache/canary.py, engine/step/page_sums.py). A pool without torch has the same
+bytes, but no tensor: the simulated runner writes canaries only.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -22,6 +20,8 @@ from millrace_serve.engine.cache.canary import CANARY_BYTES, CANARY_WORDS
 
 PoolMemory = Any  # a numpy array or a tensor: a simulated engine runs without torch
 
+PLAIN = "page-layer-token-width"  # layout_id of pages, and of those with checksums
+SUMMED = f"{PLAIN}-sum"
 ITEM_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -34,7 +34,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     latent_width: int  # elements
     rope_width: int  # elements
     index_row_bytes: int = 0  # of a token's index key in a layer
-    layout_id: str = "page-layer-token-width"
+    layout_id: str = PLAIN
     canary: bool = False
     model_hash: str  # of the checkpoint that computed the KV
     protocol_version: int = KV_PROTOCOL
@@ -55,7 +55,12 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _canary_bytes(self) -> int:
-        return CANARY_BYTES if self.canary else 0
+        return CANARY_BYTES if self.canary or self.summed else 0
+
+    @property
+    def summed(self) -> bool:
+        """Whether pages carry checksums."""
+        return self.layout_id == SUMMED
 
     @property
     def fingerprint(self) -> str:
@@ -73,10 +78,13 @@ class KvPool:
         self.num_pages = num_pages
         self.nbytes = num_pages * layout.page_bytes
         self._tensor = tensor
-        self._bytes = np.zeros(self.nbytes, np.uint8) if tensor is None else self._host_bytes(tensor)
+        if tensor is None:
+            self._bytes: np.ndarray | None = np.zeros(self.nbytes, np.uint8)
+        else:
+            self._bytes = tensor.numpy() if tensor.device.type == "cpu" else None
 
     @classmethod
-    def create(cls, layout: KvLayout, num_pages: int, device: Any) -> KvPool:  # a device of torch
+    def create(cls, layout: KvLayout, num_pages: int, device: Any) -> Self:  # a device of torch
         """A pool of torch memory on `device`."""
         import torch  # the simulated engine must work without it
 
@@ -129,7 +137,3 @@ class KvPool:
         """u64 [num_pages, 8]"""
         assert self._bytes is not None, "the pool is on a device"
         return self.rows[:, self.layout.kv_bytes :].view(np.uint64)
-
-    @staticmethod
-    def _host_bytes(tensor: PoolMemory) -> np.ndarray | None:
-        return tensor.numpy() if tensor.device.type == "cpu" else None

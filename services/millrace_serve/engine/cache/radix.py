@@ -8,8 +8,6 @@ became idle, but those that are kept come last, the one whose time ends first be
 its parents too, keeps them as long, and leaves the deepest first; so a parent is never evicted before its children.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -21,7 +19,7 @@ Key = tuple[int | bytes, ...]
 class Node:
     __slots__ = ("block", "children", "keep", "key", "page", "parent", "salt")
 
-    def __init__(self, parent: Node | None, key: Key, page: int, block: bytes, salt: bytes) -> None:
+    def __init__(self, parent: "Node | None", key: Key, page: int, block: bytes, salt: bytes) -> None:
         self.parent = parent
         self.key = key  # the page's tokens, after the salt on a first page
         self.page = page

@@ -1,7 +1,5 @@
 """This replica's rows of a prompt chunk that all replicas compute together."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -11,8 +11,7 @@ engine/grammar/llguidance_compiler.py.
    is given.
 """
 
-from __future__ import annotations
-
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -22,10 +21,14 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
+from millrace_common.grammar.checker import CompilerStarved
 from millrace_common.grammar.source import GrammarError
+from millrace_common.log import PER_REQUEST
 from millrace_common.reasons import Reason
 
 from millrace_serve.engine.core import Abort, Failure, FlushCache, Grammar, Request, RequestId, SchedulerInput, Submit
+
+log = logging.getLogger(__name__)
 
 MAX_COMPILED = 128  # grammars kept; the least recently used one goes
 COMPILE_THREADS = 2
@@ -53,8 +56,8 @@ class Matcher(Protocol):
 
 class Compiler(Protocol):
     def compile(self, grammar: Grammar, given_up: threading.Event) -> Callable[[], Matcher]:
-        """Return a factory of matchers in the initial state. Raises GrammarError, and NobodyWaits soon after `given_up`
-        is set. Called by several threads.
+        """Return a factory of matchers in the initial state. Raises GrammarError, CompilerStarved, and NobodyWaits soon
+        after `given_up` is set. Called by several threads.
         """
 
     def free(self, grammar: Grammar) -> np.ndarray:
@@ -73,8 +76,10 @@ class _Job(NamedTuple):
 
     @property
     def over(self) -> bool:
-        """It ends without a result, or did."""
-        return self.given_up.is_set() or self.compiled.cancelled()
+        """It ends without a result, or did, and another try may have one."""
+        if self.given_up.is_set() or self.compiled.cancelled():
+            return True
+        return self.compiled.done() and not isinstance(self.compiled.exception(), GrammarError | None)
 
 
 class Walk:
@@ -91,14 +96,14 @@ class Walk:
         """As in Matcher."""
         return self._free if self._matcher is None else self._matcher.mask
 
-    def masks(self, drafts: Sequence[int]) -> list[np.ndarray]:
-        """Copies of the mask now and behind each of the leading `drafts` that the grammar allows; the walk stays here.
+    def masks(self, tokens: Sequence[int]) -> list[np.ndarray]:
+        """Copies of the mask now and behind each of the leading `tokens` that the grammar allows; the walk stays here.
 
-        A draft that ends the sequence, or that the grammar cannot go on from, ends the list: it has 1 to
-        1 + len(drafts) masks, and what is sampled in rows without one is not to be taken.
+        A token that ends the sequence, or that the grammar cannot go on from, ends the list: it has 1 to
+        1 + len(tokens) masks, and what is sampled in rows without one is not to be taken.
         """
         matcher, masks = self._matcher, [self.mask.copy()]
-        for token in drafts:
+        for token in tokens:
             if not self._advance(token):
                 break
             masks.append(self.mask.copy())
@@ -189,10 +194,16 @@ class Grammars:
         assert grammar is not None
         if self._compiler is None:
             return Failure(Reason.INVALID_ARGUMENT, "this worker has no tokenizer, which grammars need")
+        job = self._jobs.get(_key(grammar)) or self._job(grammar)  # all that waited for one that failed share that
         try:
-            start = self._job(grammar).compiled.result()
+            start = job.compiled.result()
         except GrammarError as error:
             return Failure(Reason.INVALID_ARGUMENT, f"{grammar.kind}: {error}")
+        except CompilerStarved as error:
+            return Failure(Reason.OVERLOADED, str(error))
+        except Exception as error:  # of the compiler, or the system that it runs on: no reason to end the engine
+            log.exception("a grammar could not be compiled", extra=PER_REQUEST)
+            return Failure(Reason.INTERNAL, f"the grammar could not be compiled: {type(error).__name__}: {error}")
         walk = Walk(start, grammar.after_token_id, self._compiler.free(grammar))
         return walk.accept(request.token_ids[len(request.token_ids) - request.num_prior_outputs :]) or walk
 
@@ -209,7 +220,7 @@ class Grammars:
         ends with the last one that waits for it.
         """
         since, job, submit, later = self._held.pop(id)
-        if all(held.job is not job for held in self._held.values()):
+        if not self._is_awaited(job):
             job.given_up.set()
             job.compiled.cancel()
         request = _shortened(submit, self._clock() - since).request
@@ -218,23 +229,30 @@ class Grammars:
 
     def _job(self, grammar: Grammar) -> _Job:
         assert self._compiler is not None
-        # what its compilation depends on
-        key = msgspec.structs.replace(grammar, after_token_id=None, forbidden_before=())
-        if key not in self._jobs or self._jobs[key].over:
+        key = _key(grammar)
+        job = self._jobs.get(key)
+        if job is None or (job.over and not self._is_awaited(job)):
             self._forget_oldest()
             given_up = threading.Event()
-            self._jobs[key] = _Job(self._threads.submit(self._compiler.compile, key, given_up), given_up)
+            job = self._jobs[key] = _Job(self._threads.submit(self._compiler.compile, key, given_up), given_up)
         self._jobs.move_to_end(key)
-        return self._jobs[key]
+        return job
 
     def _forget_oldest(self) -> None:
         """Forget the oldest compiled grammar without waiting requests, when there are too many."""
         if len(self._jobs) < MAX_COMPILED:
             return
-        awaited = {held.job for held in self._held.values()}
-        idle = (key for key, job in self._jobs.items() if job.compiled.done() and job not in awaited)
+        idle = (key for key, job in self._jobs.items() if job.compiled.done() and not self._is_awaited(job))
         if (oldest := next(idle, None)) is not None:
             del self._jobs[oldest]
+
+    def _is_awaited(self, job: _Job) -> bool:
+        return any(held.job is job for held in self._held.values())
+
+
+def _key(grammar: Grammar) -> Grammar:
+    """What its compilation depends on."""
+    return msgspec.structs.replace(grammar, after_token_id=None, forbidden_before=())
 
 
 def _shortened(submit: Submit, waited_s: float) -> Submit:

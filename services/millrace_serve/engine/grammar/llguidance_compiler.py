@@ -5,8 +5,6 @@ its id, and byte-level BPE can spell every text without them. The ends of the se
 text is complete.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -43,7 +41,7 @@ class LlguidanceCompiler:
         _forbid(mask, [token for token in grammar.forbidden_before if token < self._vocab_size])
         return mask
 
-    def compile(self, grammar: Grammar, given_up: threading.Event) -> Callable[[], _Matcher]:
+    def compile(self, grammar: Grammar, given_up: threading.Event) -> Callable[[], "_Matcher"]:
         tokenizer, spelling = self._load()
         made = self._checker.check(grammar.kind, grammar.text, given_up)
         base = llguidance.LLMatcher(tokenizer, source.lark(made), limits=source.LIMITS, log_level=0)

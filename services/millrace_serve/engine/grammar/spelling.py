@@ -4,8 +4,6 @@ Where tool calls are read, `<|tool_call_end|>` ends a call, whether one special 
 it by letters. A grammar knows the special token from text; the readers of the text do not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -5,8 +5,6 @@ A step takes at least as long as the fastest of the latest ones of its kind. Whe
 step is launched at once.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

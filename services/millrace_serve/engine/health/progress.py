@@ -1,11 +1,9 @@
-"""What the main thread of a rank is at, for the thread that tells the frontend (engine/health/heartbeat_thread.py).
+"""What the main thread of a rank is at, for the thread that tells the frontend (engine/health/heartbeat.py).
 
 The main thread owes progress unless it waits: for messages, or for other ranks. A step may take a multiple of the
 slowest recent one; a step with prompt chunks a multiple of what recent ones took per token. What takes longer for a
 good reason is announced before it begins, with `busy`.
 """
-
-from __future__ import annotations
 
 import contextlib
 import time
@@ -35,7 +33,7 @@ class Progress:
         self.marks, self.waiting, self.launched, self.limit_s = 0, True, 0, LEAST_S
         self.tell: Callable[[], None] = lambda: None  # tells the frontend at once, and returns when that is done
         self.compiled: Callable[[], Mapping[str, int]] = dict  # kernels compiled since its start was over, by library
-        self._clock = clock
+        self.clock = clock  # seconds that this process lived through; another one goes on where this one is
         self._marked_at = self._ended_at = clock()  # the latest step's end
         self._plain, self._per_token = Slowest(), Slowest()
         self._in_flight: deque[tuple[float | None, float]] = deque()  # `_tokens` of each step, and when it was launched
@@ -76,7 +74,7 @@ class Progress:
         self.launched += 1
         if not self._in_flight:
             self._long_operation = bool(self._busy)
-        self._in_flight.append((_tokens(batch), self._clock()))
+        self._in_flight.append((_tokens(batch), self.clock()))
         self._expect()
 
     @property
@@ -89,7 +87,7 @@ class Progress:
         they are not known. `late`: it had ended before anybody waited for it, perhaps hours ago.
         """
         tokens, launched_at = self._in_flight.popleft()
-        now, long_operation, self._long_operation = self._clock(), self._long_operation, bool(self._busy)
+        now, long_operation, self._long_operation = self.clock(), self._long_operation, bool(self._busy)
         began = self._marked_at if late else max(launched_at, self._ended_at)
         seconds, self._ended_at = now - began, now
         if tokens and not long_operation:
@@ -101,7 +99,7 @@ class Progress:
         return None if long_operation or late else seconds
 
     def _mark(self) -> None:
-        self._marked_at = self._clock()
+        self._marked_at = self.clock()
         self.marks += 1
 
     def _expect(self) -> None:

@@ -6,22 +6,48 @@ and one that waits in a collective looks busy: the one to name has no heartbeats
 
 While a rank announces what it does (a compilation, a profile), no main thread owes progress, and that rank no beats.
 
-No time counts in which a rank was ready and got no CPU, except LEAST_COUNTED of it: its own time for its heartbeats,
-that of the most starved rank for the progress of all.
+No time counts in which a rank lacked a CPU, a disk or memory, except LEAST_COUNTED of it: its own time for its
+heartbeats, that of the most starved rank for the progress of all.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
-from millrace_common.pace import LEAST_S
+from millrace_common.pace import LEAST_S, Starvation
 
-from millrace_serve.engine.health.heartbeat import HEARTBEAT_S, RankHeartbeat
-
+HEARTBEAT_S = 0.4  # between two heartbeats of a rank
 OVERDUE_S = 2 * HEARTBEAT_S  # without a heartbeat: stopped, if something hangs anyway
 LEAST_COUNTED = 0.1  # so a limit is ten times as long at most
+
+
+class RankHeartbeat(msgspec.Struct, frozen=True, tag=True):
+    """The rank's process runs. The other fields are those of progress.py.
+
+    Attributes:
+        starved: part of the last HEARTBEAT_S that a thread lost (pace.py), or by which the heartbeat came late
+    """
+
+    marks: int
+    waiting: bool
+    launched: int
+    limit_s: float
+    doing: str
+    compiled: dict[str, int] = {}
+    starved: float = 0.0
+
+
+class RankHealth(NamedTuple):
+    """What a worker says of its ranks.
+
+    Attributes:
+        busy: a rank does what it has announced
+        starved: how starved the most starved rank is, from 0 to 1 - LEAST_COUNTED
+    """
+
+    busy: bool = False
+    starved: float = 0.0
 
 
 @dataclass(slots=True)
@@ -32,20 +58,21 @@ class WatchedRank:
     moved_at: float  # its main thread came further, or owed nothing; in the time of all ranks
     began_at: float  # what it announces; by the watcher's clock
     silent_s: float = 0.0  # in its own time
+    account: Starvation | None = None  # since its heartbeat is overdue
 
 
 class RankWatch:
     def __init__(
-        self, num_ranks: int, ceiling_s: float, now: float, look: Callable[[int], float | None] = lambda rank: None
+        self, num_ranks: int, ceiling_s: float, now: float, account: Callable[[int], Starvation | None]
     ) -> None:
         """Times are of one PatientClock.
 
         Args:
             ceiling_s: of anything, announced or not.
-            look: how starved a rank was since the call before, from 0 to 1; None: as it said last. It is asked for
-                ranks whose heartbeats are overdue.
+            account: begins to account for a rank whose heartbeats are overdue; None: it is not seen from here, so it
+                is as starved as it said last.
         """
-        self._ceiling_s, self._look = ceiling_s, look
+        self._ceiling_s, self._account = ceiling_s, account
         unheard = RankHeartbeat(0, True, 0, ceiling_s, "")
         self._ranks = [WatchedRank(unheard, now, now) for _ in range(num_ranks)]
         self._now = self._lived = now  # of the latest look; the latter without what a rank was starved
@@ -56,17 +83,12 @@ class RankWatch:
             one.moved_at = self._lived
         if not heartbeat.doing or heartbeat.doing != one.heartbeat.doing:
             one.began_at = now
-        one.heartbeat, one.silent_s = heartbeat, 0.0
+        one.heartbeat, one.silent_s, one.account = heartbeat, 0.0, None
 
     @property
-    def busy(self) -> bool:
-        """Whether a rank does what it has announced."""
-        return any(one.heartbeat.doing for one in self._ranks)
-
-    @property
-    def starved(self) -> float:
-        """How starved the most starved rank is, from 0 to 1 - LEAST_COUNTED."""
-        return min(max(one.heartbeat.starved for one in self._ranks), 1 - LEAST_COUNTED)
+    def health(self) -> RankHealth:
+        told = [one.heartbeat for one in self._ranks]
+        return RankHealth(any(it.doing for it in told), min(max(it.starved for it in told), 1 - LEAST_COUNTED))
 
     def hung(self, now: float) -> str:
         """Which rank hangs, and how that shows; empty: none does. To be called all the time, because of what others
@@ -74,23 +96,24 @@ class RankWatch:
         """
         ranks, passed = self._ranks, now - self._now
         for rank, one in enumerate(ranks):
-            if one.silent_s > OVERDUE_S and (starved := self._look(rank)) is not None:
-                one.heartbeat = msgspec.structs.replace(one.heartbeat, starved=starved)
+            if one.silent_s > OVERDUE_S and one.account is not None:
+                one.heartbeat = msgspec.structs.replace(one.heartbeat, starved=one.account.look())
+            elif one.silent_s > OVERDUE_S:
+                one.account = self._account(rank)
             one.silent_s += passed * (1 - min(one.heartbeat.starved, 1 - LEAST_COUNTED))
-        self._now, self._lived = now, self._lived + passed * (1 - self.starved)
+        self._now, self._lived = now, self._lived + passed * (1 - self.health.starved)
         for rank, one in enumerate(ranks):
             if one.heartbeat.doing and now - one.began_at > self._ceiling_s:
                 return f"rank {rank} hangs: {one.heartbeat.doing} has taken {now - one.began_at:.1f} s"
             if not one.heartbeat.doing and one.silent_s > LEAST_S:
                 return _silent(rank, one.silent_s)
-        if self.busy:
+        if self.health.busy:
             for one in ranks:
                 one.moved_at = self._lived
             return ""
         limit_s = min(max(one.heartbeat.limit_s for one in ranks), self._ceiling_s)
-        late = [self._lived - one.moved_at > limit_s and not one.heartbeat.waiting for one in ranks]
-        stuck = [rank for rank, is_late in enumerate(late) if is_late]
-        if not stuck:
+        owing = [rank for rank, one in enumerate(ranks) if not one.heartbeat.waiting]
+        if not (stuck := [rank for rank in owing if self._lived - ranks[rank].moved_at > limit_s]):
             return ""
         last = max(range(len(ranks)), key=lambda rank: ranks[rank].silent_s)
         if ranks[last].silent_s > OVERDUE_S:

@@ -5,8 +5,6 @@ usually do not. What ranks tell each other here goes through an `exchange` that 
 slowest one to start.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Callable
@@ -18,8 +16,8 @@ import msgspec
 from millrace_serve.engine.lockstep.links import TOKEN_BYTES, Address, RankConnection, RankListener, connect
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.lockstep.replicas import Replicas
+from millrace_serve.model.parallel import BOOT_ID
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NAMESPACES = Path("/proc/self/ns/net"), Path("/proc/self/ns/pid")
 
 Exchange = Callable[[bytes], list[bytes]]  # own bytes -> those of all ranks

@@ -5,8 +5,6 @@ this start of the worker, and whoever does not say it first is refused. The kern
 that ends, however it ends, so the ranks at the other ends know at once.
 """
 
-from __future__ import annotations
-
 import hmac
 import logging
 import socket
@@ -40,8 +38,6 @@ class RankLost(RuntimeError):
 
 
 class RankConnection:
-    """The connection to another rank."""
-
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank, self._socket = rank, connection
         connection.settimeout(None)

@@ -7,8 +7,6 @@ that has work wakes the others. Inside a tensor-parallel group only the leader s
 and the copies that it sends.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,14 +34,12 @@ class Agreement:
     split: Split | None = None  # of the step's shared chunk
     turn: ContextParallelTurn | None = None  # in the next step
     limit_s: float = math.inf  # for the next step, of all replicas' decode sequences
+    spare_s: float = math.inf  # likewise, before the prompts of this step
+    awaited: bool = False  # all replicas commit this step before they schedule the next one
 
     @property
     def anybody_works(self) -> bool:
         return any(self.num_decode) or any(self.chunk_tokens) or self.split is not None
-
-    @property
-    def most_sampled(self) -> int:
-        return max(self.num_sampled)
 
     def widest(self, work: Work) -> Work:
         """`work` of this replica, with the numbers of those that have more: all wait for them. What a shared chunk
@@ -57,13 +53,10 @@ class Agreement:
         """Write into a replica's batch what it needs to know of the others."""
         batch.all_decode = not any(self.chunk_tokens) and self.split is None
         if len(self.num_decode) > 1:
-            works = zip(self.num_decode, self.chunk_tokens, self._shared_rows(), strict=True)
+            shared = [self.split.num_rows(replica) if self.split else 0 for replica in range(len(self.num_decode))]
+            works = zip(self.num_decode, self.chunk_tokens, shared, strict=True)
             batch.dp_num_tokens = tuple([count * batch.num_queries + own + part for count, own, part in works])
             batch.dp_num_sampled = self.num_sampled
-
-    def _shared_rows(self) -> list[int]:
-        replicas = range(len(self.num_decode))
-        return [0 if self.split is None else self.split.num_rows(replica) for replica in replicas]
 
 
 class Lockstep:
@@ -158,20 +151,23 @@ def _state(plan: Plan, last: bool) -> ReplicaState:
     sampling = sum(chunk.samples for chunk in plan.chunks)
     tokens = sum(chunk.end - chunk.start for chunk in plan.chunks if not chunk.shared)
     shared = (plan.shared.start, plan.shared.end) if plan.shared else (0, 0)
-    limit_us = 0 if plan.limit_s == math.inf else math.ceil(plan.limit_s * 1e6)
-    return ReplicaState(len(plan.decode), sampling, tokens, int(last), int(plan.wants_turn), *shared, limit_us)
+    limits = (0, 0) if plan.limit_s == math.inf else (math.ceil(plan.limit_s * 1e6), int(plan.spare_s * 1e6))
+    flags = int(last), int(plan.wants_turn)
+    return ReplicaState(len(plan.decode), sampling, tokens, *flags, *shared, *limits, int(plan.awaited))
 
 
 def _agreement(states: Sequence[Said], me: int) -> Agreement:
     """Of the replica with index `me`."""
-    decode, chunks, tokens, ends, wants, starts, stops, limits = zip(*states, strict=True)
+    decode, chunks, tokens, ends, wants, starts, stops, limits, spares, awaited = zip(*states, strict=True)
     split = None
     if any(stops):
         owner = next(index for index, stop in enumerate(stops) if stop)
         split = Split(owner, me, len(states), starts[owner], stops[owner])
     turn = _turn(wants, split, me) if any(wants) else None
     limit_s = min((limit / 1e6 for limit in limits if limit), default=math.inf)
-    return Agreement(decode, tuple(map(add, decode, chunks)), tokens, any(ends), split, turn, limit_s)
+    spare_s = min((spare / 1e6 for limit, spare in zip(limits, spares, strict=True) if limit), default=math.inf)
+    sampled = tuple(map(add, decode, chunks))
+    return Agreement(decode, sampled, tokens, any(ends), split, turn, limit_s, spare_s, any(awaited))
 
 
 def _turn(wants: Sequence[int], split: Split | None, me: int) -> ContextParallelTurn:

@@ -2,8 +2,6 @@
 between their pages and the host tier.
 """
 
-from __future__ import annotations
-
 import struct
 
 import msgspec

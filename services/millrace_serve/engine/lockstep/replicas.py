@@ -7,8 +7,6 @@ so that an idle worker does nothing at all.
 A node leader that waits in vain tells the others why, so all errors name the rank that is missing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import select
 import struct
@@ -28,7 +26,9 @@ class ReplicaState(NamedTuple):
     wants_turn: int = 0  # Plan.wants_turn
     shared_start: int = 0  # its shared chunk; both 0: it has none
     shared_end: int = 0
-    limit_us: int = 0  # that its decode sequences set for a step; 0: none
+    limit_us: int = 0  # Plan.limit_s; 0: none, and spare_us means nothing
+    spare_us: int = 0  # Plan.spare_s
+    awaited: int = 0  # Plan.awaited
 
 
 Said = tuple[int, ...]  # a State as the plain tuple of its fields: 72 of them are made in every step

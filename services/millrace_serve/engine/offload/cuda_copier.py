@@ -4,15 +4,12 @@ No stream waits for the steps. A page that is stored was written by a step whose
 is filled belongs to no launched step; and the step that reads it is launched after the copy has ended.
 """
 
-from __future__ import annotations
-
 import torch
 from millrace_common.page_runs import runs
 
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.offload.host_copies import PageMoves
-from millrace_serve.engine.offload.page_copier import Mark, PageCopier
-from millrace_serve.engine.offload.shared_store import WAYS, SharedStore
+from millrace_serve.engine.offload.page_copier import WAYS, Mark, PageCopier, SharedStore
 
 
 class CudaCopier(PageCopier):

@@ -1,25 +1,33 @@
 """What moves between the host tier and the disk tier, and when. The store moves the bytes beside the engine.
 
 keep   a copy that has become whole waits for its turn to be stored, and is not if it is evicted before
-load   blocks that the store has get slots of the host tier, from which they go on to the device
+load   blocks that the store has get slots of the host tier, from which they go on to the device. When no page has come
+       for LOAD_S, the reader goes on with those that have, and nobody asks for more before a move has ended
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from millrace_serve.engine.offload.disk_tier import DiskTier
 from millrace_serve.engine.offload.host_tier import Copy, HostTier
+from millrace_serve.engine.offload.page_folder import PageFolder
+from millrace_serve.transfer.base import PageBuffer
+
+LOAD_S = 2.0  # a folder that hangs, as a network's may, must not hold up prompts that can be computed
 
 
 class DiskMoves:
-    def __init__(self, tier: HostTier) -> None:
+    def __init__(self, tier: HostTier, clock: Callable[[], float] = time.monotonic) -> None:
         self.store: DiskTier | None = None
         self._counts = dict.fromkeys(("store", "load", "refuse", "failed"), 0)  # pages, ever
-        self._tier = tier
+        self._tier, self._clock = tier, clock
+        self._hangs = False
         self._new: deque[Copy] = deque()  # not stored yet
         self._storing: dict[int, Copy] = {}  # by slot
         self._loading: dict[int, tuple[Copy, DiskLoad]] = {}  # likewise
@@ -37,13 +45,24 @@ class DiskMoves:
     @property
     def pinned(self) -> list[Copy]:
         """One entry for each pin."""
-        return [*self._storing.values(), *(copy for load in self._loads for copy in load.copies)]
+        left = [copy for copy, load in self._loading.values() if load not in self._loads]
+        return [*left, *self._storing.values(), *(copy for load in self._loads for copy in load.copies)]
 
     def counters(self) -> dict[str, float]:
         """Of Load: pages stored or found there, loaded, found but not stored so by this deployment, and moves that came
         to nothing.
         """
         return {f"disk_pages/{way}": count for way, count in self._counts.items()} if self.store else {}
+
+    def open(self, folder: Path, fingerprint: str, memory: PageBuffer, max_bytes: int, secret: bytes) -> None:
+        """From now on `folder` is the store. `memory`: of the tier's slots. Raises TransferError."""
+        store = DiskTier(PageFolder(folder, fingerprint, memory, max_bytes, secret))
+        self.close()
+        self.store = store
+
+    def close(self) -> bool:
+        """False: something may still write to the memory."""
+        return self.store is None or self.store.close()
 
     def keep(self, copies: Iterable[Copy]) -> None:
         if self.store:
@@ -52,16 +71,14 @@ class DiskMoves:
 
     def count(self, blocks: Iterable[bytes]) -> int:
         """The longest leading run of `blocks` that the store has and the host tier has not."""
-        store = self.store
-        if store is None:
-            return 0
-        return sum(1 for _ in itertools.takewhile(lambda block: block not in self._tier and store.has(block), blocks))
+        new = list(itertools.takewhile(lambda block: block not in self._tier, blocks))
+        return self.store.count(new) if self.store and new and not self._hangs else 0
 
     def load(self, blocks: Iterable[bytes], then: Callable[[list[Copy]], None]) -> None:
         """Load `blocks`, of which `count` said that they are there, as far as the host tier has slots; `then` gets the
         leading run of those that came, in order and pinned, perhaps at once.
         """
-        load = DiskLoad(then)
+        load = DiskLoad(then, self._clock())
         for block in blocks:
             if self.store is None or block in self._tier or (copy := self._tier.begin(block)) is None:
                 break
@@ -70,9 +87,10 @@ class DiskMoves:
             load.copies.append(copy)
         load.left = len(load.copies)
         self._loads.add(load)
-        self._go_on(load)
+        if not load.left:
+            self._end(load)
 
-    def remove(self, blocks: Iterable[bytes]) -> None:
+    def remove(self, blocks: list[bytes]) -> None:
         """Forget blocks whose content is wrong."""
         if self.store:
             self.store.remove(blocks)
@@ -82,6 +100,7 @@ class DiskMoves:
         if self.store is None:
             return
         for move in self.store.take():
+            self._hangs = False
             self._counts["refuse"] += move.refused
             self._counts["failed"] += not move.ok
             if move.is_load:
@@ -89,6 +108,9 @@ class DiskMoves:
             else:
                 self._tier.unpin(self._storing.pop(move.slot))
                 self._counts["store"] += move.ok
+        for load in [load for load in self._loads if self._clock() >= load.moved_at + LOAD_S]:
+            self._hangs = True
+            self._end(load)
         self._store_new(self.store)
 
     def _store_new(self, store: DiskTier) -> None:
@@ -103,23 +125,26 @@ class DiskMoves:
 
     def _loaded(self, copy: Copy, load: DiskLoad, ok: bool) -> None:
         self._counts["load"] += ok
-        self._tier.pin(copy)  # for the reader
+        if waits := load in self._loads:
+            self._tier.pin(copy)  # for the reader
         self._tier.end(copy, good=ok)
-        load.left -= 1
-        self._go_on(load)
+        load.left, load.moved_at = load.left - 1, self._clock()
+        if waits and not load.left:
+            self._end(load)
 
-    def _go_on(self, load: DiskLoad) -> None:
-        if load.left:
-            return
+    def _end(self, load: DiskLoad) -> None:
+        """The reader gets what has come."""
         self._loads.remove(load)
         good = list(itertools.takewhile(lambda copy: copy.is_whole, load.copies))
         for copy in reversed(load.copies[len(good) :]):
-            self._tier.unpin(copy)
+            if copy.slot not in self._loading:
+                self._tier.unpin(copy)
         load.then(good)
 
 
 @dataclass(slots=True, eq=False)
 class DiskLoad:
     then: Callable[[list[Copy]], None]
+    moved_at: float  # when it began, or a move of it ended
     copies: list[Copy] = field(default_factory=list)
     left: int = 0  # of their moves

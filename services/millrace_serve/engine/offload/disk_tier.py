@@ -1,16 +1,15 @@
 """The disk tier of the prefix cache: a thread that moves pages between the host tier's memory and a PageFolder.
 
-Nothing here makes the engine wait. A slot belongs to a move from `store` or `load` until `take` has returned the move.
+The engine waits for looks alone, LOOK_S at most: a network's folder may hang. A slot belongs to a move from `store` or
+`load` until `take` has returned the move.
 """
-
-from __future__ import annotations
 
 import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import msgspec
 
@@ -20,6 +19,8 @@ from millrace_serve.transfer.base import TransferError
 log = logging.getLogger(__name__)
 
 MAX_STORES = 8  # waiting
+LOOK_S = 0.5  # what was found by then counts
+CLOSE_S = 2.0  # for the move that goes on
 WARN_EVERY_S = 60.0
 
 
@@ -34,6 +35,7 @@ class Move(msgspec.Struct, frozen=True):
 class DiskTier:
     def __init__(self, folder: PageFolder) -> None:
         self._folder = folder
+        self._asked = threading.Thread()  # the latest that asks the folder for the engine
         self._moves: queue.PriorityQueue[tuple[int, int, Move | None]] = queue.PriorityQueue()
         self._done: queue.SimpleQueue[Move] = queue.SimpleQueue()
         self._order = itertools.count()
@@ -41,8 +43,11 @@ class DiskTier:
         self._thread = threading.Thread(target=self._run, name="disk-tier", daemon=True)
         self._thread.start()
 
-    def has(self, block: bytes) -> bool:
-        return self._folder.has(block)
+    def count(self, blocks: list[bytes]) -> int:
+        """The longest leading run of `blocks` that the folder has, as far as it tells in time."""
+        found: list[bytes] = []
+        self._ask(lambda: found.extend(itertools.takewhile(self._folder.has, blocks)))
+        return len(found)
 
     def load(self, block: bytes, slot: int) -> None:
         """Goes before every store that waits."""
@@ -59,15 +64,22 @@ class DiskTier:
         """The moves that have ended since the last call."""
         return [self._done.get() for _ in range(self._done.qsize())]
 
-    def remove(self, blocks: Iterable[bytes]) -> None:
+    def remove(self, blocks: list[bytes]) -> None:
         """Forget blocks whose content is wrong."""
-        for block in blocks:
-            self._folder.remove(block)
+        self._ask(lambda: list(map(self._folder.remove, blocks)))
 
-    def close(self) -> None:
-        """Moves that have not begun are dropped."""
+    def close(self) -> bool:
+        """Moves that have not begun are dropped. False: one hangs, and may still write to its slot."""
         self._moves.put((-1, 0, None))
-        self._thread.join()
+        self._thread.join(CLOSE_S)
+        return not self._thread.is_alive()
+
+    def _ask(self, question: Callable[[], object]) -> None:
+        """On another thread, for whose end the engine waits a little. Nothing is asked while an answer is owed."""
+        if not self._asked.is_alive():
+            self._asked = threading.Thread(target=question, name="disk-look", daemon=True)
+            self._asked.start()
+            self._asked.join(LOOK_S)
 
     def _run(self) -> None:
         while (move := self._moves.get()[2]) is not None:

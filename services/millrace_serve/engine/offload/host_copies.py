@@ -10,8 +10,6 @@ One store at a time; the others are begun at once. The leader of a replica decid
 same KV: each copies its share of what goes to the host, and all of what comes back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

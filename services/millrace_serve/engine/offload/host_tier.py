@@ -7,8 +7,6 @@ Life of a copy:
     3. `pin`     somebody reads it until `unpin`; without readers it may be evicted
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from millrace_serve.engine.cache.block_pool import InvariantError

@@ -4,23 +4,48 @@ This is the copier of a pool in the host's own memory (a CPU, the simulated engi
 GPU.
 """
 
-from __future__ import annotations
-
+import mmap
+import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from millrace_serve.engine.cache.kv_pool import KvPool, PoolMemory
 from millrace_serve.engine.offload.host_copies import CopyJob, PageMoves
-from millrace_serve.engine.offload.shared_store import SharedStore
+from millrace_serve.transfer.base import PageBuffer
 
 # Of one store: more than 2048 prompt tokens of the 671B model (138 MiB), so that one store per step keeps up.
 # The bus bounds what a copy takes from the steps beside it: PCIe 5 has 64 GB/s, an H200's memory 4.8 TB/s.
 STORE_BYTES = 192 << 20
-
+WAYS = 2  # of a copy: from the host, to the host
 
 Mark = Any  # of the end of a copy: a copier's own
+
+
+class SharedStore:
+    """The memory of a host tier that several ranks share: one block for a replica, mapped by each of its ranks.
+
+    The leader makes the block without a name. The others open it by the leader's process. So nothing is left of it when
+    the ranks have ended, however they ended.
+
+    Attributes:
+        rank, ranks: of the replica; rank 0 is its leader
+        memory: uint8 [bytes of everything]
+        ended: int64 [ranks, WAYS], copies that each rank but the leader has carried out; alone in the first page
+        slots: uint8 [num_slots, page_bytes]
+    """
+
+    def __init__(self, fd: int, rank: int, ranks: int, page_bytes: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.memory = np.frombuffer(mmap.mmap(fd, 0), np.uint8)
+        self.ended = self.memory[: mmap.PAGESIZE].view(np.int64)[: ranks * WAYS].reshape(ranks, WAYS)
+        self.slots = self.memory[mmap.PAGESIZE :].reshape(-1, page_bytes)
+
+    def part(self, count: int) -> slice:
+        """The share of this rank in `count` pages that go to the host. Neighbours stay together."""
+        return slice(count * self.rank // self.ranks, count * (self.rank + 1) // self.ranks)
 
 
 class PageCopier:
@@ -49,6 +74,11 @@ class PageCopier:
         return int(self._host.ctypes.data)
 
     @property
+    def memory(self) -> PageBuffer:
+        """The slots, for the disk tier."""
+        return PageBuffer(self.address, self._page_bytes, self.num_slots)
+
+    @property
     def busy(self) -> bool:
         return bool(self._in_flight)
 
@@ -66,7 +96,7 @@ class PageCopier:
         """The jobs that have ended since the last call, on all ranks."""
         if not self._in_flight:
             return []
-        elsewhere = self._started if self._shared is None else self._shared.ended_elsewhere()
+        elsewhere = self._started if self._shared is None else self._shared.ended[1:].min(axis=0).tolist()
         ended = [
             (job, seconds)
             for job, number, mark in self._in_flight
@@ -112,3 +142,18 @@ class PageCopier:
     def _ended(self, mark: Mark) -> float | None:
         """Seconds that the copy took; None: it goes on."""
         return float(mark)
+
+
+def share(rank: int, tp: int, exchange: Callable[[bytes], list[bytes]], num_slots: int, page_bytes: int) -> SharedStore:
+    """Collective over all ranks of a worker. `exchange` gives each of them the bytes of all."""
+    leader, fd = rank - rank % tp, -1
+    if rank == leader:
+        fd = os.memfd_create("millrace-host-tier")
+        os.ftruncate(fd, mmap.PAGESIZE + num_slots * page_bytes)
+    paths = exchange(f"/proc/{os.getpid()}/fd/{fd}".encode())
+    if rank != leader:
+        fd = os.open(paths[leader], os.O_RDWR)
+    store = SharedStore(fd, rank - leader, tp, page_bytes)
+    exchange(b"")  # all have mapped it
+    os.close(fd)
+    return store

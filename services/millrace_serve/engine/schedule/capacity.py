@@ -1,7 +1,5 @@
 """How much more a replica takes, for routers."""
 
-from __future__ import annotations
-
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.schedule.expected import Outputs, room
 from millrace_serve.engine.schedule.pages import Pages

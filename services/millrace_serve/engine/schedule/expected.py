@@ -1,7 +1,5 @@
 """How long outputs become, learned from those that ended, and the tokens that running ones will need. Pure."""
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections import deque
@@ -52,6 +50,11 @@ class Outputs:
     def mean(self) -> int:
         """Tokens that an output is expected to have of which nothing is there yet."""
         return round(sum(self._sorted) / len(self._sorted)) if self._knows else UNKNOWN
+
+    @property
+    def lower_quartile(self) -> int:
+        """Tokens that three quarters of the outputs have, or more."""
+        return self._sorted[len(self._sorted) // 4] if self._knows else UNKNOWN
 
     @property
     def _knows(self) -> bool:

@@ -15,8 +15,6 @@ Abort or deadline: nothing published -> DONE, pages free; something published ->
 LeaseEnded before 4: no worker will read the rest, so the request ends in an error.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 
@@ -61,14 +59,12 @@ class Publisher:
         self.publish(seq, own)
         return False
 
-    def publish(
-        self, seq: Sequence, num_pages: int, first: SequenceOutput | None = None, drafts: tuple[int, ...] = ()
-    ) -> None:
+    def publish(self, seq: Sequence, num_pages: int, first: SequenceOutput | None = None) -> None:
         """Announce pages[num_published : num_pages]; with `first`, as the last part. There may be no pages in it."""
         span = slice(seq.num_published, num_pages)
         pages, hashes = seq.pages[span], seq.prompt_hashes[span]
         num_tokens = min(num_pages * self._pages.size, len(seq.request.token_ids))
         self._pages.cache.publish(pages)
-        part = KvChunk(seq.id, seq.num_published, pages, hashes, num_tokens, first is not None, first, drafts)
+        part = KvChunk(seq.id, seq.num_published, pages, hashes, num_tokens, first is not None, first)
         self._outbox.events.chunks.append(part)
         seq.num_published = num_pages

@@ -1,7 +1,5 @@
 """Makes the scheduler of a role."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from millrace_common.step_times import StepTimes

@@ -4,8 +4,6 @@ A sequence that leaves (finished, preempted, held) gives its slot and pages back
 it, otherwise with the commit of the last such step. Only then may another sequence have them.
 """
 
-from __future__ import annotations
-
 import abc
 
 from millrace_serve.engine.config import EngineConfig
@@ -33,7 +31,7 @@ class Leaving(abc.ABC):
 
     def _stop(self, seq: Sequence, finish: FinishReason, error: Failure | None = None) -> None:
         """End a request in any phase but HELD and DONE."""
-        self.outbox.output(seq, [], finish, error)
+        self.outbox.put(seq.output([], finish, error))
         self._take_off(seq)
         self._leave(seq, Phase.DONE)
 
@@ -56,17 +54,14 @@ class Leaving(abc.ABC):
         """
         if phase is Phase.DONE and seq.num_published:
             phase = Phase.HELD
-        if phase is Phase.DONE and seq.phase is Phase.RUNNING and not seq.exports:
-            self._learn(seq)
+        ended = phase is Phase.DONE and seq.phase is Phase.RUNNING
+        if ended and seq.num_outputs and not seq.exports and not seq.request.warms:
+            self.outputs.ended(seq.num_outputs)
         if phase is not Phase.WAITING:
             self.requests.num_active -= 1
         self.num_held += phase is Phase.HELD
         seq.enter(phase)
         self._settle(seq)
-
-    def _learn(self, seq: Sequence) -> None:
-        if seq.num_outputs and not seq.request.warms:
-            self.outputs.ended(seq.num_outputs)
 
     def _settle(self, seq: Sequence) -> None:
         """Free what a sequence that has left still holds, unless a launched step or a transfer uses it."""
@@ -104,9 +99,14 @@ class Leaving(abc.ABC):
             return
         self.pages.release(seq)
         if seq.phase is Phase.WAITING:
-            self.requests.waiting.push(seq)
+            self._enqueue(seq)
         else:
             del self.requests.live[seq.id]
+
+    def _enqueue(self, seq: Sequence) -> None:
+        left = 0 if seq.imports else len(seq.tokens)
+        left -= self.pages.num_cached(seq) * self.pages.size if self.config.length_class(left) else 0
+        self.requests.waiting.push(seq, self.config.length_class(left))
 
     def _end_parking(self, seq: Sequence) -> None:
         """The lease of its published pages has ended."""

@@ -2,8 +2,6 @@
 its frontend forwards what it gets. Routers check the first kind before they send (flow/validate.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,8 +16,6 @@ from millrace_serve.engine.core import Failure, Grammar, Request, Route, Samplin
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts about the model for schedulers."""
-
     vocab_size: int
     eos_token_ids: frozenset[int]
 

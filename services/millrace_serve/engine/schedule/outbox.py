@@ -1,9 +1,6 @@
 """The reports of an engine for its next `Events`, and its running totals."""
 
-from __future__ import annotations
-
-from millrace_serve.engine.core import Events, Failure, FinishReason, Request, SequenceOutput, TokenOutput
-from millrace_serve.engine.drafts.counts import DraftCounts
+from millrace_serve.engine.core import Events, Failure, FinishReason, Request, SequenceOutput
 from millrace_serve.engine.schedule.sequence import Sequence
 
 COUNTED = (
@@ -20,7 +17,6 @@ COUNTED = (
 class Outbox:
     def __init__(self) -> None:
         self.counters: dict[str, float] = dict.fromkeys(COUNTED, 0)  # of Load
-        self.drafts = DraftCounts()
         self.events = Events()
 
     def refuse(self, request: Request, failure: Failure) -> None:
@@ -43,22 +39,6 @@ class Outbox:
             self.counters["cached_tokens"] += gained
             self.counters["host_cached_tokens"] += gained * from_host
 
-    def output(
-        self,
-        seq: Sequence,
-        tokens: list[TokenOutput],
-        finish: FinishReason | None = None,
-        error: Failure | None = None,
-    ) -> SequenceOutput:
-        """`tokens` are the newest of seq.tokens."""
-        first = len(seq.tokens) - seq.num_prompt - len(tokens)
-        if seq.silent or finish is not None:
-            cached, queued_s = (seq.num_cached_tokens, seq.queued_s) if seq.silent else (0, 0.0)
-            drafts = (seq.num_drafted, seq.num_accepted) if finish is not None else (0, 0)
-            output = SequenceOutput(seq.id, first, tokens, finish, error, cached, queued_s, *drafts)
-            seq.silent = False
-        else:  # nearly always
-            output = SequenceOutput(seq.id, first, tokens)
+    def put(self, output: SequenceOutput) -> None:
         self.events.outputs.append(output)
-        self.counters["output_tokens"] += len(tokens)
-        return output
+        self.counters["output_tokens"] += len(output.tokens)

@@ -1,7 +1,5 @@
 """The pages and slots of sequences: taking them, growing, and giving them back."""
 
-from __future__ import annotations
-
 from millrace_serve.engine.cache.block_pool import Holder
 from millrace_serve.engine.cache.kv_cache import CachedPrefix, KvCache
 from millrace_serve.engine.config import EngineConfig
@@ -32,6 +30,12 @@ class Pages:
         seq.set_computed(len(cached) * self.size)
         self._set_capacity(seq)
         return True
+
+    def num_cached(self, seq: Sequence) -> int:
+        """Leading pages of `seq` that are in the prefix cache."""
+        pages, prefix = self.cache.match(seq.tokens, len(seq.tokens) // self.size, seq.request.cache_salt)
+        self.cache.release(prefix, pages)
+        return len(pages)
 
     def grow(self, seq: Sequence, count: int) -> None:
         """Give `seq` `count` more pages, which must be available."""

@@ -1,10 +1,8 @@
 """One step: `Plan`, the scheduler's decision, and `StepOutput`, the runner's answer."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -55,7 +53,9 @@ class Plan:
     grown: list[Sequence] = field(default_factory=list)  # got more pages since the last plan
     wants_turn: bool = False  # a prompt here waits for its next shared chunk
     began: float = 0.0  # when it was made, on the scheduler's clock
-    limit_s: float = math.inf  # that its decode sequences set for the step
+    limit_s: float = math.inf  # TPOT of its decode sequences
+    spare_s: float = math.inf  # by which prompts may make the step longer within these limits
+    awaited: bool = False  # the next step needs its tokens: a mask of a grammar depends on them
     work: Work = NOTHING  # of the replica with most of it
 
     @property
@@ -80,7 +80,7 @@ class StepOutput:
     corrupt: dict[int, Failure] = field(default_factory=dict)  # by the index of the sequence in the plan
 
     @classmethod
-    def nothing(cls) -> StepOutput:
+    def nothing(cls) -> Self:
         """Of a step without sampling sequences."""
         none = np.zeros(0, np.int64)
         return cls(none[:, None], none, none, none[:, None])
@@ -99,9 +99,8 @@ class StepOutput:
     def outputs(self, row: int, tokens: list[int], seq: Sequence) -> list[TokenOutput]:
         """The first accepted tokens of a row, with as many logprobs as the request of `seq` asks for."""
         if self.logprobs is None or (count := seq.request.sampling.logprobs) is None:
-            return (
-                [TokenOutput(tokens[0])] if len(tokens) == 1 else list(map(TokenOutput, tokens))
-            )  # map is slow for one
+            # map is slow for one
+            return [TokenOutput(tokens[0])] if len(tokens) == 1 else list(map(TokenOutput, tokens))
         assert self.top_ids is not None and self.top_logprobs is not None
         ids, values = self.top_ids[row, :, :count].tolist(), self.top_logprobs[row, :, :count].tolist()
         tops = [tuple(map(TopLogprob, *top)) for top in zip(ids, values, strict=True)]

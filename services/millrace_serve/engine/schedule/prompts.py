@@ -9,10 +9,12 @@ replicas give this one. In such a step every replica has half of its tokens for 
 its own.
 """
 
-from __future__ import annotations
-
 import abc
 import math
+from collections.abc import Iterator
+from operator import attrgetter
+
+from millrace_common.step_times import tokens_left
 
 from millrace_serve.engine.config import EngineConfig, shared_tokens
 from millrace_serve.engine.schedule.leaving import Leaving
@@ -27,9 +29,10 @@ class Prompts(Leaving):
     def __init__(self, config: EngineConfig, requests: EngineRequests, pages: Pages, speeds: Speeds) -> None:
         super().__init__(config, requests, pages)
         self.speeds = speeds
-        # Of the next step; the engine sets both:
+        # Of the next step; the engine sets all:
         self.turn: ContextParallelTurn | None = None  # whether it has a shared chunk
-        self.limit_s = math.inf  # that sequences of other replicas set for it
+        self.limit_s = math.inf  # TPOT of sequences of all replicas
+        self.spare_s = math.inf  # by which prompts may make it longer for these
         self._most = config.max_prefill_tokens  # of prompts in the step that is planned
         self._prefilling: dict[Sequence, None] = {}  # in order of admission
         self._joined: list[Sequence] = []  # got a slot that no plan has named yet
@@ -69,8 +72,7 @@ class Prompts(Leaving):
         return max(self._most - shared_tokens(self._most), 1) if self.turn else self._most
 
     def _most_within(self, plan: Plan) -> int:
-        """Prompt tokens for which the decode sequences of `plan` leave time by their limits. A page is always left:
-        steps read the weights anyway, and prompts must go on.
+        """Prompt tokens for which the decode sequences of `plan` leave time by their limits.
 
         Prompts whose KV other workers read take whole chunks: routers send such to prefill workers, where streams from
         before a change of duty must not halve what the change was made for.
@@ -78,57 +80,46 @@ class Prompts(Leaving):
         most, head, work = self.config.max_prefill_tokens, self.requests.waiting.head(), plan.work
         if (head and head.exports) or any(seq.exports for seq in self._prefilling):
             return most
-        start = max((seq.num_computed for seq in self._prefilling if not seq.filling), default=0)
-        limit_s, least = min(plan.limit_s, self.limit_s), self.pages.size
-        return self.speeds.times.chunk_beside(limit_s, work.sequences, work.keys, start, least, most)
+        begun = [seq for seq in self._prefilling if not seq.filling]
+        start = max((seq.num_computed for seq in begun), default=0)
+        wanted = min(sum(seq.num_left for seq in begun) + self.requests.waiting.num_tokens, most)
+        limit_s, spare_s = min(plan.limit_s, self.limit_s), min(plan.spare_s, self.spare_s)
+        return min(self.speeds.times.chunk_beside(limit_s, spare_s, *work[:2], start, wanted, self.pages.size), most)
 
     def _take_chunks(self, plan: Plan) -> None:
-        """Chunks for the admitted prompts and then for new ones, in order, until the step's token budget is used up.
-
-        Prompts that end within half of the budget come first, and long ones keep the other half: a prompt of 500 tokens
-        does not wait for the end of one of 100,000, and does not stop it.
-        """
+        """Chunks for the admitted prompts and for new ones, up to the step's token budget."""
         self._most = self._most_within(plan)
-        budget, kept = self._chunk_tokens, 0
-        lasting = [seq for seq in self._prefilling if self._lasts(seq)]
-        if lasting:
-            kept = budget // 2
-        budget -= kept
-        for seq in list(self._prefilling):
-            if not self._lasts(seq):
-                budget -= self._take_own(plan, seq, budget)
         self._blocked = False
-        while (head := self._head()) and self._admit_head(head, budget):
-            if head.phase is not Phase.RUNNING or head.filling:
-                continue
-            self._joined.append(head)
-            if self._lasts(head):
-                lasting.append(head)
-                kept += budget
-                budget = 0
-            else:
-                budget -= self._take_own(plan, head, budget)
-        budget += kept
-        for seq in lasting:
-            budget -= self._take_own(plan, seq, budget)
+        while (head := self._head()) and self._admit_head(head, self._room()):
+            if head.phase is Phase.RUNNING and not head.filling:
+                self._joined.append(head)
+        prompts, most = sorted(self._own_prompts(), key=attrgetter("order")), self.config.max_prefill_tokens
+        places = [(seq.num_computed, seq.num_left) for seq in prompts]
+        shares = self.speeds.times.divide(places, self._chunk_tokens, most)
+        for seq, tokens in zip(prompts, shares, strict=True):
+            self._take_chunk(plan, seq, tokens)
         self._take_shared(plan)
 
+    def _room(self) -> int:
+        """Prompt tokens of the next step that are left for newcomers."""
+        rests = (seq.num_left for seq in self._own_prompts())
+        return tokens_left(rests, self._chunk_tokens, self.config.max_prefill_tokens)
+
+    def _own_prompts(self) -> Iterator[Sequence]:
+        """Those that this replica computes alone."""
+        return (seq for seq in self._prefilling if not seq.filling and not self._is_long(seq))
+
+    def _has_turn(self, seq: Sequence, length_class: int) -> bool:
+        """Whether a prompt may get pages now. One that takes several steps waits for those of about its length, and for
+        shorter ones.
+        """
+        if not length_class:
+            return True
+        classes = (self.config.length_class(other.num_left) for other in self._prefilling if not other.filling)
+        return not any(0 < other <= length_class for other in classes)
+
     def _is_long(self, seq: Sequence) -> bool:
-        return not seq.filling and 0 < self.config.context_parallel_tokens <= len(seq.tokens) - seq.num_computed
-
-    def _lasts(self, seq: Sequence) -> bool:
-        """Whether more than half of a step's tokens are left of its prompt, which this replica computes alone."""
-        left = len(seq.tokens) - seq.num_computed
-        return not seq.filling and not self._is_long(seq) and left > self._chunk_tokens // 2
-
-    def _may_admit(self, budget: int) -> bool:
-        """Whether the step has room for another prompt. One long prompt waits behind another one, not more."""
-        long = sum(self._lasts(seq) or self._is_long(seq) for seq in self._prefilling)
-        return budget > 0 and long < 2 and self.pages.has_slot()
-
-    def _take_own(self, plan: Plan, seq: Sequence, budget: int) -> int:
-        """Plan a chunk that this replica computes alone, unless the prompt is long. Returns its tokens."""
-        return 0 if seq.filling or self._is_long(seq) else self._take_chunk(plan, seq, budget)
+        return not seq.filling and 0 < self.config.context_parallel_tokens <= seq.num_left
 
     def _take_shared(self, plan: Plan) -> None:
         """Use the turn, and ask for the next one; after all other chunks."""

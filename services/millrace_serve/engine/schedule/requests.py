@@ -1,7 +1,5 @@
 """The requests of one engine: the live ones, their deadlines, and the room for more."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math
@@ -34,6 +32,7 @@ class EngineRequests:
         self.waiting = WaitingQueue()
         self.num_active = 0  # requests that still need this engine's work: neither DONE nor HELD
         self.clock = clock
+        self.vocab_size = facts.vocab_size
         self._config, self._role, self._facts = config, role, facts
         self._grammars = grammars
         self._arrivals = itertools.count()

@@ -15,12 +15,11 @@ outputs, whatever its route was, as far as no tier of the prefix cache has its p
 deadline: DONE; pages of an IMPORTING request stay until KvArrived or KvFailed ends the transfer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from millrace_common.reasons import Reason
 from millrace_common.step_times import StepTimes
+from msgspec.structs import replace
 
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import (
@@ -42,6 +41,7 @@ from millrace_serve.engine.core import (
     ServePrefix,
     Submit,
 )
+from millrace_serve.engine.drafts.counts import DraftCounts, usable
 from millrace_serve.engine.schedule.capacity import ReplicaCapacity
 from millrace_serve.engine.schedule.exports import Publisher
 from millrace_serve.engine.schedule.pages import Pages
@@ -68,6 +68,7 @@ class Scheduler(Streams):
         self._publisher = Publisher(config, role, pages, self.outbox)
         self._capacity = ReplicaCapacity(config, role, requests, pages, self.outputs)
         self._waits = Waits()
+        self._drafts = DraftCounts(config.draft_tokens)
 
     # ------------------------------------------------------------------------------------------ messages
 
@@ -95,7 +96,7 @@ class Scheduler(Streams):
         if isinstance(enrolled, Failure):
             self.outbox.refuse(request, enrolled)
         elif enrolled is not None and enrolled.phase is Phase.WAITING:
-            self.requests.waiting.push(enrolled)
+            self._enqueue(enrolled)
 
     def _handle_of(self, seq: Sequence, msg: Abort | KvOffered | KvArrived | KvFailed | KvLate | LeaseEnded) -> None:
         """A message about a live sequence; one that its phase does not expect changes nothing."""
@@ -104,9 +105,8 @@ class Scheduler(Streams):
                 self._stop(seq, FinishReason.ABORT)
             case KvOffered(_, num_pages) if seq.phase is Phase.EXPECTED:
                 self._queue(seq, num_pages)
-            case KvArrived(_, first, drafts) if seq.imports:
+            case KvArrived(_, first) if seq.imports:
                 assert first is not None, f"request {seq.id} arrived without a first token"
-                seq.drafts = drafts
                 self._arrived(seq, first)
             case KvFailed(_, failure) if seq.imports:
                 self._failed(seq, failure)
@@ -122,7 +122,7 @@ class Scheduler(Streams):
     def _queue(self, seq: Sequence, num_offered: int) -> None:
         seq.enter(Phase.WAITING)
         seq.num_offered = num_offered
-        self.requests.waiting.push(seq)
+        self._enqueue(seq)
 
     # ------------------------------------------------------------------------------------------ imports
 
@@ -141,6 +141,7 @@ class Scheduler(Streams):
         held = seq.phase is Phase.IMPORTING
         tokens = [token.token_id for token in first.tokens]
         seq.tokens += tokens
+        seq.drafts = usable(first.drafts, self.requests.vocab_size)
         finish = first.finish or (FinishReason.LENGTH if len(seq.tokens) >= seq.limit else None)
         if finish is not None:
             self._stop(seq, finish)
@@ -200,7 +201,7 @@ class Scheduler(Streams):
 
     def schedule(self) -> Plan | None:
         """The next step; None: nothing can run. Rows for every decoding sequence that has a page for one, and prompt
-        chunks up to the step's budget. An undecided sequence sits this step out.
+        chunks up to the step's budget. Behind an awaited plan: only once that was committed.
         """
         for seq in self.requests.expired():
             message = f"timeout_s={seq.request.timeout_s} passed"
@@ -216,6 +217,7 @@ class Scheduler(Streams):
         """None: nothing runs, and no prompt waits for its turn."""
         if plan.decode or plan.chunks:
             plan.work = self._work(plan)
+            plan.awaited = any(seq.grammar is not None for seq in self._decoding)
             plan.joined = [seq for seq in self._joined if seq.phase is Phase.RUNNING and not seq.filling]
             self._joined = []
             self.outbox.counters["steps"] += 1
@@ -233,16 +235,18 @@ class Scheduler(Streams):
     # ------------------------------------------------------------------------------------------ admission
 
     def _head(self) -> Sequence | None:
+        return self.requests.waiting.head(self._has_turn)
+
+    def _has_turn(self, seq: Sequence, length_class: int) -> bool:
         """An export that waits for the end of leases lets others pass, whose reads may end them."""
-        head = self.requests.waiting.head()
-        if head is None or not head.exports or self._publisher.has_room(head, self._prefilling):
-            return head
-        self._blocked = True
-        return self.requests.waiting.head(exports=False)
+        if seq.exports and not self._publisher.has_room(seq, self._prefilling):
+            self._blocked = True
+            return False
+        return super()._has_turn(seq, length_class)
 
     def _admit_head(self, seq: Sequence, budget: int) -> bool:
         imports = seq.imports
-        if not imports and not self._may_admit(budget):
+        if not imports and not (budget > 0 and self.pages.has_slot()):
             return False
         at_least_one_token = 0 if imports else 1
         if not self._admit(seq, (len(seq.tokens) - at_least_one_token) // self.pages.size, self._headroom(seq)):
@@ -306,8 +310,9 @@ class Scheduler(Streams):
     def _export(self, seq: Sequence, row: int, tokens: list[int], output: StepOutput) -> None:
         """The prompt is complete: its first token goes out with the last chunk."""
         _, finish = seq.extend(tokens)
-        first = self.outbox.output(seq, output.outputs(row, tokens, seq), finish)
-        self._publisher.publish(seq, len(seq.pages), first, output.drafts_of(row))
+        first = seq.output(output.outputs(row, tokens, seq), finish)
+        self.outbox.put(first)
+        self._publisher.publish(seq, len(seq.pages), replace(first, drafts=output.drafts_of(row)))
         self._take_off(seq)
         self._leave(seq, Phase.HELD)
 
@@ -318,8 +323,8 @@ class Scheduler(Streams):
             tokens = tokens[: len(seq.grammar.masks(tokens[:-1]))]
         tokens, finish = seq.extend(tokens)
         if self._num_queries > 1:
-            self.outbox.drafts.add(seq, int(output.drafted[row]), len(tokens) - 1)
-        self.outbox.output(seq, output.outputs(row, tokens, seq), finish)
+            self._drafts.add(seq, int(output.drafted[row]), len(tokens) - 1)
+        self.outbox.put(seq.output(output.outputs(row, tokens, seq), finish))
         if finish is not None:
             self._take_off(seq)
             self._leave(seq, Phase.DONE)
@@ -328,7 +333,8 @@ class Scheduler(Streams):
         elif self._num_queries > 1 and seq.phase is RUNNING:
             if seq.grammar is not None:
                 seq.drafts = output.drafts_of(row)
-            self._narrow(seq)
+            written = len(seq.tokens) - 1  # the newest token is the next step's input
+            seq.num_reserved = min(written + seq.inflight * self._num_queries, seq.capacity)
 
     # ------------------------------------------------------------------------------------------ reports
 
@@ -349,7 +355,7 @@ class Scheduler(Streams):
         yield from self._ready
 
     def load(self) -> Load:
-        requests, pool, drafts = self.requests, self.pages.cache.pool, self.outbox.drafts
+        requests, pool = self.requests, self.pages.cache.pool
         filling = sum(seq.filling for seq in self._prefilling)
         begun = sum(len(seq.tokens) - seq.num_computed for seq in self._prefilling)
         waiting_tokens = requests.waiting.num_tokens + begun
@@ -365,8 +371,8 @@ class Scheduler(Streams):
             pages_cached=pool.num_cached,
             pages_published=pool.num_published,
             pages_running=pool.num_running,
-            drafted=tuple(drafts.drafted[: self.config.draft_tokens]),
-            accepted=tuple(drafts.accepted[: self.config.draft_tokens]),
+            drafted=tuple(self._drafts.drafted),
+            accepted=tuple(self._drafts.accepted),
             capacity=0 if self._blocked else self._capacity.capacity,
             host_pages_total=self.host.total,
             host_pages_used=self.host.used,

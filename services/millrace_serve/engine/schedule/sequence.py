@@ -19,8 +19,6 @@ The bounds of a running sequence (docs/explanation/engine.md) hold for the time 
               known, and KV is there | KV may be there  | has a page       | has no page yet
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from dataclasses import dataclass, field
@@ -29,7 +27,7 @@ from millrace_common.page_hash import page_hashes
 from millrace_common.transitions import Transitions
 
 from millrace_serve.engine.cache.kv_cache import CachedPrefix
-from millrace_serve.engine.core import FinishReason, Request, RequestId, Route
+from millrace_serve.engine.core import Failure, FinishReason, Request, RequestId, Route, SequenceOutput, TokenOutput
 from millrace_serve.engine.grammar.grammars import Walk
 
 
@@ -89,7 +87,7 @@ class Sequence:
     tokens: list[int] = field(init=False)
     num_prompt: int = field(init=False)
     exports: bool = field(init=False)  # other workers read its pages
-    tpot_limit_s: float = field(init=False)  # of a step with a token of it
+    tpot_limit_s: float = field(init=False)
     phase: Phase = Phase.WAITING
     kv: KvWriter = KvWriter.OWN
     trust: Trust = Trust.PROVEN
@@ -103,6 +101,7 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     preempted: bool = False  # and not computing again yet
     num_known: int = 0  # tokens whose KV was found or filled, or was here when the sequence was preempted
+    due_s: float = math.nan  # token n is due at `due_s` + n x AIM x the TPOT limit; nan: it has not decoded yet
     silent: bool = True  # no output has been sent yet
     queued_s: float = 0.0  # until the sequence got its first pages
     drafts: tuple[int, ...] = ()  # that came with the KV; with a grammar those of the newest step; the device has them
@@ -122,9 +121,19 @@ class Sequence:
             self.phase = Phase.EXPECTED
 
     @property
+    def row_tokens(self) -> tuple[int, ...]:
+        """Tokens of its rows in the next step, as far as the host knows them: the newest one, and drafts."""
+        return (self.tokens[-1], *self.drafts)
+
+    @property
     def num_outputs(self) -> int:
         """Output tokens of the room, earlier attempts included."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_left(self) -> int:
+        """Known tokens that no step has computed, or will have."""
+        return len(self.tokens) - self.num_computed
 
     @property
     def imports(self) -> bool:
@@ -134,11 +143,6 @@ class Sequence:
     @property
     def filling(self) -> bool:
         return self.kv is KvWriter.FILLING
-
-    @property
-    def undecided(self) -> bool:
-        """The grammar's mask depends on a token that a launched step still samples: the next step must wait for it."""
-        return self.grammar is not None and self.inflight > 0
 
     def page_hashes(self, num_pages: int, size: int) -> list[bytes]:
         """Hashes of the first pages, which must be full."""
@@ -153,6 +157,18 @@ class Sequence:
     def set_computed(self, num_tokens: int) -> None:
         """The KV of exactly so many tokens is in the pages, or will be with the step that is being planned."""
         self.num_computed = self.num_reserved = num_tokens
+
+    def output(
+        self, tokens: list[TokenOutput], finish: FinishReason | None = None, error: Failure | None = None
+    ) -> SequenceOutput:
+        """Of one step. `tokens` are the newest of self.tokens."""
+        first = len(self.tokens) - self.num_prompt - len(tokens)
+        if not self.silent and finish is None:  # nearly always
+            return SequenceOutput(self.id, first, tokens)
+        cached, queued_s = (self.num_cached_tokens, self.queued_s) if self.silent else (0, 0.0)
+        drafts = (self.num_drafted, self.num_accepted) if finish is not None else (0, 0)
+        self.silent = False
+        return SequenceOutput(self.id, first, tokens, finish, error, cached, queued_s, *drafts)
 
     def extend(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
         """Append outputs up to the one that ends the sequence. Returns these outputs, and why the sequence ends."""

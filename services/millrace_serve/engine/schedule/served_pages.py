@@ -2,8 +2,6 @@
 that came too late may still write.
 """
 
-from __future__ import annotations
-
 from millrace_serve.engine.cache.block_pool import Holder
 from millrace_serve.engine.cache.kv_cache import KvCache
 from millrace_serve.engine.core import KvChunk, RequestId

@@ -1,14 +1,12 @@
 """How fast the steps of a replica are, as it measures them."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import astuple
 
 from millrace_common.rate import Rate
 from millrace_common.step_times import StepTimes
 
-from millrace_serve.engine.schedule.plan import Plan, StepOutput
+from millrace_serve.engine.schedule.plan import Plan, StepOutput, Work
 from millrace_serve.engine.schedule.step_fit import StepFit
 
 RECENT = 9  # steps by which the speed of a sequence is told
@@ -21,11 +19,22 @@ class Speeds:
         self._prompts = Rate()
         self._token_s: deque[float] = deque(maxlen=RECENT)  # seconds of one sequence's token in the latest steps
         self._committed_at = 0.0
+        self._launched: list[float] = []  # predicted seconds of steps that were launched and not committed
+
+    def launched(self, work: Work) -> None:
+        self._launched.append(self.times.step_s(*work))
+
+    def done_at(self, now: float) -> float:
+        """When the launched steps are predicted to be done."""
+        return max(now, self._committed_at + sum(self._launched))
 
     def committed(self, plan: Plan, output: StepOutput, now: float) -> None:
-        """A launched step computes from the end of the one before it."""
+        """A launched step computes from the end of the one before it. One that is planned only then (`Plan.awaited`)
+        also takes the time of its planning and launch: its tokens come that much later.
+        """
         seconds, rows = now - max(plan.began, self._committed_at), len(plan.decode)
         self._committed_at = now
+        del self._launched[:1]
         if any(plan.work):
             self._fit.add(plan.work, seconds)
         if plan.chunks:

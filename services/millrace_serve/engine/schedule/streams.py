@@ -1,9 +1,10 @@
 """The sequences that decode: their slots and pages, and their rows of a step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
+from operator import attrgetter
+
+from millrace_common.step_times import AIM, RECOVER
 
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.schedule.expected import need
@@ -13,6 +14,8 @@ from millrace_serve.engine.schedule.prompts import Prompts
 from millrace_serve.engine.schedule.requests import EngineRequests
 from millrace_serve.engine.schedule.sequence import Phase, Sequence
 from millrace_serve.engine.schedule.speeds import Speeds
+
+_order = attrgetter("order")
 
 
 class Streams(Prompts):
@@ -37,15 +40,11 @@ class Streams(Prompts):
             self._joined.append(seq)
 
     def _grow(self, plan: Plan) -> None:
-        """Pages for the rows of decoding sequences: first one for each sequence that cannot go on without, then more
-        for drafts as far as free pages go. Sequences that get none sit this step out.
+        """Pages for the rows of decoding sequences: first one for each sequence that cannot go on without, then those
+        of its other rows as far as free pages go. Sequences that get none sit this step out.
         """
         q = self._num_queries
-        short = [
-            seq
-            for seq in self._decoding
-            if seq.capacity < seq.num_reserved + q and seq.capacity < seq.limit - 1 and not seq.undecided
-        ]
+        short = [seq for seq in self._decoding if seq.capacity < seq.num_reserved + q and seq.capacity < seq.limit - 1]
         if not short:
             return
         cache = self.pages.cache
@@ -58,12 +57,12 @@ class Streams(Prompts):
             stuck = sorted(stuck, key=_order)[: cache.available]
         for seq in stuck:
             self.pages.grow(seq, 1)
-        plan.grown = stuck + self._grow_for_drafts(short) if q > 1 else stuck
+        plan.grown = stuck + self._grow_further(short) if q > 1 else stuck
 
     def _local_prompts(self) -> Iterator[Sequence]:
         return (seq for seq in self._prefilling if not seq.exports)
 
-    def _grow_for_drafts(self, short: list[Sequence]) -> list[Sequence]:
+    def _grow_further(self, short: list[Sequence]) -> list[Sequence]:
         """Return the sequences that got pages beyond the one that their next token needs."""
         grown = []
         for seq in short:
@@ -78,7 +77,7 @@ class Streams(Prompts):
         decode, q, keys, limit_s = plan.decode, self._num_queries, 0, math.inf
         for seq in self._decoding:
             reserved, capacity = seq.num_reserved, seq.capacity
-            if reserved < capacity and (seq.grammar is None or not seq.undecided):
+            if reserved < capacity:
                 seq.num_computed = len(seq.tokens)
                 seq.num_reserved = reserved + q if reserved + q < capacity else capacity
                 seq.inflight += 1
@@ -87,11 +86,30 @@ class Streams(Prompts):
                     limit_s = seq.tpot_limit_s
                 decode.append(seq)
         plan.limit_s, plan.work = limit_s, Work(len(decode), keys)
+        if limit_s < math.inf:
+            plan.spare_s = self._spare_s(plan)
 
-    def _narrow(self, seq: Sequence) -> None:
-        """The upper bound, now that the count of the oldest launched step is known."""
-        written = len(seq.tokens) - 1  # the newest token is the next step's input
-        seq.num_reserved = min(written + seq.inflight * self._num_queries, seq.capacity)
+    def _spare_s(self, plan: Plan) -> float:
+        """By how much prompts may make the step longer. A stream that is late by more than the longest chunk takes is
+        forgiven the rest: others would wait for what nothing makes up for. Written out as one loop: it is in each step.
+        """
+        times, done_at, spare_s = self.speeds.times, self.speeds.done_at(plan.began), math.inf
+        step_s, worst_s = times.step_s(*plan.work), -times.prompts_s(self.config.max_prefill_tokens)
+        recover = min(self.outputs.lower_quartile, RECOVER)
+        for seq in plan.decode:
+            if (aim_s := AIM * seq.tpot_limit_s) < math.inf:
+                tokens = len(seq.tokens) + seq.inflight - 1  # at `done_at`
+                if seq.due_s != seq.due_s:  # nan
+                    seq.due_s = done_at - aim_s * tokens
+                rest, saved_s = seq.limit - tokens, aim_s - step_s
+                own_s = seq.due_s + aim_s * tokens - done_at + (rest if rest < recover else recover) * saved_s
+                if own_s < worst_s or own_s > 2 * RECOVER * saved_s > 0:
+                    kept_s = max(worst_s, min(own_s, 2 * RECOVER * saved_s))
+                    seq.due_s += kept_s - own_s
+                    own_s = kept_s
+                if own_s < spare_s:
+                    spare_s = own_s
+        return spare_s
 
     def _take_chunk(self, plan: Plan, seq: Sequence, budget: int) -> int:
         taken = super()._take_chunk(plan, seq, budget)
@@ -116,7 +134,3 @@ class Streams(Prompts):
 
     def _rest(self, seq: Sequence) -> int:
         return min(self.outputs.rest(seq.num_outputs, seq.order[1]), seq.limit - len(seq.tokens))
-
-
-def _order(seq: Sequence) -> tuple[int, int]:
-    return seq.order

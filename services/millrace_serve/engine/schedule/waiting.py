@@ -1,11 +1,9 @@
-"""The queue in front of a scheduler: by priority, then by arrival. No request is skipped, so none starves, but for
-prompts that may not be exported yet. And what is told of those that wait.
+"""The queue in front of a scheduler: by priority, then by arrival. A request is skipped only while its kind may not get
+pages: a prompt that may not be exported yet, or a long prompt behind others. And what is told of those that wait.
 """
 
-from __future__ import annotations
-
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from millrace_serve.engine.core import Wait
 from millrace_serve.engine.schedule.sequence import Phase, Sequence
@@ -15,8 +13,8 @@ LOOK_S = 0.5  # between two looks at what waits: shorter waits are told to nobod
 
 class WaitingQueue:
     def __init__(self) -> None:
-        self._exports: list[tuple[tuple[int, int], Sequence]] = []  # heaps
-        self._others: list[tuple[tuple[int, int], Sequence]] = []
+        # heaps, by whether their prompts are exported, and by their length
+        self._heaps: dict[tuple[bool, int], list[tuple[tuple[int, int], Sequence]]] = {}
         # tokens of each, as they were when it came; heaps keep entries of discarded sequences until they surface
         self._members: dict[Sequence, int] = {}
         self.num_tokens = 0
@@ -27,18 +25,19 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._members)
 
-    def push(self, seq: Sequence) -> None:
-        heapq.heappush(self._exports if seq.exports else self._others, (seq.order, seq))
+    def push(self, seq: Sequence, length_class: int) -> None:
+        heapq.heappush(self._heaps.setdefault((seq.exports, length_class), []), (seq.order, seq))
         self._members[seq] = len(seq.tokens)
         self.num_tokens += len(seq.tokens)
 
-    def head(self, exports: bool = True) -> Sequence | None:
-        """The first one. `exports` false: of those that export nothing."""
-        heaps = (self._exports, self._others) if exports else (self._others,)
-        for heap in heaps:
+    def head(self, has_turn: Callable[[Sequence, int], bool] = lambda seq, length_class: True) -> Sequence | None:
+        """The first one that has its turn, of the first ones of each kind."""
+        firsts = []
+        for (_, length_class), heap in self._heaps.items():
             while heap and heap[0][1] not in self._members:
                 heapq.heappop(heap)
-        firsts = [heap[0] for heap in heaps if heap]
+            if heap and has_turn(heap[0][1], length_class):
+                firsts.append(heap[0])
         return min(firsts)[1] if firsts else None
 
     def discard(self, seq: Sequence) -> None:

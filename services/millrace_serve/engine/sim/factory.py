@@ -1,7 +1,5 @@
 """Puts a simulated engine together. No torch; engine/start/torch_factory.py makes the real one."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 
@@ -10,7 +8,6 @@ from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.lockstep.lockstep import Lockstep
-from millrace_serve.engine.offload.page_copier import PageCopier
 from millrace_serve.engine.schedule.factory import Clock, make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.sim.runner import SimRunner, SimSettings
@@ -46,7 +43,6 @@ def build_sim_engine(
     pool = KvPool(sim_layout(config, settings), config.num_pages)
     facts = ModelFacts(settings.vocab_size, frozenset((settings.eos_token_id,)))
     grammars = grammars or Grammars()
-    copier = PageCopier(pool, config.host_pages(pool.layout.page_bytes))
-    scheduler = make_scheduler(config, role, facts, clock, grammars, copier.num_slots)
+    scheduler = make_scheduler(config, role, facts, clock, grammars, config.host_pages(pool.layout.page_bytes))
     runner = SimRunner(settings, pool, config)
-    return Engine(config, scheduler, grammars, BatchBuilder(config, runner.join), runner, pool, lockstep, copier)
+    return Engine(config, scheduler, grammars, BatchBuilder(config, runner.join), runner, pool, lockstep)

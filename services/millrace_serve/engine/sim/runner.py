@@ -10,8 +10,6 @@ Pages carry only their canary, which is always checked: a page of another reques
 real device, the simulated one keeps the state of each slot, and the host learns the lengths one step late.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

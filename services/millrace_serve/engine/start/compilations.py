@@ -7,8 +7,7 @@ Triton and FlashInfer have hooks. DeepGEMM compiles in C++ and has none: its ker
 cache folder, so ranks that share the folder count a kernel each.
 """
 
-from __future__ import annotations
-
+import contextlib
 import logging
 import os
 import time
@@ -75,13 +74,13 @@ class Compilations:
             log.warning("%s compiled %s%s after the start: a request may have waited for it", library, what, took)
 
     def _look(self) -> int:
-        """How many kernels have come into DeepGEMM's folder since the last look."""
-        changed_at = _written_at(self._kernels)
-        if changed_at == self._changed_at:
-            return 0
+        """How many kernels have come into DeepGEMM's folder since the last look, if it can be read now."""
         before = self._num_kernels
-        self._num_kernels = len(os.listdir(self._kernels)) if changed_at else 0
-        self._changed_at = changed_at
+        with contextlib.suppress(OSError):  # of a network's folder: heartbeats look into it, and must go on
+            changed_at = self._kernels.stat().st_mtime_ns if self._kernels.exists() else 0
+            if changed_at != self._changed_at:
+                self._num_kernels = len(os.listdir(self._kernels)) if changed_at else 0
+                self._changed_at = changed_at
         return max(self._num_kernels - before, 0)
 
 

@@ -4,12 +4,10 @@ Our ops and the collectives stay as they are: to the compiler they are calls tha
 between two of them becomes a kernel. The calls cost time in Python only, which a captured graph does not spend.
 """
 
-from __future__ import annotations
-
 import torch
 
-from millrace_serve.engine.health.progress import Progress
 from millrace_serve.engine.step.graphs import Forward
+from millrace_serve.engine.step.runner import Announce
 
 NOT_TRACED = ("millrace_kernels", "millrace_serve.model.parallel", "deep_gemm", "flash_mla", "flashinfer", "triton")
 RECOMPILES = 64  # of one function: layers differ in kind, and steps in rows
@@ -24,7 +22,7 @@ def compiled(forward: Forward, backend: str = "inductor") -> Forward:
     return torch.compile(forward, backend=backend)
 
 
-def announce_kernels(progress: Progress) -> None:
+def announce_kernels(announce: Announce) -> None:
     """From now on the compilation of a kernel, which takes seconds, is announced; call it before a kernel's first use.
 
     Triton's own hook serves it badly: it does not end when a compilation fails.
@@ -34,7 +32,7 @@ def announce_kernels(progress: Progress) -> None:
     compile_kernel = compiler.compile
 
     def announced(*args: object, **options: object) -> object:
-        with progress.busy("the compilation of a kernel"):
+        with announce("the compilation of a kernel"):
             return compile_kernel(*args, **options)
 
     compiler.compile = announced

@@ -10,8 +10,6 @@ processes that fail, and the rank compiles the missing kernels. The processes en
 that closes with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -42,7 +40,7 @@ from millrace_serve.engine.start.startup import RankSetup, capture
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.engine.step.graphs import buckets_up_to
 from millrace_serve.engine.step.torch_runner import TorchRunner
-from millrace_serve.model.checkpoint.weight_bytes import weight_bytes
+from millrace_serve.model.checkpoint.shapes import weight_bytes
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims

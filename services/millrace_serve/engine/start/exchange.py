@@ -1,14 +1,14 @@
 """The choice of the exchange: how rows reach the experts of other replicas."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from dataclasses import dataclass
 
+from millrace_kernels.peer.sizes import row_bytes
 from torch import Tensor
 
 from millrace_serve.engine.config import Role
+from millrace_serve.engine.start.activations import MOST_PEERS
 from millrace_serve.engine.start.startup import RankSetup
 from millrace_serve.engine.step.graphs import buckets_up_to, graph_keys
 from millrace_serve.model.experts.deepep import DeepEpExperts
@@ -17,10 +17,10 @@ from millrace_serve.model.experts.gather import GatherExperts
 from millrace_serve.model.experts.local import LocalExperts
 from millrace_serve.model.experts.routed import Implementation
 from millrace_serve.model.parallel import hosts, reaches_peers
+from millrace_serve.model.quantised import FORMS
 
 log = logging.getLogger(__name__)
 
-MOST_PEERS = 8  # replicas; of more the kernels were never tried
 # For the rows of all replicas; more rows go in several exchanges, each with fewer rows for an expert.
 PEER_BYTES = 2 << 30
 
@@ -54,7 +54,7 @@ def _choose(setup: RankSetup) -> ExpertExchange:
         _refuse(wanted, "peer", why)
     if wanted == "deepep" or (wanted == "auto" and len({*hosts(dims)}) > 1):
         rows = _decode_rows(setup)
-        why = refusal(setup.model, dims, machines(dims), rows, fp8=setup.kept.fp8_experts)
+        why = refusal(setup.model, dims, machines(dims), rows, fp8=setup.kept.experts is FORMS["fp8"])
         if not why:
             return _deepep(setup, rows)
         _refuse(wanted, "deepep", why)
@@ -87,10 +87,23 @@ def _peer(setup: RankSetup) -> ExpertExchange:
 
     dims, model = setup.dims, setup.model
     assert dims.dp_group is not None
-    choices = model.num_experts_per_tok + 1
-    rows = min(setup.most_rows, PEER_BYTES // dims.dp // Peers.row_bytes(model.hidden_size, choices, setup.dtype))
+    rows, choices = _peer_room(setup)[0], model.num_experts_per_tok + 1
     peers = Peers(dims.dp_group, setup.device, rows, model.hidden_size, choices, setup.dtype)
     return ExpertExchange("peer", functools.partial(PeerExperts, peers), peers.nbytes, peers.error)
+
+
+def _peer_room(setup: RankSetup) -> tuple[int, int]:
+    """Rows of each replica in one exchange, and bytes of the rows of all."""
+    of_row = row_bytes(setup.model.hidden_size, setup.model.num_experts_per_tok + 1, setup.dtype)
+    rows = min(setup.most_rows, PEER_BYTES // setup.dims.dp // of_row)
+    return rows, setup.dims.dp * rows * of_row
+
+
+def expected_bytes(setup: RankSetup) -> int:
+    """Of the exchange that `auto` takes on one host; 0 where that is unknown: DeepEP's library says its own."""
+    dims, wanted = setup.dims, setup.execution.exchange
+    peers = wanted in ("auto", "peer") and 1 < dims.dp <= MOST_PEERS
+    return _peer_room(setup)[1] if peers else 0
 
 
 def _deepep(setup: RankSetup, rows: int) -> ExpertExchange:

@@ -1,7 +1,5 @@
 """A rank's first step: products of finite weights may still have a NaN or an infinite number."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,11 +7,10 @@ numbers.
 The needs are estimated before the weights are loaded, and measured after (docs/explanation/gpu.md, "Memory").
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from millrace_serve.engine.config import GIB, Limits
 from millrace_serve.plan.facts import CGROUP, memory_limit
@@ -34,8 +33,7 @@ class Memory:
     free: int
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(NamedTuple):
     """Bytes that a rank needs besides its KV pages."""
 
     weights: int
@@ -66,7 +64,7 @@ class MemoryPlan:
             ("budget", self.budget, f"memory_fraction={self.fraction}"),
             *_uses(self.demand),
             ("KV pages", kv, f"{self.num_pages} of {self.page_bytes / MIB:.2f} MiB, {tokens} tokens"),
-            ("left", self.budget - _sum(self.demand) - kv, ""),
+            ("left", self.budget - sum(self.demand) - kv, ""),
         ]
         return "\n".join(f"{name:<12}{size / GIB:9.2f} GiB  {note}".rstrip() for name, size, note in rows)
 
@@ -84,7 +82,7 @@ def make_plan(
             f"others use {_gib(total - memory.free)}. Stop them, or set memory_fraction to "
             f"{int(memory.free / total * 100) / 100}"
         )
-    left, needs = budget - _sum(demand), ", ".join(f"{name} {_gib(size)}" for name, size, _ in _uses(demand))
+    left, needs = budget - sum(demand), ", ".join(f"{name} {_gib(size)}" for name, size, _ in _uses(demand))
     least = limits.max_pages_per_seq + 1 if limits.num_pages == "auto" else limits.num_pages
     if least * page_bytes > left:
         wanted = (
@@ -137,16 +135,9 @@ def _fields(path: Path) -> dict[str, int]:
     return {name: int(number) for name, number, *_ in lines}
 
 
-def estimate(limits: Limits, weights: int, hidden_size: int, vocab_size: int, num_graphs: int) -> Demand:
-    """The demand before a measurement. Activations: a step's rows in the widest places of a layer, and logits."""
-    rows = limits.max_prefill_tokens + limits.max_running
-    activations = rows * hidden_size * 2 * 16 + limits.max_running * vocab_size * 4 * 4
-    return Demand(weights, activations, graph_reserve(num_graphs, 0), CONTEXT_BYTES)
-
-
-def graph_reserve(num_graphs: int, decode_bytes: int) -> int:
-    """`decode_bytes`: activations of the largest captured step, whose memory the others share."""
-    return num_graphs * GRAPH_BYTES + decode_bytes
+def graph_reserve(num_graphs: int, shared_bytes: int) -> int:
+    """`shared_bytes`: activations of the largest captured step, whose memory the others share."""
+    return num_graphs * GRAPH_BYTES + shared_bytes
 
 
 def _uses(demand: Demand) -> list[tuple[str, int, str]]:
@@ -167,10 +158,6 @@ def _advice(limits: Limits, left: int, page_bytes: int) -> str:
     if limits.num_pages == "auto":
         return f"Set limits.max_model_len to {tokens} or less, or {others}"
     return f"Set limits.num_pages to {pages} or less, or {others}"
-
-
-def _sum(demand: Demand) -> int:
-    return demand.weights + demand.activations + demand.graphs + demand.libraries
 
 
 def _gib(size: int) -> str:

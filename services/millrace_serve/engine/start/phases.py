@@ -1,7 +1,5 @@
 """The time of each phase of a start."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

@@ -2,8 +2,6 @@
 request asks for it. All of their KV lies in the null page, and they go through the runner as real ones do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

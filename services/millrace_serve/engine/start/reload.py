@@ -1,7 +1,5 @@
 """Other weights for a rank that runs, in the places of those that it has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -9,7 +7,7 @@ import torch
 from millrace_serve.engine.start.startup import RankSetup
 from millrace_serve.engine.step.torch_runner import TorchRunner
 from millrace_serve.model.checkpoint.checkpoint_hash import checkpoint_hash
-from millrace_serve.model.checkpoint.headers import check_headers
+from millrace_serve.model.checkpoint.shapes import check_headers
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3, open_checkpoint
 

@@ -2,20 +2,19 @@
 function here is collective over the ranks of the worker: they run the same profiling runs.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from millrace_common import gc_hooks
 from millrace_kernels import fp8, indexer
 
-from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
+from millrace_serve.engine.cache.kv_pool import PLAIN, SUMMED, KvLayout, KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
 from millrace_serve.engine.start import memory, profiling_run
+from millrace_serve.engine.start.activations import MOST_PEERS, activation_bytes
 from millrace_serve.engine.start.compile import compiled
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.profiling_run import StepShape
@@ -25,7 +24,7 @@ from millrace_serve.engine.step.graphs import DecodeGraphs, Forward, buckets_up_
 from millrace_serve.engine.step.torch_runner import TorchRunner
 from millrace_serve.model.attn_step import FORMS, FormThresholds
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
-from millrace_serve.model.checkpoint.weight_bytes import weight_bytes
+from millrace_serve.model.checkpoint.shapes import weight_bytes
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.parallel import ParallelDims
@@ -58,7 +57,8 @@ class RankSetup:
         """Rows of the graphs of decode steps; a prefill worker has no such steps."""
         if not self.graphs or self.role is Role.PREFILL:
             return ()
-        return buckets_up_to(self.limits.max_running, self.execution.graph_buckets)
+        graphs = self.execution.graphs
+        return buckets_up_to(self.limits.max_running, graphs if isinstance(graphs, tuple) else ())
 
     @property
     def chunk_buckets(self) -> tuple[int, ...]:
@@ -75,7 +75,7 @@ class RankSetup:
 
     @property
     def num_graphs(self) -> int:
-        """Of decode steps. With drafts each has a second one, which accepts and drafts (engine/step/graphs.py)."""
+        """Of decode steps. With several rows of a sequence each has a second one (engine/step/graphs.py)."""
         keys = graph_keys(self.buckets, self.limits.num_queries)
         return len(keys) * (2 if self.limits.most_queries > 1 else 1)
 
@@ -116,15 +116,33 @@ def kv_layout(
         index_row_bytes=model.index_row_bytes(kv_dtype),
         latent_width=model.kv_lora_rank,
         rope_width=model.qk_rope_head_dim,
+        layout_id=SUMMED if limits.checksum else PLAIN,
         canary=limits.canary,
         model_hash=model_hash,
     )
 
 
-def estimated(setup: RankSetup) -> memory.Demand:
-    """Before the weights are read."""
-    weights = weight_bytes(setup.model, setup.dims, setup.dtype, setup.kept)
-    return memory.estimate(setup.limits, weights, setup.model.hidden_size, setup.model.vocab_size, setup.num_graphs)
+def estimated(setup: RankSetup, outside_torch: int) -> memory.Demand:
+    """Before the weights are read. `outside_torch`: bytes that are known, of the libraries' memory."""
+    weights, step = weight_bytes(setup.model, setup.dims, setup.dtype, setup.kept), profiling_run.largest(setup.limits)
+    prefix = min(step.chunks * step.prefix, profiling_run.PREFIX_TOKENS)
+    sampled = setup.limits.max_running * setup.limits.most_queries
+    activations = activation_bytes(setup.model, setup.dims, step.num_tokens, prefix, sampled)
+    return memory.Demand(weights, activations, _estimated_graphs(setup), memory.CONTEXT_BYTES + outside_torch)
+
+
+def _estimated_graphs(setup: RankSetup) -> int:
+    shapes = profiling_run.decode_shapes(setup.limits, setup.buckets)
+    buckets = setup.chunk_buckets if setup.dims.dp <= MOST_PEERS else ()  # DeepEP has no graphs of chunks
+    decode, chunks = max((one.num_tokens for one in shapes), default=0), max(buckets, default=0)
+    shared = sum(activation_bytes(setup.model, setup.dims, rows) for rows in (decode, chunks))
+    shared += _result_bytes(setup, decode)
+    return memory.graph_reserve(setup.num_graphs + len(buckets), shared)
+
+
+def _result_bytes(setup: RankSetup, rows: int) -> int:
+    """Logits and hidden states of decode steps, which stay outside of the memory that graphs share."""
+    return rows * (setup.model.vocab_size * 4 + setup.model.hidden_size * setup.dtype.itemsize)
 
 
 def planned(setup: RankSetup, device_memory: memory.Memory, demand: memory.Demand) -> memory.MemoryPlan:
@@ -140,6 +158,7 @@ class MemoryPlanner:
     def __init__(self, setup: RankSetup) -> None:
         self._setup = setup
         self.outside_torch = 0  # bytes that are known, of the libraries' memory
+        self.plans: list[memory.MemoryPlan] = []  # the estimated one, then the measured one
         self._memory = None
         if setup.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(setup.device)
@@ -152,9 +171,9 @@ class MemoryPlanner:
         """
         if self._memory is None:
             return 0
-        demand = estimated(self._setup)
-        demand = replace(demand, libraries=demand.libraries + self.outside_torch)
+        demand = estimated(self._setup, self.outside_torch)
         plan = planned(self._setup, self._memory, demand)
+        self.plans.append(plan)
         log.info("memory, estimated before the weights are read:", extra={"lines": plan.table()})
         return plan.budget - demand.weights - demand.libraries
 
@@ -165,6 +184,7 @@ class MemoryPlanner:
             assert wanted != "auto", "only the memory of CUDA devices is planned"
             return wanted
         plan = planned(self._setup, self._memory, self._measure(model))
+        self.plans.append(plan)
         log.info("memory:", extra={"lines": plan.table()})
         return _smallest(plan.num_pages, self._setup.dims)
 
@@ -182,8 +202,8 @@ class MemoryPlanner:
         graphs = self._chunk_graphs(runner, device)
         if setup.buckets:
             step = max(profiling_run.decode_shapes(setup.limits, setup.buckets), key=lambda shape: shape.num_tokens)
-            results = step.num_tokens * (setup.model.vocab_size * 4 + setup.model.hidden_size * setup.dtype.itemsize)
-            graphs += memory.graph_reserve(setup.num_graphs, self._peak(runner, step) + results)
+            shared = self._peak(runner, step) + _result_bytes(setup, step.num_tokens)
+            graphs += memory.graph_reserve(setup.num_graphs, shared)
         runner.close()
         del runner, pool
         free = _free(setup.device)
@@ -250,7 +270,7 @@ def capture(setup: RankSetup, config: EngineConfig, runner: TorchRunner) -> None
             runner.slots,
             setup.buckets,
             setup.dims.dp,
-            runner.drafter,
+            runner.accept,
             setup.limits.num_queries,
         )
         runner.call(graphs.capture)

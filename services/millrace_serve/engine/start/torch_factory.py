@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,15 +22,14 @@ from millrace_serve.engine.health.progress import Progress
 from millrace_serve.engine.lockstep.join import join, own_host
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.offload.cuda_copier import CudaCopier
-from millrace_serve.engine.offload.page_copier import PageCopier
-from millrace_serve.engine.offload.shared_store import share
+from millrace_serve.engine.offload.page_copier import PageCopier, share
 from millrace_serve.engine.schedule.factory import UNKNOWN, make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.start import compile_ahead, finite
 from millrace_serve.engine.start.compilations import Compilations
 from millrace_serve.engine.start.compile import announce_kernels
 from millrace_serve.engine.start.exchange import ExpertExchange, make_exchange
-from millrace_serve.engine.start.memory import check_host_tier, host_memory
+from millrace_serve.engine.start.memory import MemoryPlan, check_host_tier, host_memory
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.reload import load
 from millrace_serve.engine.start.startup import MemoryPlanner, RankSetup, kv_layout, prepare
@@ -58,6 +57,7 @@ class Rank:
     lockstep: Lockstep
     copier: PageCopier
     load: Callable[[Path, bool], str] | None = None  # a checkpoint over the weights, or only check it; its hash
+    memory: Sequence[MemoryPlan] = ()  # of its device: estimated before the weights were read, then measured
 
     def engine(self, times: StepTimes = UNKNOWN) -> Engine:
         """`times` of its steps, until it has measured them."""
@@ -93,10 +93,8 @@ def load_rank(
         model: one that is there already, in the place of what `path` holds.
         address: at which ranks of other hosts reach this one.
     Raises:
-        ModelConfigError, CheckpointError: the checkpoint cannot be used.
-        ValueError: max_model_len, draft_tokens, redundant_experts, exchange, attention or host_cache_gib asks for what
-            the model, the ranks or the device cannot give, or the model does not divide by `dims`.
-        OverCommitted: there is too little memory.
+        ModelConfigError, CheckpointError: the checkpoint cannot be used. OverCommitted: there is too little memory.
+        ValueError: a setting, which it names, asks for what the model, the ranks or the device cannot give.
     """
     execution, phases = execution or Execution(), phases or Phases()
     dims = replace(dims, dense_tp=execution.dense_tp, redundant_experts=execution.redundant_experts)
@@ -109,7 +107,9 @@ def load_rank(
     layout = kv_layout(limits, execution, model_config, checkpoint_hash(path) if read else "random", dtype)
     setup = RankSetup(role, limits, execution, model_config, layout, dims, device, dtype)
     planner = MemoryPlanner(setup)
-    _check_host_tier(limits, dims)
+    if limits.host_cache_gib:  # collective, before any rank takes memory
+        hosts = [host.decode() for host in dims.exchange(own_host().encode())]
+        check_host_tier(limits, dims.tp, hosts, hosts[dims.rank], host_memory())
     lockstep = Lockstep() if dims.world == 1 else join(dims.rank, dims.tp, dims.dp, dims.exchange, address)
     compilations = _watch_compilers(setup, lockstep.progress)
     exchange = None
@@ -124,17 +124,17 @@ def load_rank(
         if config.poison:
             pool.scrub(range(1, config.num_pages))
         copier = _copier(config, pool, device, dims)
-    simulated = execution.simulated_acceptance
-    runner = TorchRunner(model, pool, config, model_config.vocab_size, device_of(device), simulated)
-    runner.announce = lockstep.progress.busy
-    _watch(runner, exchange, model.reduce.fused)
+    acceptance = execution.simulated_acceptance
+    runner = TorchRunner(model, pool, config, model_config.vocab_size, device_of(device), acceptance)
+    _watch(runner, lockstep.progress, exchange, model.reduce.fused)
     with phases("memory"):
         finite.check(setup, runner, model)
     prepare(setup, config, runner, phases)
     runner.balance()
     compile_ahead.mark(setup)
     compilations.start_is_over()
-    return Rank(role, path, config, model_config, pool, runner, lockstep, copier, partial(load, setup, model, runner))
+    parts = role, path, config, model_config, pool, runner, lockstep, copier, partial(load, setup, model, runner)
+    return Rank(*parts, planner.plans)
 
 
 def _watch_compilers(setup: RankSetup, progress: Progress) -> Compilations:
@@ -143,17 +143,10 @@ def _watch_compilers(setup: RankSetup, progress: Progress) -> Compilations:
     own = Path.home() / ".deep_gemm" if folder is None else folder.expanduser() / "deep_gemm"
     compilations = Compilations(own / "cache")
     if setup.device.type == "cuda":
-        announce_kernels(progress)
+        announce_kernels(progress.busy)
         compilations.subscribe()
         progress.compiled = compilations.counts
     return compilations
-
-
-def _check_host_tier(limits: Limits, dims: ParallelDims) -> None:
-    """Collective, before any rank takes memory."""
-    if limits.host_cache_gib:
-        hosts = [host.decode() for host in dims.exchange(own_host().encode())]
-        check_host_tier(limits, dims.tp, hosts, hosts[dims.rank], host_memory())
 
 
 def _copier(config: EngineConfig, pool: KvPool, device: torch.device, dims: ParallelDims) -> PageCopier:
@@ -168,13 +161,9 @@ def _copier(config: EngineConfig, pool: KvPool, device: torch.device, dims: Para
 
 def _model_config(limits: Limits, path: Path) -> ModelConfig:
     """The configuration of the layers that this worker loads; also reads the tokenizer, which grammars need later."""
-    config = ModelConfig.load(path)
+    config = limits.layers_of(ModelConfig.load(path), path)
     if any((path / name).exists() for name in (HUGGING_FACE, TIKTOKEN)):
         load_tokenizer(path)
-    if not limits.draft_tokens:
-        return config.without_mtp()
-    if not config.num_nextn_predict_layers:
-        raise ValueError(f"draft_tokens={limits.draft_tokens}: {path} has no MTP layer (num_nextn_predict_layers)")
     return config
 
 
@@ -189,8 +178,9 @@ def _load(setup: RankSetup, path: Path, planner: MemoryPlanner) -> tuple[Deepsee
     return model, exchange
 
 
-def _watch(runner: TorchRunner, exchange: ExpertExchange | None, sums: Fused | None) -> None:
-    """The runner notices ranks that do not answer."""
+def _watch(runner: TorchRunner, progress: Progress, exchange: ExpertExchange | None, sums: Fused | None) -> None:
+    """The runner says what takes long, and notices ranks that do not answer."""
+    runner.announce = progress.busy
     if exchange is not None and exchange.error is not None:
         runner.watch("the exchange of experts", exchange.error)
     if sums is not None:

@@ -25,6 +25,7 @@ from millrace_serve.engine.schedule.plan import Chunk, Plan
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.step.canary_tracker import CanaryTracker
 from millrace_serve.engine.step.sampling_batch import SamplingBatch, SamplingTable
+from millrace_serve.engine.step.sum_tracker import SumTracker
 from millrace_serve.model.context_parallel.split import Split
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class StepBatch(Generic[A]):
     shared: ContextParallelChunk[A] | None = None
     updates: SlotUpdates[A] | None = None
     canary: CanaryBatch[A] | None = None
+    summed: A | None = None  # int64, the pages that get a checksum behind the step
     dp_num_tokens: tuple[int, ...] = ()  # T of every data-parallel replica; empty when dp == 1
     dp_num_sampled: tuple[int, ...] = ()  # S of every replica likewise
     all_decode: bool = False  # no replica has a prompt chunk in this step
@@ -147,6 +149,7 @@ class BatchBuilder:
         self._sent_pages = [0] * num_slots
         self._sampling = SamplingTable(num_slots)
         self._canary = CanaryTracker(config) if config.canary else None
+        self._sums = SumTracker(config) if config.checksum else None
         self._on_join = on_join
 
     def build(self, plan: Plan, num_queries: int = 1, split: Split | None = None) -> HostBatch:
@@ -163,6 +166,8 @@ class BatchBuilder:
         batch.updates = updates
         if self._canary is not None:
             batch.canary = self._canary.build(plan.decode + [chunk.seq for chunk in plan.chunks], batch.num_pages)
+        if self._sums is not None and len(pages := self._sums.build(plan)):
+            batch.summed = pages
         return batch
 
     def _updates(self, plan: Plan) -> SlotUpdates[np.ndarray]:
@@ -198,7 +203,7 @@ class BatchBuilder:
         """int64 [len(seqs), 1+K]"""
         last = np.full((len(seqs), self._config.most_queries), -1)
         for row, seq in zip(last, seqs, strict=True):
-            known = (seq.tokens[-1], *seq.drafts)[: len(row)]
+            known = seq.row_tokens[: len(row)]
             row[: len(known)] = known
         return last
 
@@ -208,6 +213,8 @@ class BatchBuilder:
         self._sampling.join(seq)
         if self._canary is not None:
             self._canary.join(seq, num_ready)
+        if self._sums is not None:
+            self._sums.join(seq, num_ready)
         if self._on_join is not None:
             self._on_join(seq)
 
@@ -237,7 +244,7 @@ class BatchBuilder:
             cu_q=cu_q,
             num_rows=num_rows,
             chunk_tokens=_tokens(chunks, 0),
-            next_tokens=_tokens(chunks, 1) if self._config.draft_tokens else np.zeros(0, np.int64),
+            next_tokens=_tokens(chunks, 1) if self._config.most_queries > 1 else np.zeros(0, np.int64),
             chunk_lens=chunk_lens,
             chunk_ends=tuple([chunk.end for chunk in chunks]),
             sampling_chunks=sampling_chunks,
@@ -248,13 +255,13 @@ class BatchBuilder:
         )
 
     def _width(self, plan: Plan) -> int:
-        """Pages of the longest sequence at the end of the step, by the host's upper bound; rows of drafts may lie
+        """Pages of the longest sequence at the end of the step, by the host's upper bound; rows of a sequence may lie
         behind it (engine/step/slots.py).
         """
         longest = max(map(_num_reserved, plan.decode), default=1)
         for chunk in plan.chunks:
             longest = max(longest, chunk.end)
-        return -(-(longest + self._config.draft_tokens) // self._config.page_size)
+        return -(-(longest + self._config.most_queries - 1) // self._config.page_size)
 
 
 def _tokens(chunks: list[Chunk], ahead: int) -> np.ndarray:

@@ -1,7 +1,5 @@
 """Debug: the canaries that the pages of each sequence must have before and after a step (engine/cache/canary.py)."""
 
-from __future__ import annotations
-
 import numpy as np
 from millrace_common.page_hash import page_hashes
 
@@ -11,8 +9,6 @@ from millrace_serve.engine.schedule.sequence import Sequence
 
 
 class CanaryTracker:
-    """The expected canaries of each slot's pages."""
-
     def __init__(self, config: EngineConfig) -> None:
         self._words = np.zeros((config.max_running, config.max_pages_per_seq, CANARY_WORDS), np.uint64)
         self._known = [0] * config.max_running  # tokens that the words cover

@@ -13,8 +13,6 @@ attentions the work of a layer depends on the number of rows alone, so it is cap
 (engine/step/graphs.py); attention leaves them out. All replicas take the bucket of the longest one.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence
@@ -97,7 +95,7 @@ class ChunkGraphs:
             self._hidden[:bucket].copy_(self._model.forward(inputs, self._kv, attend))
 
         for _ in range(WARMUPS):
-            run(_nothing)
+            run(lambda *tensors: None)  # which needs no attention
         self._device.synchronize()
         return self._device.capture_parts(run)
 
@@ -121,7 +119,3 @@ class ChunkGraphs:
 def _longest(inputs: ForwardInput) -> int:
     """Rows of the longest replica."""
     return max(inputs.dp_num_tokens, default=len(inputs.token_ids))
-
-
-def _nothing(*tensors: Tensor) -> None:
-    """A run before the capture needs no attention."""

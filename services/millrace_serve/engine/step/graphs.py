@@ -3,8 +3,8 @@
 1. `pad` fills a step up with sequences of the padding slot, on the host.
 2. `run` copies the step's slots to where the graph finds them, replays it, and gives logits and positions of all rows.
 3. Sampling runs between the graphs: few steps sample alike.
-4. `accept` replays the second graph with the sampled tokens: it accepts drafts and makes new ones. A worker without
-   drafts has no second graphs.
+4. `accept` replays the second graph with the sampled tokens, where a step has one: a part behind sampling that is more
+   than Slots.accept, such as the MTP layer (engine/drafts).
 5. `capture` made the graphs, the largest first, so that the others find room in its memory.
 
 Everything else that a graph reads is the state of the slots on the device (engine/step/slots.py). The padding slot has
@@ -14,8 +14,6 @@ bucket, idle ones with padding alone, because the experts' exchange has one shap
 
 On a CPU the replay is the call that would have been captured: the same padding and the same memory, without the speed.
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -30,7 +28,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace_serve.engine.drafts.speculate import Drafter
 from millrace_serve.engine.step.batch import HostBatch, StepBatch
 from millrace_serve.engine.step.device import Device, Replay
 from millrace_serve.engine.step.slots import Accepted, Slots
@@ -43,6 +40,8 @@ BUCKET_STEP = 64  # beyond the last of them
 WARMUPS = 2  # runs before a capture: what libraries set up in a first run cannot be captured
 
 Forward = Callable[[ForwardInput], tuple[Tensor, Tensor]]  # -> hidden states [T, D], logits float32 [T, V]
+# A step, its inputs, its hidden states [T, D], and int64 [R], what its rows sampled.
+Accept = Callable[[StepBatch[Tensor], ForwardInput, Tensor, Tensor], Accepted]
 
 
 class Key(NamedTuple):
@@ -75,16 +74,17 @@ class DecodeGraphs:
         slots: Slots,
         buckets: Sequence[int],
         dp: int = 1,
-        drafter: Drafter | None = None,
+        accept: Accept | None = None,
         num_queries: Callable[[int], int] = lambda sequences: 1,
     ) -> None:
         """
         Args:
             forward: what is captured for a bucket
-            num_queries: of a step of so many sequences (Limits.num_queries); above 1 only with a drafter
+            accept: captured as the second graph of each step; None: there is none
+            num_queries: of a step of so many sequences (Limits.num_queries); above 1 only with `accept`
         """
         self._device, self._forward, self._state, self._dp = device, forward, slots, dp
-        self._drafter = drafter
+        self._accept = accept
         self.buckets = tuple(buckets)
         self._keys = graph_keys(self.buckets, num_queries)
         largest, rows, where = self.buckets[-1], max(key.bucket * key.num_queries for key in self._keys), device.torch
@@ -136,7 +136,8 @@ class DecodeGraphs:
                 self._slots.fill_(self._state.padding)
                 self._num_rows.zero_()
                 forward = self._capture(self._body(key))
-                self._replays[key] = forward, self._capture(self._acceptance(key)) if self._drafter else None
+                accept = self._capture(self._acceptance(key, self._accept)) if self._accept else None
+                self._replays[key] = forward, accept
                 log.debug("graphs captured rows=%dx%d seconds=%.2f", *key, time.monotonic() - began)
         log.info(
             "graphs captured buckets=%s seconds=%.1f", ",".join(map(str, self.buckets)), time.monotonic() - started
@@ -162,20 +163,17 @@ class DecodeGraphs:
             inputs = state.inputs(step)
             hidden, logits = forward(inputs)
             self._keep(positions=inputs.positions, logits=logits)
-            if self._drafter is not None:
+            if self._accept is not None:
                 self._keep(hidden=hidden)
 
         return run
 
-    def _acceptance(self, key: Key) -> Callable[[], None]:
-        state, drafter, step = self._state, self._drafter, self._step(key)
-        assert drafter is not None, "drafts need a drafter"
+    def _acceptance(self, key: Key, accept: Accept) -> Callable[[], None]:
+        state, step = self._state, self._step(key)
         tokens = self._tokens[: key.bucket * key.num_queries]
 
         def run() -> None:
-            inputs = state.inputs(step)
-            accepted = state.accept(step, tokens, drafter.simulated)
-            drafter.draft(step, inputs, self._results["hidden"][: tokens.shape[0]], tokens, accepted)
+            accept(step, state.inputs(step), self._results["hidden"][: tokens.shape[0]], tokens)
 
         return run
 

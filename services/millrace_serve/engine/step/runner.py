@@ -1,11 +1,13 @@
 """The interface of a runner. Steps run in the order of their launches, and `launch` does not wait for them."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.step.batch import HostBatch
+
+Announce = Callable[[str], AbstractContextManager[object]]  # what takes long, before it begins; it ends with the block
 
 
 class StepHandle(Protocol):

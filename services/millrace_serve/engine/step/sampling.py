@@ -8,10 +8,8 @@
 
 Logprobs are those of softmax(logits), before everything above. Control flow reads the host arrays and kernels read the
 device copies, so nothing here waits for the device. Letters: R sampled rows, V vocabulary, N rows with penalties, k
-drafts.
+tokens of earlier rows (Slots.tokens_before).
 """
-
-from __future__ import annotations
 
 import torch
 from millrace_kernels.sample_tokens import SampleParams, sample_tokens
@@ -35,11 +33,11 @@ class TokenTables:
             self._counts[row].zero_().index_add_(0, outputs, ones)
 
     def apply(self, logits: Tensor, penalties: Penalties[Tensor], before: Tensor) -> None:
-        """In place on logits [R, V]. `before`: int64 [R, k], the drafts that a row takes for outputs, else -1."""
+        """In place on logits [R, V]. `before`: int64 [R, k], the tokens that a row takes for outputs, else -1."""
         counts = self._counts[penalties.rows]
         if before.shape[1]:
-            drafts = before[penalties.samples]
-            counts = counts.scatter_add(1, drafts.clamp(min=0), (drafts >= 0).to(counts.dtype))
+            tokens = before[penalties.samples]
+            counts = counts.scatter_add(1, tokens.clamp(min=0), (tokens >= 0).to(counts.dtype))
         seen = self._in_prompt[penalties.rows] | (counts > 0)
         x, repetition = logits[penalties.samples], penalties.repetition[:, None]
         x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
@@ -73,7 +71,7 @@ def sample(
     Args:
         host, device: the same batch twice.
         output_index: int64 [R], 0-based output position in the room
-        before: int64 [R, k], the drafts that a row takes for outputs, else -1; needed with penalties alone
+        before: int64 [R, k], the tokens that a row takes for outputs, else -1; needed with penalties alone
     """
     raw = torch.log_softmax(logits, dim=-1) if host.num_logprobs >= 0 else None
     if device.grammar is not None:
@@ -83,7 +81,7 @@ def sample(
         values = bias.values.masked_fill(output_index[bias.samples] >= bias.until, 0.0)
         logits.index_put_((bias.samples, bias.tokens), values, accumulate=True)
     if device.penalties is not None:
-        assert before is not None, "penalties count drafts"
+        assert before is not None, "penalties count the tokens of earlier rows"
         tables.join(device.penalties)
         tables.apply(logits, device.penalties, before)
     drawn = host.drawn

@@ -93,7 +93,7 @@ class SamplingTable:
         if old is not None and old.penalty_row >= 0:
             self._free_rows.append(old.penalty_row)
         biased = params.logit_bias or (params.min_tokens and seq.stop_ids)
-        if params.needs_token_counts:
+        if params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
             self._extras[slot] = Extras(seq, self._free_rows.pop() if self._free_rows else next(self._new_rows))
         elif biased or params.logprobs is not None or seq.grammar is not None:
             self._extras[slot] = Extras(seq)
@@ -154,14 +154,14 @@ def _bias(found: list[Found]) -> Bias[np.ndarray] | None:
 
 
 def _grammar(found: list[Found]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Copies of the masks as they are now: of the outputs committed so far, which is all there are (`undecided`), and
-    of the drafts behind them. Rows behind a draft that the grammar does not allow need none: no such draft is accepted.
+    """Copies of the masks as they are now: of the outputs committed so far, which is all there are (`awaited`), and
+    of the rows behind them. Rows behind a token that the grammar does not allow need none: it is not accepted.
     """
     rows: list[int] = []
     masks: list[np.ndarray] = []
     for own, extras in found:
         if (walk := extras.seq.grammar) is not None:
-            own_masks = walk.masks(extras.seq.drafts[: len(own) - 1])
+            own_masks = walk.masks(extras.seq.row_tokens[1 : len(own)])
             rows += own[: len(own_masks)]
             masks += own_masks
     return (np.array(rows, np.int64), np.stack(masks)) if rows else None

@@ -9,13 +9,7 @@ one was read, however many tokens that one accepts.
 The row's KV goes to the page of its position. A row at or behind `capacity` has no page: it writes to the null page and
 reads there, and nothing that comes of it is accepted. The host drops tokens behind the end of a sequence. The last slot
 is padding: its length and its capacity are 0.
-
-Drafts are accepted by equality: the target samples every row as it would without drafts, and draft i is accepted when
-it and all drafts before it are what the rows before theirs sampled. So a wrong or a missing draft costs a row, never a
-token.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -78,22 +72,14 @@ class Slots:
     def inputs(self, step: StepBatch[Tensor]) -> ForwardInput:
         """Without prompt chunks nothing here depends on the host, so a graph may hold it."""
         num_decode, q = step.num_decode, step.num_queries
-        rows = self._rows(step.slots, step.num_pages, q) if step.is_decode else self._mixed_rows(step)
+        rows = self.rows(step.slots, step.num_pages, q) if step.is_decode else self._mixed_rows(step)
         q_lens, seq_lens = (q,) * num_decode + step.chunk_lens, (0,) * num_decode + step.chunk_ends
         attn = AttnPlan(num_decode, rows.seq_lens, rows.page_table, q_lens, seq_lens)
         where = rows.token_ids, rows.positions, rows.kv_slots
         return ForwardInput(*where, attn, step.sample_rows, step.dp_num_tokens, num_tokens=step.num_rows)
 
-    def draft_inputs(self, step: StepBatch[Tensor], draft: int) -> ForwardInput:
-        """After `accept`: the row of each sampling sequence whose token is its draft number `draft`, from 1 on."""
-        count = step.sample_slots.shape[0]
-        rows = self._rows(step.sample_slots, step.num_pages, 1, column=draft, ahead=draft - 1)
-        attn = AttnPlan(count, rows.seq_lens, rows.page_table, (1,) * count, (0,) * count)
-        where = rows.token_ids, rows.positions, rows.kv_slots
-        num_tokens = step.num_rows // step.num_queries if step.is_decode else None
-        return ForwardInput(*where, attn, step.sample_rows[:0], step.dp_num_sampled, num_tokens=num_tokens)
-
-    def _rows(self, slots: Tensor, num_pages: int, num_queries: int, column: int = 0, ahead: int = 0) -> DecodeRows:
+    def rows(self, slots: Tensor, num_pages: int, num_queries: int, column: int = 0, ahead: int = 0) -> DecodeRows:
+        """As `decode_rows`, with page tables of so many pages."""
         table = self.page_table[:, :num_pages]
         return decode_rows(slots, self._state, table, self.page_size, num_queries, column, ahead)
 
@@ -115,15 +101,15 @@ class Slots:
         """int64 [R]: which output of its request each sampled row gives. `positions` of the sampled rows."""
         return positions + 1 - self.num_prompt[self._row_slots(step)]
 
-    def drafts_before(self, step: StepBatch[Tensor]) -> Tensor:
-        """int64 [R, k]: the drafts that each sampled row takes for outputs, -1 elsewhere."""
+    def tokens_before(self, step: StepBatch[Tensor]) -> Tensor:
+        """int64 [R, k]: tokens of the sequence's rows up to each sampled row, which takes them for outputs; else -1."""
         q = step.num_queries
-        drafts = self.last_tokens[self._row_slots(step), 1:q]
+        tokens = self.last_tokens[self._row_slots(step), 1:q]
         if q == 1:
-            return drafts
-        places = torch.arange(drafts.shape[0], device=drafts.device) % q
+            return tokens
+        places = torch.arange(tokens.shape[0], device=tokens.device) % q
         places[step.num_decode * q :] = 0
-        return drafts.masked_fill(torch.arange(q - 1, device=drafts.device) >= places[:, None], NONE)
+        return tokens.masked_fill(torch.arange(q - 1, device=tokens.device) >= places[:, None], NONE)
 
     def _row_slots(self, step: StepBatch[Tensor]) -> Tensor:
         """int64 [R]"""

@@ -6,8 +6,6 @@ upload    all arrays of a step are packed into pinned memory and copied at once;
 download  tensors are copied to pinned memory behind the step; `read` waits for that and gives arrays
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar

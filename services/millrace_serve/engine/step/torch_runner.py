@@ -10,13 +10,11 @@ N+1 is launched while step N runs. Where there are graphs, steps of decode seque
 short steps with prompt chunks are but for their attention (chunk_graphs.py); others are launched op by op.
 """
 
-from __future__ import annotations
-
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,12 +28,13 @@ from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.context_parallel.turns import with_shared
 from millrace_serve.engine.core import Failure
 from millrace_serve.engine.drafts.speculate import Drafter
-from millrace_serve.engine.health.progress import Progress
 from millrace_serve.engine.schedule.plan import StepOutput
 from millrace_serve.engine.step.batch import HostBatch, StepBatch
 from millrace_serve.engine.step.chunk_graphs import ChunkGraphs
 from millrace_serve.engine.step.device import Device
 from millrace_serve.engine.step.graphs import DecodeGraphs
+from millrace_serve.engine.step.page_sums import PageSums
+from millrace_serve.engine.step.runner import Announce
 from millrace_serve.engine.step.sampling import TokenTables, results, sample
 from millrace_serve.engine.step.slots import Accepted, Slots, accepted_rows, by_sequence
 from millrace_serve.engine.step.staging import NUM_SLOTS, Staging
@@ -61,8 +60,9 @@ class TorchRunner:
     ) -> None:
         """`simulated`: Execution.simulated_acceptance"""
         self._model, self._pool, self._kv, self._device = model, pool, pool.view(), device
+        self._sums = PageSums(pool) if pool.layout.summed else None
         self.slots = Slots(config, device.torch)
-        self.drafter = Drafter(model, self._kv, self.slots, simulated) if config.draft_tokens else None
+        self.accept = Drafter(model, self._kv, self.slots, simulated).accept if config.draft_tokens else None
         self._tables = TokenTables(vocab_size, device.torch)
         self._graphs: DecodeGraphs | None = None
         self._chunk_graphs: ChunkGraphs | None = None
@@ -70,7 +70,7 @@ class TorchRunner:
         self._errors: dict[str, Tensor] = {}
         pages = config.max_running * config.max_pages_per_seq
         self._staging = Staging(device, 8 * config.max_prefill_tokens + 20 * pages + 256 * config.max_running)
-        self.announce = Progress().busy  # of what takes long
+        self.announce: Announce = contextlib.nullcontext
         self._num_steps = 0
         self._met: set[tuple[int, ...]] = set()  # sizes of steps
         self._in_flight = threading.BoundedSemaphore(NUM_SLOTS)
@@ -125,7 +125,7 @@ class TorchRunner:
         self._num_steps += 1
         return read
 
-    def _compiling(self, batch: HostBatch) -> contextlib.AbstractContextManager[None]:
+    def _compiling(self, batch: HostBatch) -> contextlib.AbstractContextManager[object]:
         """On a GPU, libraries compile kernels for seconds when they first meet a number of rows, by multiples of 64;
         some hold the interpreter meanwhile, so it is announced before.
         """
@@ -159,6 +159,8 @@ class TorchRunner:
             self._pool.canary_table()[step.canary.write_pages] = step.canary.write_words
         sampled = self._sample(logits, positions, batch, step)
         accepted = accept(sampled["tokens"])
+        if self._sums is not None and step.summed is not None:  # behind the KV of drafts
+            self._sums.write(step.summed)
         if step.sampling is not None and step.sampling.penalties is not None:
             self._tables.add(sampled["tokens"], accepted_rows(step, accepted), step.sampling.penalties)
         if step.num_sampled:
@@ -177,18 +179,11 @@ class TorchRunner:
             hidden = graphs.forward(inputs)
         else:
             hidden = self._model.forward(inputs, self._kv)
-
-        def accept(tokens: Tensor) -> Accepted:
-            if self.drafter is None:
-                return self.slots.accept(step, tokens)
-            accepted = self.slots.accept(step, tokens, self.drafter.simulated)
-            self.drafter.draft(step, inputs, hidden, tokens, accepted)
-            return accepted
-
+        accept = partial(self.slots.accept, step) if self.accept is None else partial(self.accept, step, inputs, hidden)
         return self._model.logits(hidden[inputs.sample_rows]), inputs.positions[inputs.sample_rows], accept
 
     def _replay(self, step: StepBatch[Tensor], graphs: DecodeGraphs) -> tuple[Tensor, Tensor, Accept]:
-        return *graphs.run(step), functools.partial(graphs.accept, step)
+        return *graphs.run(step), partial(graphs.accept, step)
 
     def _sample(
         self, logits: Tensor, positions: Tensor, batch: HostBatch, step: StepBatch[Tensor]
@@ -199,7 +194,7 @@ class TorchRunner:
             return {PEAKS: peaks, **results(tokens, None, -1)}
         peaks = logits.amax(dim=-1)  # before `sample` writes to them
         output_index = self.slots.output_index(positions, step)
-        before = None if step.sampling.penalties is None else self.slots.drafts_before(step)
+        before = None if step.sampling.penalties is None else self.slots.tokens_before(step)
         tokens, raw = sample(logits, batch.sampling, step.sampling, output_index, before, self._tables)
         return {PEAKS: peaks, **results(tokens, raw, batch.sampling.num_logprobs)}
 

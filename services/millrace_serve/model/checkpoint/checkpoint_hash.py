@@ -1,7 +1,5 @@
 """Names a checkpoint, so that only workers with the same weights read each other's KV."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path

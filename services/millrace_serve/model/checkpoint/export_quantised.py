@@ -16,8 +16,6 @@
 Which tensors are quantised is read off the tensor list of the published deepseek-ai/DeepSeek-V3 and V3.2.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
@@ -37,13 +35,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from millrace_serve.model.checkpoint.shard_writer import write_json, write_shards
-from millrace_serve.model.config import CONFIG_FILE, ModelConfig, ModelConfigError
+from millrace_serve.model.config import BLOCKS, CONFIG_FILE, ModelConfig, ModelConfigError
 from millrace_serve.model.quantised import FORMS, Quantised, form_of
 from millrace_serve.model.weights import INDEX_FILE, CheckpointError, checkpoint_files
 
 log = logging.getLogger(__name__)
 
-BLOCKS = {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 QUANTIZATIONS = {  # `quantization_config` of each form
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", **BLOCKS},
     "int8": {"quant_method": "w8a8_int8", "activation_scheme": "dynamic"},

@@ -4,8 +4,6 @@ A matrix [N, K] has entries of variance 1/K, so activations keep their size thro
 uniform over the experts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Writes tensors as a sharded checkpoint while they are made, with at most one shard in memory."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterable

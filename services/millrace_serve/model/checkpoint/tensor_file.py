@@ -5,8 +5,6 @@ Mapped into memory, as the library does it, a file comes from the disk page by p
 memory, through pinned memory into a GPU's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import operator
@@ -44,7 +42,7 @@ class Stored(NamedTuple):
     """A tensor in its file."""
 
     name: str
-    file: TensorFile
+    file: "TensorFile"
     dtype: str  # of DTYPES, or one that cannot be read
     shape: tuple[int, ...]
     offset: int  # in the file

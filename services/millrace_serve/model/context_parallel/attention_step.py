@@ -8,10 +8,9 @@ its own rows attend to all keys that they may see, and only the owner of the seq
     rows of the high block  all tokens from there to the high block
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -45,9 +44,7 @@ class ContextParallelStep:
     for_high: tuple[KeyPart, ...]
 
     @classmethod
-    def prepare(
-        cls, chunk: ContextParallelRows, first_row: int, part_tokens: int, plan: MakePlan
-    ) -> ContextParallelStep:
+    def prepare(cls, chunk: ContextParallelRows, first_row: int, part_tokens: int, plan: MakePlan) -> Self:
         """`part_tokens`: so many tokens, whole pages, have their k and v at a time."""
 
         def parts(num_queries: int, first: int, end: int) -> tuple[KeyPart, ...]:

@@ -5,8 +5,6 @@ one that sees few keys and a high one that sees many, so causal attention costs 
 the last block, whose last row samples.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 Span = tuple[int, int]  # tokens or rows [first, second)

@@ -10,8 +10,6 @@ loads.
 Letters: L layers, E experts, R ranks, S slots of a rank, I = R * S replicas.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from millrace_serve.model.eplb.placement import ExpertPlacement

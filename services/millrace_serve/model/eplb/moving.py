@@ -10,8 +10,6 @@ between two steps in the order of the stream, so a step sees a layer before its 
 keep their addresses, so graphs go on.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import time

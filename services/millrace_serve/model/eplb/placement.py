@@ -4,9 +4,8 @@ A rank has slots: slot s of a layer is row s of that layer's w13 and w2 on the r
 on several ranks; then the replicas take the rows of a step in turns.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ class ExpertPlacement:
             assert np.array_equal(np.unique(held), every), f"layer {layer}: every expert needs a slot"
 
     @classmethod
-    def contiguous(cls, num_layers: int, num_experts: int, num_ranks: int, num_spare: int = 0) -> ExpertPlacement:
+    def contiguous(cls, num_layers: int, num_experts: int, num_ranks: int, num_spare: int = 0) -> Self:
         """The same number of neighbouring experts on every rank; its spare slots hold the first ones of the next rank.
 
         Raises:

@@ -7,8 +7,6 @@ The numbers of rows of all replicas, which every rank knows, choose the mode. Ro
 BF16 back. Neither mode waits for the host, and low latency runs in CUDA graphs.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from millrace_kernels.backend import SMALL_TOKENS

@@ -1,7 +1,5 @@
 """The start of DeepEP: whether it can serve these ranks, and the one buffer that a rank has for all layers."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import importlib.util

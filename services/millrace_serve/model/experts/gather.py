@@ -1,7 +1,5 @@
 """Experts of several replicas by torch.distributed: all ranks see all tokens, a reduce-scatter adds up results."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from millrace_kernels.fp8 import Operand

@@ -1,7 +1,5 @@
 """The experts of one layer that this rank holds."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from millrace_kernels.fp8 import Operand
@@ -15,8 +13,6 @@ from millrace_serve.model.weights import Part, Weights
 
 
 class ExpertLayer(NamedTuple):
-    """What the experts of one layer are made of."""
-
     ckpt: Weights
     config: ModelConfig
     dims: ParallelDims

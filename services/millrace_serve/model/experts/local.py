@@ -1,7 +1,5 @@
 """Experts of a single replica (dp == 1): every rank has every token, and the sum over TP adds up the ranks' experts."""
 
-from __future__ import annotations
-
 from millrace_kernels.fp8 import Operand
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Experts of several replicas on one host: rows and sums go through peer memory, without a collective."""
 
-from __future__ import annotations
-
 import torch
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.fp8 import BLOCK, Fp8, Operand
@@ -21,8 +19,7 @@ class PeerExperts(RoutedExperts):
     local, tp_partial = False, True
 
     def __init__(self, exchange: Exchange, layer: ExpertLayer) -> None:
-        """`exchange`: of all layers"""
-        self.exchange = exchange
+        self.exchange = exchange  # of all layers
         ckpt, config, dims, _, _ = layer
         self.fuses_shared = fuses_shared(layer)
         self.held = HeldExperts(layer, with_shared=self.fuses_shared)

@@ -5,8 +5,6 @@ implementation owns w13 and w2. It decides in which form rows travel (BF16, FP8)
 (by token, or by expert with counts).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

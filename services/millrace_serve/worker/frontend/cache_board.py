@@ -5,8 +5,6 @@ the mirror as a snapshot and then the difference to its last message, so a slow 
 its backlog is never larger than the cache.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 

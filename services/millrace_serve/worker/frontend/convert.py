@@ -2,8 +2,6 @@
 (engine/schedule/limits.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from array import array
 
@@ -14,50 +12,33 @@ from millrace_common.reasons import Reason
 from millrace_common.step_times import StepTimes
 from millrace_rpc.errors import TABLE, FieldError
 
+from millrace_serve.engine import core
 from millrace_serve.engine.cache.kv_pool import KvLayout
-from millrace_serve.engine.config import MOST_DRAFTS
-from millrace_serve.engine.core import (
-    TOKEN_BYTES,
-    Failure,
-    FinishReason,
-    Grammar,
-    GrammarKind,
-    KvChunk,
-    Load,
-    Request,
-    RequestId,
-    Route,
-    SamplingParams,
-    SequenceOutput,
-    TokenIds,
-    TokenOutput,
-    TopLogprob,
-    Wait,
-)
+from millrace_serve.engine.drafts.limits import MOST_DRAFTS
 from millrace_serve.transfer.base import MemoryHandle
 
-_FINISH = {reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
+_FINISH = {reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in core.FinishReason}
 _FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
 
 
 # ---------------------------------------------------------------------------------------------------- requests
 
 
-def request_id(wire: common_pb2.AttemptId) -> RequestId:
+def request_id(wire: common_pb2.AttemptId) -> core.RequestId:
     if wire.room == 0:
         raise FieldError("room", "must not be 0")
-    return RequestId(wire.room, wire.attempt)
+    return core.RequestId(wire.room, wire.attempt)
 
 
-def attempt_id(id: RequestId) -> common_pb2.AttemptId:
+def attempt_id(id: core.RequestId) -> common_pb2.AttemptId:
     return common_pb2.AttemptId(room=id.room, attempt=id.attempt)
 
 
-def request(wire: worker_pb2.EngineRequest, route: Route, fetches_prefix: bool = False) -> Request:
+def request(wire: worker_pb2.EngineRequest, route: core.Route, fetches_prefix: bool = False) -> core.Request:
     """The engine checks the values (engine/schedule/limits.py). Raises MillraceError (INVALID_ARGUMENT): there is no
     such message.
     """
-    return Request(
+    return core.Request(
         id=request_id(wire.id),
         token_ids=token_ids(wire),
         sampling=sampling_params(wire.sampling),
@@ -72,15 +53,15 @@ def request(wire: worker_pb2.EngineRequest, route: Route, fetches_prefix: bool =
     )
 
 
-def token_ids(wire: worker_pb2.EngineRequest) -> TokenIds:
-    if len(wire.prompt) % TOKEN_BYTES:
-        raise FieldError("prompt", f"has {len(wire.prompt)} bytes; a token id has {TOKEN_BYTES}")
+def token_ids(wire: worker_pb2.EngineRequest) -> core.TokenIds:
+    if len(wire.prompt) % core.TOKEN_BYTES:
+        raise FieldError("prompt", f"has {len(wire.prompt)} bytes; a token id has {core.TOKEN_BYTES}")
     return array("I", wire.prompt or wire.token_ids)
 
 
-def sampling_params(wire: common_pb2.SamplingParams) -> SamplingParams:
+def sampling_params(wire: common_pb2.SamplingParams) -> core.SamplingParams:
     values = {name: getattr(wire, name) for name in limits.NUMBERS if wire.HasField(name)}
-    return SamplingParams(
+    return core.SamplingParams(
         logit_bias=dict(wire.logit_bias),
         stop_token_ids=tuple(wire.stop_token_ids),
         ignore_eos=wire.ignore_eos,
@@ -89,18 +70,20 @@ def sampling_params(wire: common_pb2.SamplingParams) -> SamplingParams:
     )
 
 
-def _grammar(wire: common_pb2.Grammar) -> Grammar:
+def _grammar(wire: common_pb2.Grammar) -> core.Grammar:
     kind = wire.WhichOneof("kind")
     if kind is None:
         raise FieldError("grammar", "has no kind")
     after = wire.after_token_id if wire.HasField("after_token_id") else None
-    return Grammar(GrammarKind(kind), getattr(wire, kind), after, tuple(wire.forbidden_before), tuple(wire.marks))
+    return core.Grammar(
+        core.GrammarKind(kind), getattr(wire, kind), after, tuple(wire.forbidden_before), tuple(wire.marks)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- outputs
 
 
-def wire_output(output: SequenceOutput) -> worker_pb2.SequenceOutput:
+def wire_output(output: core.SequenceOutput) -> worker_pb2.SequenceOutput:
     wire = worker_pb2.SequenceOutput(
         id=attempt_id(output.id),
         first_index=output.first_index,
@@ -117,56 +100,40 @@ def wire_output(output: SequenceOutput) -> worker_pb2.SequenceOutput:
     return wire
 
 
-def wire_wait(wait: Wait) -> worker_pb2.Wait:
-    return worker_pb2.Wait(id=attempt_id(wait.id), over=wait.over)
-
-
-def core_output(wire: worker_pb2.SequenceOutput) -> SequenceOutput:
+def core_output(wire: worker_pb2.SequenceOutput) -> core.SequenceOutput:
     if wire.logprobs:
-        tokens = [_core_token(*pair) for pair in zip(wire.token_ids, wire.logprobs, strict=True)]
+        tops = [tuple(core.TopLogprob(t.token_id, t.logprob) for t in one.top) for one in wire.logprobs]
+        own = [one.sampled.logprob for one in wire.logprobs]
+        tokens = list(map(core.TokenOutput, wire.token_ids, own, tops))
     else:
-        tokens = [TokenOutput(token) for token in wire.token_ids]
+        tokens = [core.TokenOutput(token) for token in wire.token_ids]
     error = core_failure(wire.failure) if wire.HasField("failure") else None
     finish = _FINISH_BACK.get(wire.finish_reason)
-    return SequenceOutput(
-        request_id(wire.id),
-        wire.first_index,
-        tokens,
-        finish,
-        error,
-        wire.cached_tokens,
-        num_drafted=wire.drafted_tokens,
-        num_accepted=wire.accepted_draft_tokens,
-    )
+    counts = wire.cached_tokens, 0.0, wire.drafted_tokens, wire.accepted_draft_tokens  # it was queued elsewhere
+    return core.SequenceOutput(request_id(wire.id), wire.first_index, tokens, finish, error, *counts)
 
 
-def wire_failure(failure: Failure) -> common_pb2.Failure:
-    retry_after_s = TABLE[Reason(failure.reason)].retry_after_s
-    return common_pb2.Failure(
-        reason=failure.reason, message=failure.message, retry_after_ms=round(retry_after_s * 1000)
-    )
+def wire_failure(failure: core.Failure) -> common_pb2.Failure:
+    retry_after_ms = round(TABLE[Reason(failure.reason)].retry_after_s * 1000)
+    return common_pb2.Failure(reason=failure.reason, message=failure.message, retry_after_ms=retry_after_ms)
 
 
-def core_failure(wire: common_pb2.Failure) -> Failure:
+def core_failure(wire: common_pb2.Failure) -> core.Failure:
     """A reason that this version does not have is INTERNAL."""
-    return Failure(Reason.__members__.get(wire.reason, Reason.INTERNAL), wire.message)
+    return core.Failure(Reason.__members__.get(wire.reason, Reason.INTERNAL), wire.message)
 
 
-def _wire_logprobs(token: TokenOutput) -> common_pb2.TokenLogprobs:
+def _wire_logprobs(token: core.TokenOutput) -> common_pb2.TokenLogprobs:
     return common_pb2.TokenLogprobs(
         sampled=common_pb2.TokenLogprob(token_id=token.token_id, logprob=token.logprob),
         top=[common_pb2.TokenLogprob(token_id=top.token_id, logprob=top.logprob) for top in token.top],
     )
 
 
-def _core_token(token_id: int, wire: common_pb2.TokenLogprobs) -> TokenOutput:
-    return TokenOutput(token_id, wire.sampled.logprob, tuple(TopLogprob(t.token_id, t.logprob) for t in wire.top))
-
-
 # ---------------------------------------------------------------------------------------------------- KV
 
 
-def wire_chunk(chunk: KvChunk) -> kv_pb2.KvChunk:
+def wire_chunk(chunk: core.KvChunk) -> kv_pb2.KvChunk:
     return kv_pb2.KvChunk(
         first_page=chunk.first_page,
         page_ids=chunk.page_ids,
@@ -174,23 +141,16 @@ def wire_chunk(chunk: KvChunk) -> kv_pb2.KvChunk:
         num_tokens=chunk.num_tokens,
         last=chunk.last,
         first=wire_output(chunk.first) if chunk.first else None,
-        drafts=chunk.drafts,
+        drafts=chunk.first.drafts if chunk.first else None,
     )
 
 
-def core_chunk(id: RequestId, wire: kv_pb2.KvChunk) -> KvChunk:
+def core_chunk(id: core.RequestId, wire: kv_pb2.KvChunk) -> core.KvChunk:
     """Of more drafts than an engine takes, the first ones."""
-    first = core_output(wire.first) if wire.HasField("first") else None
-    return KvChunk(
-        id,
-        wire.first_page,
-        list(wire.page_ids),
-        list(wire.fingerprints),
-        wire.num_tokens,
-        wire.last,
-        first,
-        tuple(wire.drafts[:MOST_DRAFTS]),
-    )
+    drafts = tuple(wire.drafts[:MOST_DRAFTS])
+    first = msgspec.structs.replace(core_output(wire.first), drafts=drafts) if wire.HasField("first") else None
+    pages, fingerprints = list(wire.page_ids), list(wire.fingerprints)
+    return core.KvChunk(id, wire.first_page, pages, fingerprints, wire.num_tokens, wire.last, first)
 
 
 def wire_memory(handle: MemoryHandle) -> kv_pb2.RankMemory:
@@ -214,6 +174,6 @@ def wire_layout(layout: KvLayout) -> common_pb2.KvLayout:
     )
 
 
-def wire_load(load: Load) -> worker_pb2.ReplicaLoad:
+def wire_load(load: core.Load) -> worker_pb2.ReplicaLoad:
     times = worker_pb2.StepTimes(**dataclasses.asdict(StepTimes(*load.step_times))) if load.step_times else None
     return worker_pb2.ReplicaLoad(**{**msgspec.structs.asdict(load), "step_times": times})

@@ -26,7 +26,6 @@ from millrace_rpc.tls import identity_of
 from prometheus_client import CollectorRegistry
 
 from millrace_serve.engine.core import Events, Failure, FlushCache
-from millrace_serve.engine.health.heartbeat import RankHeartbeat
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.phases import table as phase_table
 from millrace_serve.worker.config import WorkerConfig
@@ -67,13 +66,11 @@ class Frontend:
         self.gc = ProcessGc("frontend", self.metrics)
         handlers: dict[type, Handler] = {
             Events: self._on_events,
-            RankProgress: self._on_progress,
+            RankProgress: lambda rank, report: self.lifecycle.advance(State(report.state), report.message),
             GcPauses: lambda rank, report: self.gc.observe("rank", report.pauses),
-            RankHeartbeat: self._on_heartbeat,
         }
-        self.ranks = Ranks(config, launcher, handlers, self._on_lost, lambda kind: self.requests.count_stale(kind))
-        facts = (lambda: STATES[self.lifecycle.state]), epoch, (lambda: self.ranks.busy), (lambda: self.ranks.starved)
-        self.board = LoadBoard(config.dp, *facts)
+        self.ranks = Ranks(config, launcher, handlers, self._on_lost, self._on_stray, self._count_compilations)
+        self.board = LoadBoard(config.dp, epoch, self._state)
         self.caches = CacheBoard(config.dp, epoch)
         self.spans = WorkerSpans(tracing.make(config.tracing, f"millrace-{config.role}", epoch))
         self.requests = Requests(config.dp, self.lifecycle, self.ranks, self.spans, self.metrics)
@@ -220,13 +217,6 @@ class Frontend:
 
     # ------------------------------------------------------------------------------------------------ reports
 
-    def _on_progress(self, rank: int, progress: RankProgress) -> None:
-        self.lifecycle.advance(State(progress.state), progress.message)
-
-    def _on_heartbeat(self, rank: int, heartbeat: RankHeartbeat) -> None:
-        self.ranks.heard(rank, heartbeat)
-        self._count_compilations(rank, heartbeat.compiled)
-
     def _count_compilations(self, rank: int, compiled: dict[str, int]) -> None:
         """Those for which a request may have waited; before READY none does."""
         for library, count in compiled.items():
@@ -234,6 +224,9 @@ class Frontend:
             self._compiled[rank, library] = count
             if self.lifecycle.state is State.READY:
                 self.metrics.compilations.labels(library=library).inc(new)
+
+    def _on_stray(self, kind: str) -> None:
+        self.requests.count_stale(kind)
 
     def _on_events(self, rank: int, events: Events) -> None:
         replica = rank // self.config.tp
@@ -252,6 +245,9 @@ class Frontend:
         self.role.on_lost(failure)
         self.lost.set_result(why)
         self.links.end_all(MillraceError(Reason.WORKER_LOST, why))
+
+    def _state(self) -> worker_pb2.LoadSnapshot:
+        return worker_pb2.LoadSnapshot(state=STATES[self.lifecycle.state], **self.ranks.health._asdict())
 
     def _on_state(self, state: State) -> None:
         for name in State:

@@ -1,7 +1,5 @@
 """The life of a worker: its states in their order, and their listeners."""
 
-from __future__ import annotations
-
 import enum
 import logging
 import time

@@ -12,8 +12,6 @@ Life of a Link:
    the router are aborted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -64,8 +62,9 @@ class RouterLink:
     async def messages(self) -> AsyncIterator[worker_pb2.LinkResponse]:
         while True:
             if self._outbox or self._waits:
-                waits, self._waits = self._waits, {}
-                step = worker_pb2.StepOutputs(outputs=self._outbox.take(), waits=map(convert.wire_wait, waits.values()))
+                told, self._waits = self._waits.values(), {}
+                waits = [worker_pb2.Wait(id=convert.attempt_id(wait.id), over=wait.over) for wait in told]
+                step = worker_pb2.StepOutputs(outputs=self._outbox.take(), waits=waits)
                 yield worker_pb2.LinkResponse(outputs=step)
             elif not self._ended:
                 await self._changed.wait()
@@ -126,7 +125,7 @@ class Links:
             error = malformed
         except Exception as unexpected:
             log.exception("link of router %s failed", link.router_id, extra=PER_REQUEST)
-            error = MillraceError.unexpected(unexpected)
+            error = MillraceError.of(unexpected)
         link.end(error)
 
     def _take(self, link: RouterLink, message: Message) -> None:

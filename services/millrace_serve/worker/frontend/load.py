@@ -1,7 +1,5 @@
 """The latest load of the engines, for routers (WatchLoad) and for Prometheus (on each scrape)."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
@@ -9,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 
 from millrace.v1 import worker_pb2
-from millrace_common.metrics import Metrics
+from millrace_common.metrics import POSITION, WORKER, Metrics
 from millrace_common.rate import Rate
 from millrace_common.step_times import StepTimes
 from prometheus_client import Counter
@@ -20,25 +18,19 @@ from millrace_serve.worker.frontend.wakeup import Wakeup
 
 DOING = ("running", "waiting", "importing", "exporting")
 PAGES = ("free", "cached", "published", "running")
+BY_POSITION = tuple(row.attr for row in WORKER if row.labels == POSITION)  # also the names of fields of Load
 PREFIX_FETCH_MEMORY_S = 30.0  # a slow prefix fetch is no reason never to try one again
 
 
 class LoadBoard:
-    def __init__(
-        self,
-        replicas: int,
-        state: Callable[[], worker_pb2.WorkerState],
-        epoch: str,
-        busy: Callable[[], bool] = lambda: False,
-        starved: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        """`state` gives the worker's current WorkerState; `busy` and `starved` are those of its ranks."""
+    def __init__(self, replicas: int, epoch: str, state: Callable[[], worker_pb2.LoadSnapshot]) -> None:
+        """`state` gives the fields of a snapshot that are of the process and its ranks."""
         self.loads: list[Load] = [Load()] * replicas
         self.changed = Wakeup()
         self.reads = Rate()  # bytes of KV from other workers
         self._prefix_fetches = Rate()  # of fetched prefixes, without the reads of their pages
         self._prefix_fetch_at = -math.inf
-        self._state, self._busy, self._starved = state, busy, starved
+        self._state = state
         self.epoch = epoch
         self.duty = worker_pb2.DUTY_UNSPECIFIED
         self._routers: list[str] = []  # that have Links
@@ -84,17 +76,16 @@ class LoadBoard:
 
     def snapshot(self) -> worker_pb2.LoadSnapshot:
         replicas = [convert.wire_load(load) for load in self.loads]
-        return worker_pb2.LoadSnapshot(
+        snapshot = worker_pb2.LoadSnapshot(
             epoch=self.epoch,
-            state=self._state(),
             replicas=replicas,
             read_bytes_per_s=self.reads.per_s,
             prefix_fetch_seconds=self.prefix_fetch_s,
-            busy=self._busy(),
-            starved=self._starved(),
             duty=self.duty,
             routers=self._routers,
         )
+        snapshot.MergeFrom(self._state())
+        return snapshot
 
     async def watch(self, min_interval_s: float, max_interval_s: float) -> AsyncIterator[worker_pb2.LoadSnapshot]:
         """Yield a snapshot at once, then on change, every `min_interval_s` to `max_interval_s`."""
@@ -106,12 +97,6 @@ class LoadBoard:
                 await self.changed.wait(max_interval_s - min_interval_s)
 
     def report(self, metrics: Metrics) -> None:
-        families = {
-            "": metrics.engine,
-            "host_bytes": metrics.host_bytes,
-            "host_seconds": metrics.host_seconds,
-            "disk_pages": metrics.disk_pages,
-        }
         for index, load in enumerate(self.loads):
             replica = str(index)
             for name in DOING:
@@ -124,10 +109,10 @@ class LoadBoard:
                 metrics.step_times.labels(replica=replica, of=part.removesuffix("_s")).set(seconds)
             for name, count in load.counters.items():
                 metric, _, label = name.rpartition("/")
-                self._advance(families[metric].labels(replica, label), count)
-            for counter, counts in ((metrics.drafted, load.drafted), (metrics.accepted, load.accepted)):
-                for position, count in enumerate(counts, 1):
-                    self._advance(counter.labels(replica=replica, position=position), count)
+                self._advance(getattr(metrics, metric or "engine").labels(replica, label), count)
+            for name in BY_POSITION:
+                for position, count in enumerate(getattr(load, name), 1):
+                    self._advance(getattr(metrics, name).labels(replica, position), count)
             if load.host_pages_total:
                 free = load.host_pages_total - load.host_pages_used
                 for use, count in (("used", load.host_pages_used), ("free", free)):

@@ -2,8 +2,6 @@
 outputs of one sequence are merged into one entry, or one per MAX_TOKENS.
 """
 
-from __future__ import annotations
-
 import collections
 
 from millrace.v1 import worker_pb2

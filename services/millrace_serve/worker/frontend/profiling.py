@@ -6,8 +6,6 @@
    long as the writing takes. The paths are kept until the next profile.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

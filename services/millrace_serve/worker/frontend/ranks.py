@@ -5,8 +5,6 @@ goes to the handler of its type; 4. `stop`, after which they may be started agai
 before that is lost, and the worker with it: `on_lost` is called once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets
@@ -16,14 +14,12 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import zmq
-from millrace_common.pace import TICK_S, PatientClock
+from millrace_common.pace import TICK_S, PatientClock, Starvation
 from millrace_common.reasons import Reason
-from millrace_common.starvation import Starvation
 from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.core import EngineInput
-from millrace_serve.engine.health.heartbeat import RankHeartbeat
-from millrace_serve.engine.health.rank_watch import RankWatch
+from millrace_serve.engine.health.rank_watch import RankHealth, RankHeartbeat, RankWatch
 from millrace_serve.engine.start.phases import slowest
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.messages import StopReader, ToReader
@@ -51,6 +47,7 @@ from millrace_serve.worker.messages import (
 
 log = logging.getLogger(__name__)
 A = TypeVar("A", bound=Answer)
+LAST_WORDS_S = 5.0  # between the end of a rank that says why and its message
 Handler: TypeAlias = Callable[[int, Any], None]  # of a rank's report; Any: the type that it is registered for
 
 
@@ -62,11 +59,13 @@ class Ranks:
         handlers: Mapping[type, Handler],
         on_lost: Callable[[str], None],
         on_stray: Callable[[str], None] = lambda kind: None,
+        on_compiled: Callable[[int, dict[str, int]], None] = lambda rank, compiled: None,
     ) -> None:
         """
         Args:
-            handlers: of reports, by their type; in the place of ours, or for types that are none of our business.
+            handlers: of reports that are none of our business, by their type.
             on_stray: a message was dropped that cannot be decoded, or that nobody asked for; gets its kind.
+            on_compiled: how many kernels a rank says that it has compiled, by library.
         """
         self._config = config
         self._launcher = launcher
@@ -77,11 +76,12 @@ class Ranks:
             GcFrozen: self._answered,
             ProfileDone: self._answered,
             WeightsSet: self._answered,
-            RankHeartbeat: self.heard,
+            RankHeartbeat: self._heard,
             **handlers,
         }
         self._on_lost = on_lost
         self._on_stray = on_stray
+        self._on_compiled = on_compiled
         self._context: Context | None = None  # while there are ranks
         self._engines: dict[int, Sender[ToEngine]] = {}
         self._readers: dict[int, Sender[ToReader]] = {}
@@ -90,6 +90,7 @@ class Ranks:
         self._clock = PatientClock()
         self._watcher: asyncio.Task[None] | None = None
         self._lost = ""
+        self._last_words: asyncio.TimerHandle | None = None
         self.refused = False  # why a rank has failed: as in RankFailed
         self._stopping = False
 
@@ -107,9 +108,8 @@ class Ranks:
             self._context, self._launcher.bind(), FromRank, self._key, lambda: self._on_stray("undecodable")
         )
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._looks: dict[int, Starvation] = {}  # at ranks that are silent
         timeouts, now = self._config.timeouts, self._clock.now()
-        self._watch = RankWatch(self._config.num_ranks, timeouts.start, now, self._seen_starved)
+        self._watch = RankWatch(self._config.num_ranks, timeouts.start, now, self._account)
         self._inbox.watch(self._take)
         config = self._config if model is None else self._config.model_copy(update={"model": model})
         await self._launcher.start(config, self._inbox.endpoint, group, self._on_exit)
@@ -121,6 +121,8 @@ class Ranks:
         self._stopping = True
         if self._watcher is not None:
             self._watcher.cancel()
+        if self._last_words is not None:
+            self._last_words.cancel()
         if len(self._infos) < self._config.num_ranks or self._lost:
             grace_s = 0.0
         for engine in self._engines.values():
@@ -149,14 +151,9 @@ class Ranks:
         return info
 
     @property
-    def starved(self) -> float:
-        """How starved the ranks are that are up, from 0 to 0.9."""
-        return self._watch.starved if self._watcher is not None else 0.0
-
-    @property
-    def busy(self) -> bool:
-        """Whether a rank that is up does what it has announced."""
-        return self._watcher is not None and self._watch.busy
+    def health(self) -> RankHealth:
+        """Of ranks that are up."""
+        return self._watch.health if self._watcher is not None else RankHealth()
 
     def startup(self) -> dict[str, float]:
         """Seconds of each phase of the ranks' start."""
@@ -229,9 +226,9 @@ class Ranks:
     def _answered(self, rank: int, answer: Answer) -> None:
         self._asked.pop((type(answer), rank)).set_result(answer)
 
-    def heard(self, rank: int, heartbeat: RankHeartbeat) -> None:
-        self._looks.pop(rank, None)
+    def _heard(self, rank: int, heartbeat: RankHeartbeat) -> None:
         self._watch.heard(rank, heartbeat, self._clock.now())
+        self._on_compiled(rank, heartbeat.compiled)
 
     async def _watch_ranks(self) -> None:
         """A heartbeat of each rank has come before it was ready, and the clock stood still since the start."""
@@ -239,13 +236,8 @@ class Ranks:
             await asyncio.sleep(TICK_S)
         self._lose(why)
 
-    def _seen_starved(self, rank: int) -> float | None:
-        """As `Starvation.look` of a silent rank; None: it is not seen from here, or was not looked at before."""
-        if rank in self._looks:
-            return self._looks[rank].look()
-        if (pid := self._launcher.pid(rank)) is not None:
-            self._looks[rank] = Starvation(pid)
-        return None
+    def _account(self, rank: int) -> Starvation | None:
+        return None if (pid := self._launcher.pid(rank)) is None else Starvation(pid)
 
     def _connect(self, rank: int, info: RankReady) -> None:
         self._infos[rank] = info
@@ -257,9 +249,19 @@ class Ranks:
             self._ready.set_result(None)
 
     def _on_exit(self, rank: int, how: str) -> None:
-        if not self._stopping:
-            self._inbox.flush()  # its RankFailed has the reason
-            self._lose(f"rank {rank} ended ({how})")
+        if self._stopping:
+            return
+        why, messages = f"rank {rank} ended ({how})", self._inbox.receive()
+        for message in messages:
+            if message.rank == rank:  # its RankFailed has the reason
+                self._take(message)
+        if how.endswith("exit code 1"):  # it has sent one, which may still be on its way
+            self._last_words = asyncio.get_running_loop().call_later(LAST_WORDS_S, self._lose, why)
+        else:
+            self._lose(why)
+        for message in messages:
+            if message.rank != rank:  # what others say of the end comes after it
+                self._take(message)
 
     def _lose(self, why: str) -> None:
         if self._stopping or self._lost:

@@ -5,8 +5,6 @@ role (`on_start`, `on_abort`). It ends here with its final output, with a prefil
 that is due there), by `fail`, or when its owner is dropped.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol

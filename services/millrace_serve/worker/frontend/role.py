@@ -1,7 +1,5 @@
 """What depends on the role of a worker: handover/role.py implements `RoleLogic` for the frontend."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """WorkerService: the control side of a worker of any role."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import AsyncIterator

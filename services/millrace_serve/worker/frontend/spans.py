@@ -8,8 +8,6 @@
 An attempt without a trace context has no spans. The engine's first output reports the length of `queue`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Waiting: until something changes, or only so long."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Real tiny requests of a worker to itself: one token, a page and a bit, several chunks, several requests at once."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from array import array

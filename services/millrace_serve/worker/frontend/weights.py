@@ -10,8 +10,6 @@ the old weights asks it for more; and a KV layout with another fingerprint, so i
 A load that fails half-way leaves weights of no version: `resume` is refused until a load has succeeded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

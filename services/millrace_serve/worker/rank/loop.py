@@ -2,8 +2,6 @@
 Without work it sleeps on the inbox, and on the calls of other replicas.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable
@@ -12,7 +10,7 @@ from millrace_common import gc_hooks
 
 from millrace_serve.engine.core import Events, Load
 from millrace_serve.engine.engine import Engine
-from millrace_serve.engine.health.progress import Progress
+from millrace_serve.engine.step.runner import Announce
 from millrace_serve.worker.channels import Receiver
 from millrace_serve.worker.messages import (
     FreezeGc,
@@ -44,17 +42,17 @@ class Upkeep:
         self,
         rank: int,
         report: Callable[[Report], None],
-        progress: Progress,
+        announce: Announce,
         set_weights: Callable[[SetWeights], WeightsSet],
     ) -> None:
         self._report = report
-        self._progress = progress
+        self._announce = announce
         self._set_weights = set_weights
         self._pauses = gc_hooks.PauseWatch(f"rank{rank}")
         self._profiler = RankProfiler(rank)
 
     def handle(self, message: ToProcess) -> None:
-        with self._progress.busy(type(message).__name__):
+        with self._announce(type(message).__name__):
             self._handle(message)
 
     def _handle(self, message: ToProcess) -> None:

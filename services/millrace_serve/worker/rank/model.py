@@ -1,7 +1,6 @@
 """The parts of a rank with a real model. Imports torch."""
 
-from __future__ import annotations
-
+from functools import partial
 from urllib.parse import urlsplit
 
 import torch
@@ -10,6 +9,7 @@ from millrace_common.step_times import StepTimes
 from millrace_serve.engine.schedule.factory import UNKNOWN
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.torch_factory import load_rank
+from millrace_serve.engine.step.page_sums import PageSums
 from millrace_serve.model.config import ModelConfig, ModelConfigError
 from millrace_serve.model.parallel import init_parallel, leave_parallel
 from millrace_serve.plan import report, splits
@@ -39,10 +39,11 @@ def build(spec: RankSpec, phases: Phases) -> Parts:
         config.limits, config.role, config.model, dims, device, dtype,
         execution=config, phases=phases, address=_address(spec.bind),
     )  # fmt: skip
-    parts = (rank.pool, rank.lockstep.progress, *facts)
+    check = PageSums(rank.pool).wrong if rank.pool.layout.summed else None
+    parts = partial(Parts, rank.pool, rank.lockstep.progress, *facts, leave=leave_parallel, check=check, load=rank.load)
     if dims.tp_rank:
-        return Parts(*parts, run=rank.follow, leave=leave_parallel, load=rank.load)
-    return Parts(*parts, engine=rank.engine(expected_times(config, gpu_here())), leave=leave_parallel, load=rank.load)
+        return parts(run=rank.follow)
+    return parts(engine=rank.engine(expected_times(config, gpu_here())))
 
 
 def expected_times(config: WorkerConfig, gpu: str) -> StepTimes:

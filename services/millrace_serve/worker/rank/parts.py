@@ -1,7 +1,5 @@
 """The input and the parts of a rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +7,7 @@ from pathlib import Path
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.health.progress import Progress
+from millrace_serve.transfer.checked import Check
 from millrace_serve.worker.config import WorkerConfig
 
 
@@ -34,4 +33,5 @@ class Parts:
     engine: Engine | None = None
     run: Callable[[], None] | None = None
     leave: Callable[[], None] | None = None  # the other ranks
+    check: Check | None = None  # of pages that were read; None: they carry no checksum
     load: Callable[[Path, bool], str] | None = None  # a checkpoint over the weights, or only check it; returns its hash

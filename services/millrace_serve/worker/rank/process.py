@@ -12,8 +12,6 @@ Life of a rank:
 An error on the way is reported as RankFailed, and the process exits with code 1.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import multiprocessing
@@ -31,11 +29,10 @@ from millrace_common.process_start import no_core_dumps
 
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import GIB
-from millrace_serve.engine.health.heartbeat_thread import HeartbeatThread
-from millrace_serve.engine.offload.disk_tier import DiskTier
-from millrace_serve.engine.offload.page_folder import PageFolder
+from millrace_serve.engine.health.heartbeat import HeartbeatThread
 from millrace_serve.engine.start.phases import Phases
-from millrace_serve.transfer.base import PageBuffer, TransferError
+from millrace_serve.transfer.base import KvSink, PageBuffer, TransferError
+from millrace_serve.transfer.checked import CheckedSink
 from millrace_serve.transfer.messages import FromReader, ToReader
 from millrace_serve.transfer.nixl import NixlSink, NixlSource
 from millrace_serve.transfer.reader import Reader
@@ -71,10 +68,15 @@ def run(spec: RankSpec) -> int:
     except OSError as error:  # and without it nobody can be told
         log.error("%s", error)
         return 1
+    return live(spec, key)
+
+
+def live(spec: RankSpec, key: bytes) -> int:
+    """What of a rank's life is not of a process of its own; the exit code."""
     context = zmq.Context()
     outbox: Sender[FromRank] = Sender(context, spec.frontend, key)
     try:
-        _live(spec, context, key, lambda report: outbox.send(FromRank(spec.rank, report)))
+        _serve(spec, context, key, lambda report: outbox.send(FromRank(spec.rank, report)))
         return 0
     except StartRefused as error:
         log.debug("rank %d failed", spec.rank, exc_info=True)
@@ -88,7 +90,7 @@ def run(spec: RankSpec) -> int:
         context.destroy(linger=500)
 
 
-def _live(spec: RankSpec, context: Context, key: bytes, report: Callable[[Report], None]) -> None:
+def _serve(spec: RankSpec, context: Context, key: bytes, report: Callable[[Report], None]) -> None:
     config = spec.config
     report(RankProgress("loading", f"rank {spec.rank}: {config.model_name}"))
 
@@ -109,7 +111,8 @@ def _live(spec: RankSpec, context: Context, key: bytes, report: Callable[[Report
     )
     buffer = _buffer(parts.pool, config)
     source = NixlSource(buffer)
-    endpoint, reader = _reader_thread(spec, context, key, buffer)
+    sink = NixlSink(buffer) if parts.check is None else CheckedSink(NixlSink(buffer), parts.check)
+    endpoint, reader = _reader_thread(spec, context, key, sink)
     report(
         RankReady(
             engine_endpoint=inbox.endpoint,
@@ -126,7 +129,7 @@ def _live(spec: RankSpec, context: Context, key: bytes, report: Callable[[Report
     heartbeats: Sender[FromRank] = Sender(context, spec.frontend, key)
     with HeartbeatThread(parts.progress, lambda heartbeat: heartbeats.send(FromRank(spec.rank, heartbeat))):
         to_set = partial(set_weights, parts, lambda: _add_disk_tier(parts, config))
-        _step(parts, inbox, report, Upkeep(spec.rank, report, parts.progress, to_set))
+        _step(parts, inbox, report, Upkeep(spec.rank, report, parts.progress.busy, to_set))
     reader.join()
     source.close()
     if parts.leave:
@@ -180,18 +183,14 @@ def _context(parts: Parts, rank: int) -> int:
 
 def _add_disk_tier(parts: Parts, config: WorkerConfig) -> None:
     """Raises StartRefused when the folder or the secret cannot be used."""
-    limits, layout = config.limits, parts.pool.layout
+    limits = config.limits
     if parts.engine is None or limits.disk_cache is None:
         return
-    copier = parts.engine.copier
-    memory = PageBuffer(copier.address, layout.page_bytes, copier.num_slots)
-    max_bytes = int(limits.disk_cache_gib * GIB)
     try:
         secret = deployment_secret.read(config.secret)
-        folder = PageFolder(limits.disk_cache, layout.fingerprint, memory, max_bytes, secret)
+        parts.engine.keep_in(limits.disk_cache, int(limits.disk_cache_gib * GIB), secret)
     except (OSError, TransferError) as error:
         raise StartRefused(error) from error
-    parts.engine.keep_in(DiskTier(folder))
 
 
 def _buffer(pool: KvPool, config: WorkerConfig) -> PageBuffer:
@@ -200,7 +199,7 @@ def _buffer(pool: KvPool, config: WorkerConfig) -> PageBuffer:
     return PageBuffer(pool.address, pool.layout.page_bytes, pool.num_pages, "VRAM" if on_gpu else "DRAM", device_id)
 
 
-def _reader_thread(spec: RankSpec, context: Context, key: bytes, buffer: PageBuffer) -> tuple[str, threading.Thread]:
+def _reader_thread(spec: RankSpec, context: Context, key: bytes, sink: KvSink) -> tuple[str, threading.Thread]:
     """The endpoint of the reader's inbox, and the thread that reads KV until StopReader."""
     outbox: Sender[FromRank] = Sender(context, spec.frontend, key)  # from now on used by the new thread only
     stall_s = spec.config.timeouts.stall
@@ -211,7 +210,7 @@ def _reader_thread(spec: RankSpec, context: Context, key: bytes, buffer: PageBuf
     inbox: Receiver[ToReader] = Receiver(
         context, spec.bind.format(name="transfer"), ToReader, key, lambda: report(Dropped())
     )
-    reader = Reader(NixlSink(buffer), inbox, report, stall_s)
+    reader = Reader(sink, inbox, report, stall_s)
 
     def run() -> None:
         try:
@@ -229,8 +228,7 @@ def die_with_parent() -> None:
     """Leave the terminal's signals to the frontend, and exit with it, even inside native code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     parent = multiprocessing.parent_process()
     assert parent is not None

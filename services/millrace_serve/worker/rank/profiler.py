@@ -1,7 +1,5 @@
 """torch.profiler in a rank process; worker/frontend/profiling.py is the frontend's end of it."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Other weights for a rank: read them over those that it has, and give its KV the name of the new ones."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Callable

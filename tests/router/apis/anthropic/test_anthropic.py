@@ -1,7 +1,5 @@
 """The Messages API as its own Python client sees it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Parts of answers: log-probabilities of any tokens, blocks of content and calls, and events."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys
@@ -13,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from millrace.v1 import common_pb2
+from millrace.v1.inference_pb2 import Usage
 from millrace_router.apis.blocks import ContentBlocks, Kind, Step
 from millrace_router.apis.openai.answers import AnswerShape
 from millrace_router.flow.inference import Answer
@@ -62,7 +61,7 @@ def deltas(tokenizer: Tokenizer, pieces: list[list[int]], tops: list[list[int]],
             said.text += text.flush().text
         count += used
         entries = [entry(tokenizer, token, tops.pop(0)) for token in piece[:used]]
-        made.append(Delta(0, said, piece[:used], entries, int(ended), count, 0, 0, 0, i == 0))
+        made.append(Delta(0, said, piece[:used], entries, int(ended), count, 0, Usage(), i == 0))
         if ended:
             break
     return made
@@ -202,7 +201,7 @@ def test_the_rest_of_a_call_stands_before_the_text_behind_it() -> None:
 # ------------------------------------------------------------------------------------- events
 
 
-BREAKS = [c for c in map(chr, range(sys.maxunicode)) if len(f"a{c}b".splitlines()) > 1]
+BREAKS = [line[-1] for line in "".join(map(chr, range(sys.maxunicode))).splitlines(keepends=True)[:-1]]
 
 
 def data(told: bytes) -> object:
@@ -219,7 +218,19 @@ def test_an_event_has_one_line_of_data() -> None:
 def test_a_chunk_has_one_line_of_data(chat: bool) -> None:
     answer = Answer("", "".join(BREAKS), 1, False, None)  # type: ignore[arg-type]
     shape, text = AnswerShape(chat, answer, Tokenizer.load(paths.TINY), False), "x".join(BREAKS)
-    told = data(shape.push(Delta(0, ParsedOutput("", text), [5], [], 0, 1, 0, 0, 0, True)))
+    told = data(shape.push(Delta(0, ParsedOutput("", text), [5], [], 0, 1, 0, Usage(), True)))
     assert isinstance(told, dict)
     (choice,) = told["choices"]
     assert (choice["delta"]["content"] if chat else choice["text"]) == text and told["model"] == "".join(BREAKS)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_call_ends_in_a_chunk_behind_it(first: bool) -> None:
+    """A busy machine has all of an answer at once; OpenAI's client tells the end of a call by the next chunk."""
+    answer = Answer("", "m", 1, False, None)  # type: ignore[arg-type]
+    shape = AnswerShape(True, answer, Tokenizer.load(paths.TINY), False)
+    stop = common_pb2.FINISH_REASON_STOP
+    told = shape.push(Delta(0, ParsedOutput.of("", [CallDelta(0, "f", "{}")]), [5], [], stop, 1, 0, Usage(), first))
+    called, ended = (json.loads(one.removeprefix("data: "))["choices"][0] for one in told.decode().split("\n\n")[:-1])
+    assert called["delta"]["tool_calls"] and called["finish_reason"] is None
+    assert ended["delta"] == {} and ended["finish_reason"] in ("stop", "tool_calls")

@@ -1,7 +1,5 @@
 """Frameworks that agents are made with, each through its own client against a router."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What coding agents send: tools that no model here can call, and the items and blocks that go back with results."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
@@ -50,21 +48,21 @@ async def test_tools_that_are_no_functions_are_left_out_and_named(path: str, ser
     prompts = []
     for tools, ignored in ((mixed, named), (alone, None)):
         say(made, "Done.")
-        answer = await made.http.post(path, json=body | {"tools": tools})
+        answer = await made.direct.post(path, json=body | {"tools": tools})
         assert answer.status_code == 200, answer.text
         assert answer.json().get("ignored") == ignored and "Done." in texts(answer.json())
         if path == "/v1/responses":
             assert [tool["name"] for tool in answer.json()["tools"]] == [f"f{i}" for i in range(0, len(others), 2)]
         prompts.append(prompt_of(made))
         say(made, "Done.")
-        streamed = events((await made.http.post(path, json=body | {"tools": tools, "stream": True})).text)
+        streamed = events((await made.direct.post(path, json=body | {"tools": tools, "stream": True})).text)
         first = streamed[0].get("response") or streamed[0].get("message") or streamed[0]
         assert first.get("ignored") == ignored
         if "chat" in path:
             assert not any("ignored" in event for event in streamed[1:])
     assert prompts[0] == prompts[1]
     say(made, "Done.")
-    answer = await made.http.post(path, json=body | {"tools": others})
+    answer = await made.direct.post(path, json=body | {"tools": others})
     assert answer.status_code == 200 and len(answer.json()["ignored"]) == len(kinds)
 
 
@@ -79,15 +77,15 @@ async def test_strict_tools_refuses_them(path: str, serve: Callable) -> None:
     made = await serve("v31", strict_tools=True)
     body, function, kinds = APIS[path]
     for kind in kinds:
-        answer = await made.http.post(path, json=body | {"tools": [function, {"type": kind, "name": "x"}]})
+        answer = await made.direct.post(path, json=body | {"tools": [function, {"type": kind, "name": "x"}]})
         message = answer.json()["error"]["message"]
         assert answer.status_code == 400
         assert message.startswith("tools[1].type") and repr(kind) in message and "strict_tools" in message
     if path == "/v1/messages":
         counted = {"messages": HELLO, "tools": [{"type": "bash_20250124", "name": "bash"}]}
-        assert (await made.http.post(f"{path}/count_tokens", json=counted)).status_code == 400
+        assert (await made.direct.post(f"{path}/count_tokens", json=counted)).status_code == 400
     say(made, "Done.")
-    assert (await made.http.post(path, json=body | {"tools": [function]})).status_code == 200
+    assert (await made.direct.post(path, json=body | {"tools": [function]})).status_code == 200
     assert len(made.prefills[0].submitted) == 1
 
 
@@ -111,10 +109,10 @@ async def test_a_choice_of_a_tool_that_is_left_out_is_refused(path: str, serve: 
     body, function, kinds = APIS[path]
     others = [{"type": kind, "name": kind} for kind in kinds]
     for choice in CHOICES[path]:
-        answer = await made.http.post(path, json=body | {"tools": [function, *others], "tool_choice": choice})
+        answer = await made.direct.post(path, json=body | {"tools": [function, *others], "tool_choice": choice})
         assert answer.status_code == 400 and "tool_choice" in answer.json()["error"]["message"], (choice, answer.text)
     required = {"type": "any"} if path == "/v1/messages" else "required"
-    answer = await made.http.post(path, json=body | {"tools": others, "tool_choice": required})
+    answer = await made.direct.post(path, json=body | {"tools": others, "tool_choice": required})
     assert answer.status_code == 400 and "there are no tools" in answer.json()["error"]["message"]
     assert not made.prefills[0].submitted
 
@@ -188,7 +186,7 @@ async def test_codex_works_over_two_calls(serve: Callable) -> None:
     ]
     for turn, output in enumerate(("a.py", [{"type": "input_text", "text": "b.py"}])):
         say(made, "Hm.</think>I look." + v32(("exec_command", '{"cmd": "ls"}')))
-        answer = await made.http.post("/v1/responses", json=codex(items), headers=HEADERS)
+        answer = await made.direct.post("/v1/responses", json=codex(items), headers=HEADERS)
         assert answer.status_code == 200, answer.text
         told = events(answer.text)
         assert {"response.created", "response.output_item.done", "response.completed"} <= {it["type"] for it in told}
@@ -209,7 +207,7 @@ async def test_codex_works_over_two_calls(serve: Callable) -> None:
             {"type": "function_call_output", "call_id": call["call_id"], "output": output},
         ]
     say(made, "So.</think>Two files.")
-    told = events((await made.http.post("/v1/responses", json=codex(items), headers=HEADERS)).text)
+    told = events((await made.direct.post("/v1/responses", json=codex(items), headers=HEADERS)).text)
     assert told[-1]["type"] == "response.completed" and "Two files." in texts(told[-1])
     prompt = prompt_of(made)
     assert prompt.index("coding agent") < prompt.index("List the files.") < prompt.index("a.py") < prompt.index("b.py")
@@ -261,11 +259,11 @@ async def test_items_of_tools_that_other_models_called(serve: Callable) -> None:
     rendered: list[Any] = []
     made.router.inference.tokenizer.render = lambda *given: (rendered.append(given[0]), seen(*given))[1]
     say(made, "Done.")
-    answer = await made.http.post("/v1/responses", json={"input": [*before, *hosted, *called]})
+    answer = await made.direct.post("/v1/responses", json={"input": [*before, *hosted, *called]})
     assert answer.status_code == 200, answer.text
     assert answer.json()["ignored"] == {f"input[{i}]": item["type"] for i, item in enumerate(hosted, len(before))}
     say(made, "Done.")
-    assert (await made.http.post("/v1/chat/completions", json={"messages": chat})).status_code == 200
+    assert (await made.direct.post("/v1/chat/completions", json={"messages": chat})).status_code == 200
     assert rendered[0] == rendered[1] and len(rendered[0]) == len(chat)
 
 
@@ -312,10 +310,10 @@ async def test_claude_code_works_over_two_calls(serve: Callable) -> None:
         ]},
     ]  # fmt: skip
     for output, failed in (([{"type": "text", "text": "a.py"}], False), ("permission denied", True), (None, None)):
-        count = await made.http.post("/v1/messages/count_tokens?beta=true", json=claude(messages), headers=headers)
+        count = await made.direct.post("/v1/messages/count_tokens?beta=true", json=claude(messages), headers=headers)
         assert count.status_code == 200, count.text
         say(made, "Hm.</think>I look." + (v32(("Bash", '{"city": "ls"}')) if output else ""))
-        answer = await made.http.post("/v1/messages?beta=true", json=claude(messages), headers=headers)
+        answer = await made.direct.post("/v1/messages?beta=true", json=claude(messages), headers=headers)
         assert answer.status_code == 200, answer.text
         told = events(answer.text)
         assert count.json()["input_tokens"] == len(made.prefills[0].submitted[-1].token_ids)

@@ -3,8 +3,6 @@
 The mistakes are made from the published description, so a new field is tested without a word here.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -100,7 +98,7 @@ def in_object(schema: Schema, path: Path, put: Callable[[Any], Any]) -> Iterator
 
 @pytest.mark.parametrize("url", REQUESTS)
 async def test_a_mistake_is_named_by_its_path(url: str, pair: Cluster) -> None:
-    count, http = 0, pair.direct()
+    count, http = 0, pair.direct
     for path, body in mistakes(DOCUMENT[REQUESTS[url]], (), lambda value: value):
         if not path or (path == ("input", 0, "type") and body["input"][0].get("type") is None):
             continue  # the body is no object, which edge/test_bodies.py has; items without a type are messages
@@ -198,7 +196,7 @@ async def refused(http: httpx.AsyncClient, url: str, content: bytes) -> int:
 
 @pytest.mark.parametrize("url", REQUESTS)
 async def test_long_fields_over_http_come_back_cut(url: str, pair: Cluster) -> None:
-    schema, http = DOCUMENT[REQUESTS[url]], pair.direct()
+    schema, http = DOCUMENT[REQUESTS[url]], pair.direct
     puts = list(places(schema, lambda value: value))
     count = 0
     for i, put in enumerate(puts):
@@ -239,7 +237,7 @@ SCHEMAS = [
 
 
 async def test_long_parts_of_schemas_come_back_cut(pair: Cluster) -> None:
-    chat, text, http = "/v1/chat/completions", [{"role": "user", "content": "a"}], pair.direct()
+    chat, text, http = "/v1/chat/completions", [{"role": "user", "content": "a"}], pair.direct
     count = 0
     for make in SCHEMAS:
         for long in ("x" * 20_000, "é/~%" * 5_000):

@@ -1,7 +1,5 @@
 """The OpenAI API as its own Python client sees it."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

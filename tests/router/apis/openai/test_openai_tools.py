@@ -1,7 +1,5 @@
 """Tools, reasoning and response formats as the openai client sees them, in the formats of all models."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
@@ -15,12 +13,14 @@ import openai
 import pytest
 from millrace.v1 import common_pb2
 from millrace_common.tokenizer_file import byte_characters
+from millrace_router.apis import tool_parameters
 from millrace_router.text import markers
 from millrace_router.text.chat_format import Style
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.engine.core import Grammar, GrammarKind
 from millrace_serve.engine.grammar.llguidance_compiler import LlguidanceCompiler
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import TypeAdapter
 from router.fake_worker import fails
 from router.harness import EOS, Cluster
 from router.scripted import HELLO, SCHEMA, TOOLS, grammar_of, prompt_of, say
@@ -241,12 +241,12 @@ async def test_schemas_that_cannot_be_kept_are_refused_before_any_work(serve: Ca
             "schema too large",
         ),
     ):
-        answer = await made.http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 2} | fields)
+        answer = await made.direct.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 2} | fields)
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["param"] == param and words in error["message"], error
     assert not any(worker.submitted for worker in made.workers)
     say(made, "No.")
-    answer = await made.http.post("/v1/chat/completions", json={"messages": HELLO, "tools": [chosen]})
+    answer = await made.direct.post("/v1/chat/completions", json={"messages": HELLO, "tools": [chosen]})
     assert answer.status_code == 200, "a tool that is not strict promises nothing"
 
 
@@ -373,6 +373,21 @@ SCHEMAS: list[tuple[Any, Any]] = [  # of parameters, and what becomes of them; N
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "defs",
+    [{"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 2}},
+     {"abcd"[i]: json.loads('{"anyOf": [' * 60 + f'{{"$ref": "#/$defs/{"bcda"[i]}"}}' + "]}" * 60) for i in range(4)}],
+    ids=["wide", "deep"],
+)  # fmt: skip
+def test_references_cost_as_much_as_there_are(defs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part is looked at once, whatever refers to it."""
+    looks, look = [], tool_parameters._narrowed
+    monkeypatch.setattr(tool_parameters, "_narrowed", lambda *given: looks.append(given) or look(*given))
+    given = {"$ref": "#/$defs/a", "$defs": defs}
+    assert TypeAdapter(tool_parameters.Parameters).validate_python(given) == OBJECT | given
+    assert len(looks) < 300
+
+
 async def test_parameters_are_of_an_object(serve: Callable, folders: dict[str, Path]) -> None:
     """In every API, whether or not the call is forced: arguments are an object, so no grammar makes a 777."""
     made = await serve("v31")
@@ -392,7 +407,7 @@ async def check(made: Cluster, folder: Path, given: Any, wanted: Any) -> None:
         ("messages", messages | {"tools": [{"name": "f", "input_schema": given}]}, "tools[0].input_schema"),
     ):  # fmt: skip
         say(made, v31(("f", "{}")))
-        answer = await made.http.post(f"/v1/{path}", json=body)
+        answer = await made.direct.post(f"/v1/{path}", json=body)
         if wanted is None:
             assert answer.status_code == 400 and where in answer.json()["error"]["message"], answer.text
             continue

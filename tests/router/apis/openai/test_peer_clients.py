@@ -3,8 +3,6 @@
 instructor wants an older rich, LiteLLM other versions of certifi and huggingface_hub, and 140 MB.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable

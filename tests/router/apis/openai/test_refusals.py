@@ -3,8 +3,6 @@
 Wrong types, unknown and missing fields are those of test_fields.py.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +49,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [  # path, fields, the nam
     (CHAT, {"guided_regex": "a" * 70_000}, "guided_regex", "4096"),
     (CHAT, {"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "guided_regex"),
     (CHAT, {"guided_regex": "a", "min_tokens": 1}, "min_tokens", "guided_regex"),
+    (CHAT, {"messages": []}, "messages", "must not be empty"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "is required"),
     (CHAT, {"messages": [*HELLO, CALLED, {"role": "tool", "tool_call_id": "1", "content": None}]},
      "messages[2].content", "is required"),
@@ -88,6 +87,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [  # path, fields, the nam
     (RESPONSES, {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "function", "name": "x"}},
      "tool_choice.name", "'x'"),
     (RESPONSES, {"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    (RESPONSES, {"input": [{"type": "local_shell_call", "action": DEEPER}]}, "input", "nested more than"),
     (RESPONSES, {"truncation": "auto"}, "truncation", ""),
     (RESPONSES, {"top_logprobs": 2}, "top_logprobs", CHAT),
     (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include[0]", ""),
@@ -127,7 +127,7 @@ async def test_what_cannot_be_answered_is_refused_with_its_field(serve: Callable
     made: Cluster = await serve("v31")
     wrong = []
     for path, fields, name, words in REFUSED:
-        answer = await made.http.post(path, content=json.dumps(PLAIN[path] | fields), headers={"x-request-id": "mine"})
+        answer = await made.direct.post(path, json=PLAIN[path] | fields, headers={"x-request-id": "mine"})
         told = answer.json()
         message = told.get("error", {}).get("message", "")
         right = answer.status_code == 400 and message.startswith(name) and words in message

@@ -1,7 +1,5 @@
 """The forms in which clients write one request. Each means what the plain form means, or is refused with its field."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +26,7 @@ EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 async def asked(made: Cluster, path: str, body: Body) -> tuple[list[int], bytes]:
     """The token ids and the parameters that the workers get."""
     say(made, "Done.")
-    answer = await made.http.post(path, content=json.dumps(body).encode())
+    answer = await made.direct.post(path, content=json.dumps(body).encode())
     assert answer.status_code == 200, (path, body, answer.text)
     request: worker_pb2.EngineRequest = made.prefills[0].submitted[-1]
     return list(request.token_ids), request.sampling.SerializeToString(deterministic=True)

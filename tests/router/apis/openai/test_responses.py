@@ -1,7 +1,5 @@
 """/v1/responses as the openai client sees it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

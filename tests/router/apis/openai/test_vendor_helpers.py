@@ -1,7 +1,5 @@
 """What the vendors' clients build on top of requests: parsed answers, accumulated streams, raw responses, retries."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any
