@@ -18,7 +18,7 @@ import pytest
 from millrace_bench import config_leaves
 from millrace_router.config import RouterConfig
 from millrace_serve.worker.config import WorkerConfig
-from millrace_testing import prose
+from millrace_testing import HANG_S, prose
 from millrace_testing.paths import ROOT
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -128,7 +128,7 @@ def served(tmp_path: Path) -> Iterator[None]:
             ["bash", "-c", command], cwd=ROOT, stdout=out, stderr=out, env=environment(), start_new_session=True
         )
     try:
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + HANG_S
         while "Ctrl-C stops everything." not in output.read_text():
             assert process.poll() is None and time.monotonic() < deadline, output.read_text()
             time.sleep(0.2)
@@ -136,7 +136,7 @@ def served(tmp_path: Path) -> Iterator[None]:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does
-        process.wait(60)
+        process.wait(HANG_S)
     assert "stopped" in output.read_text()
 
 
@@ -158,7 +158,7 @@ def test_readme_commands_run_as_written(served: None) -> None:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_S,
             check=False,
         )
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"

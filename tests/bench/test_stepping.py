@@ -53,7 +53,7 @@ def test_rows_of_few_ranks() -> None:
     """In a process of its own, because it forks."""
     few = ["--agreements", "2/1", "8/2", "--groups", "2", "--steps", "30"]
     command = [sys.executable, "-m", "millrace_bench.stepping", *few]
-    record = json.loads(subprocess.check_output(command, timeout=120).splitlines()[-1])
+    record = json.loads(subprocess.check_output(command).splitlines()[-1])
     assert record["config"].keys() == {"steps", "load_average_before", "load_average_after"}
     rows = record["results"]["rows"]
     assert [(row["kind"], row.get("over")) for row in rows] == [

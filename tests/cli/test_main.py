@@ -37,7 +37,7 @@ COMMANDS = (
 
 def millrace(*arguments: str, code: str = "from millrace_cli.__main__ import main; main()") -> CompletedProcess[str]:
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture

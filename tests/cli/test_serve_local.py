@@ -48,9 +48,8 @@ class Running:
         return self.output_path.read_text()
 
     def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + 120  # a hang, also beside a busy machine
         while text not in self.output:
-            assert time.monotonic() < deadline and self.process.poll() is None, f"no {text!r} in:\n{self.output}"
+            assert self.process.poll() is None, f"no {text!r} in:\n{self.output}"
             time.sleep(0.05)
 
     def children(self) -> dict[str, int]:
@@ -94,7 +93,7 @@ def test_run_shows_addresses_replaces_a_child_and_stops_cleanly(start, wait_gone
     pids = list(running.children().values())
     assert len(pids) == 3
     running.process.send_signal(signal.SIGINT)
-    assert running.process.wait(120) == 0
+    assert running.process.wait() == 0
     assert "stopped" in running.output
     wait_gone(pids)
 
@@ -122,24 +121,22 @@ def test_second_signal_kills(start, wait_gone) -> None:
     running.process.send_signal(signal.SIGINT)
     running.wait_for("stopping")
     running.process.send_signal(signal.SIGINT)
-    assert running.process.wait(120) == 0
+    assert running.process.wait() == 0
     wait_gone(pids)
 
 
 def test_signal_during_start_stops(start) -> None:
     running = start("worker_set=('never=true',)")
-    deadline = time.monotonic() + 120  # a hang, also beside a busy machine
     while len(running.children()) < 3:
-        assert time.monotonic() < deadline
         time.sleep(0.05)
     running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(120) == 0
+    assert running.process.wait() == 0
     assert "is ready" not in running.output
 
 
 def test_failed_start_is_one_message_and_exit_1(start) -> None:
     running = start("worker_set=('die=0',)")
-    assert running.process.wait(120) == 1
+    assert running.process.wait() == 1
     assert "standin: no such checkpoint" in running.output
     assert "Traceback" not in running.output
 

@@ -61,9 +61,9 @@ async def test_no_work_is_done_for_a_refused_request(cluster: LocalCluster) -> N
         with pytest.raises(grpc.aio.AioRpcError):
             await client.generate([20] * 40_000, max_tokens=5)
         assert len((await client.generate([20] * 100, max_tokens=5)).tokens) == 5
-        async with asyncio.timeout(120):  # loads come to the router a little later than tokens
-            while (after := prompt_tokens(await client.wait_whole())) < before + 100:
-                await asyncio.sleep(0.05)
+        # loads come to the router a little later than tokens
+        while (after := prompt_tokens(await client.wait_whole())) < before + 100:
+            await asyncio.sleep(0.05)
         assert after < before + 1000  # of the 40,000 none; a few may be of a client that was gone
     async with httpx.AsyncClient(base_url=cluster.http_url, timeout=None) as http:
         metrics = (await http.get("/metrics")).text

@@ -92,7 +92,7 @@ async def ours(url: str) -> Report:
 
 async def answered(url: str) -> float:
     """Requests that the router has answered."""
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=None) as client:
         text = (await client.get(f"{url}/metrics")).text
     lines = text_string_to_metric_families(text)
     samples = [sample for family in lines for sample in family.samples if sample.name == "millrace_requests_total"]

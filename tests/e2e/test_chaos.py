@@ -9,7 +9,7 @@ from millrace_testing.chaos import FAULTS, calm, chaos
 from millrace_testing.overload_chaos import overload
 
 MINUTES = float(os.environ.get("MILLRACE_STARVE_S", "15")) / 60  # of a test
-pytestmark = [pytest.mark.long, pytest.mark.timeout(340 + 60 * MINUTES)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900 + 60 * MINUTES)]
 CHOSEN = (
     *("kill decode", "pause prefill", "tear pages of the disk", "partition decode", "fill the disk", "drain prefill"),
     "kill router",

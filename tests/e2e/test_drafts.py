@@ -28,7 +28,7 @@ from millrace_testing.paths import TINY
 from millrace_testing.reference import Continuation, assert_greedy, assert_same
 from millrace_testing.rollout import retries
 
-pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 PAIRS = {3: ("prefill-0", "decode-0"), 1: ("prefill-1", "decode-0"), 0: ("prefill-2", "decode-1")}  # by handed drafts
 SETTINGS = (
@@ -112,7 +112,7 @@ async def ask(client: Client, number: int, prompt: list[int], answer: Answer) ->
     options = {"max_tokens": 30 + 5 * number, "ignore_eos": True, "logprobs": 0, **SAMPLINGS[number % len(SAMPLINGS)]}
     if number == IN_GRAMMAR:
         options |= {"grammar": WORDS, "max_tokens": 400, "ignore_eos": False}
-    async for chunk in client.stream(prompt, timeout=120, **options):
+    async for chunk in client.stream(prompt, **options):
         collect(answer, chunk)
     return answer
 
@@ -169,7 +169,7 @@ async def test_openai_clients_see_the_same_choices_and_accepted_drafts(routers: 
     asked = {"prompt": questions()[0], "max_tokens": 40, "n": 2, "temperature": 0.7, "seed": 4}
 
     async def told(handed: int) -> dict[str, Any]:
-        async with httpx.AsyncClient(base_url=routers[handed].http_url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=routers[handed].http_url, timeout=None) as http:
             return (await http.post("/v1/completions", json=asked)).json()
 
     drafted, without = await told(3), await told(0)
@@ -237,7 +237,7 @@ async def kill_in_the_middle(fleet: ControlledCluster, client: Client, victim: s
     given = enumerate(zip(await prompts(), answers, strict=True))
     tasks = [asyncio.create_task(ask(client, i, prompt, answer)) for i, (prompt, answer) in given]
     # Not "each": where the other pair is slow, all of the victim's streams could have ended by then.
-    await until(lambda: any(len(answer.tokens) >= 8 for answer in answers), timeout=60, what="8 tokens of one")
+    await until(lambda: any(len(answer.tokens) >= 8 for answer in answers), what="8 tokens of one")
     await fleet.kill(victim)
     await asyncio.gather(*tasks)
     assert_same(continuations(answers), continuations(plain))

@@ -143,7 +143,7 @@ async def test_decode_worker_dies_in_the_middle_of_a_stream(two_of_each: Control
         assert (await more_retries(cluster, before))["WORKER_LOST"] >= 1  # those that were there
         await cluster.restart("decode-0")
         await cluster.wait_routable()
-        await client.wait_whole(timeout=60)
+        await client.wait_whole()
 
 
 @pytest.mark.long
@@ -154,7 +154,7 @@ async def test_lease_expires_while_the_decode_worker_stalls() -> None:
         await client_of(cluster) as client,
     ):
         prompt = make_prompt(3)
-        task = asyncio.create_task(client.generate(prompt, max_tokens=20, timeout=60))
+        task = asyncio.create_task(client.generate(prompt, max_tokens=20))
         await busy(client, DECODE, lambda worker: worker.in_flight > 0)
         cluster.send("decode-0", signal.SIGSTOP)
         await busy(client, PREFILL, lambda worker: worker.load.replicas[0].exporting > 0)
@@ -184,7 +184,7 @@ async def test_decode_worker_whose_reads_fail_in_a_row_ends(tmp_path: Path, monk
                 break
             with contextlib.suppress(Exception):  # a request ends as it may
                 await client.generate(make_prompt(100 + seed, 200), max_tokens=5, timeout=5.0)
-        assert await asyncio.wait_for(process.wait(), 120) == 1
+        assert await process.wait() == 1
         assert f"failed {READER_ALONE} times in a row" in process.log_tail()
         fault.unlink()
         await cluster.restart("decode-0")
@@ -212,7 +212,7 @@ async def test_client_goes_away_at_any_moment(two_of_each: ControlledCluster) ->
 
         for start in range(0, 30, 10):
             await asyncio.gather(*(one(seed) for seed in range(start, start + 10)))
-        await client.wait_whole(timeout=60)
+        await client.wait_whole()
         prompt = make_prompt(7, 500)
         await finish(asyncio.create_task(client.generate(prompt, max_tokens=30)), prompt, 30)
         await client.wait_whole()

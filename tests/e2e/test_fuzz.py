@@ -29,7 +29,7 @@ PATIENCE_S = 60.0  # of one answer
 pytestmark = [
     pytest.mark.long,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(SECONDS + 300),
+    pytest.mark.timeout(SECONDS + 900),
 ]
 WORKERS = (
     "dtype=float32",

@@ -14,7 +14,7 @@ from millrace_rpc.client import channel
 from millrace_testing.fake_router import FakeLink, request
 from millrace_testing.group import Group, Pod, missing
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long]
 
 READY_S = SOON_S = 600.0  # 16 on two idle cores, more than 60 on busy ones
 START_S = 600.0  # until Ray runs in a pod, which nobody waits for

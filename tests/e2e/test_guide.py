@@ -28,7 +28,7 @@ async def shell(command: str, folder: Path) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
         *shlex.split(command), cwd=folder, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    output, _ = await asyncio.wait_for(process.communicate(), 120)
+    output, _ = await process.communicate()
     return process.returncode or 0, output.decode()
 
 

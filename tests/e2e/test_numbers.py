@@ -23,7 +23,7 @@ from millrace_common.page_hash import BLOCK_BYTES
 from millrace_common.reasons import Reason
 from millrace_rpc.client import channel
 from millrace_rpc.errors import MillraceError, from_rpc_error
-from millrace_testing import numbers
+from millrace_testing import HANG_S, numbers
 from millrace_testing.client import Client
 from millrace_testing.numbers import LITERALS, UNREADABLE, Leaf, json_leaves, proto_leaves, schema_leaves, some
 from millrace_testing.unharmed import Unharmed
@@ -93,7 +93,7 @@ def base(path: str) -> dict[str, Any]:
 
 
 async def test_every_number_over_http(cluster: LocalCluster) -> None:
-    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60) as http, Unharmed(cluster):
+    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=HANG_S) as http, Unharmed(cluster):
         leaves = await http_leaves(http)
         assert len({path for path, _ in leaves}) >= 7 and len(leaves) > 70
 
@@ -111,7 +111,7 @@ async def test_every_number_over_http(cluster: LocalCluster) -> None:
 
 
 async def test_every_number_in_a_grammar(cluster: LocalCluster) -> None:
-    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60) as http, Unharmed(cluster):
+    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=HANG_S) as http, Unharmed(cluster):
 
         async def ask(body: dict[str, Any], literal: str) -> None:
             text = json.dumps({"messages": HELLO, "max_tokens": 2} | body).replace(f'"{numbers.NUMBER}"', literal)
@@ -132,7 +132,7 @@ async def test_every_number_in_a_grammar(cluster: LocalCluster) -> None:
 
 
 async def test_numbers_in_headers(cluster: LocalCluster) -> None:
-    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60) as http, Unharmed(cluster):
+    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=HANG_S) as http, Unharmed(cluster):
 
         async def ask(name: str, literal: str) -> None:
             answer = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers={name: literal})
@@ -155,12 +155,12 @@ async def call(ch: grpc.aio.Channel, method: Any, requests: list[Message], **opt
     )
     try:
         if not method.server_streaming:
-            return await make(requests[0], timeout=30, **options)
+            return await make(requests[0], timeout=HANG_S, **options)
         stream = make(**options) if method.client_streaming else make(requests[0], **options)
         try:
             for request in requests if method.client_streaming else ():
                 await stream.write(request)
-            answer = await asyncio.wait_for(stream.read(), 120)
+            answer = await asyncio.wait_for(stream.read(), HANG_S)
             return None if answer is grpc.aio.EOF else answer
         finally:
             stream.cancel()
@@ -240,12 +240,12 @@ async def linked(ch: grpc.aio.Channel, method: Any, epoch: str, leaf: numbers.Pr
     stream = ch.stream_stream(path, type(message).SerializeToString, worker_pb2.LinkResponse.FromString)()
     try:
         await stream.write(type(message)(hello=worker_pb2.LinkHello(router_id=where, epoch=epoch)))
-        assert (await asyncio.wait_for(stream.read(), 120)).HasField("welcome")
+        assert (await asyncio.wait_for(stream.read(), HANG_S)).HasField("welcome")
         await stream.write(message)
         if not message.HasField("submit"):
             return
         while True:
-            response = await asyncio.wait_for(stream.read(), 120)
+            response = await asyncio.wait_for(stream.read(), HANG_S)
             assert response is not grpc.aio.EOF, f"{where}: the link ended"
             for output in response.outputs.outputs:
                 assert output.failure.reason not in FAULTS, f"{where}: {output.failure}"

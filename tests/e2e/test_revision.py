@@ -21,7 +21,7 @@ from millrace_testing.prometheus import free_port
 from millrace_testing.rollout import WORKERS, Load, retries, routable, router_spec
 from millrace_testing.sim import expected
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long]
 
 LAYOUT = "limits.page_size=32"  # another fingerprint, the same model
 MODEL = SimSettings(vocab_size=16384)

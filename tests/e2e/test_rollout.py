@@ -17,7 +17,7 @@ from millrace_testing.pods import PRE_STOP_S, Pods
 from millrace_testing.prometheus import free_port
 from millrace_testing.rollout import WORKERS, Load, routable, router_spec
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long]
 
 
 async def test_workers_come_and_go_without_a_failed_request(server: KubeServer, tmp_path: Path) -> None:

@@ -43,21 +43,20 @@ async def cached_blocks(address: str) -> set[bytes]:
 
 async def known_blocks(cluster: LocalCluster) -> int:
     """Of the router's KV index."""
-    text = await asyncio.to_thread(lambda: urllib.request.urlopen(f"{cluster.http_url}/metrics", timeout=60).read())
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(f"{cluster.http_url}/metrics").read())
     rows = [line for line in text.decode().splitlines() if line.startswith("millrace_cache_blocks ")]
     return int(float(rows[0].split()[1])) if rows else 0
 
 
 async def until_known(client: Client, cluster: LocalCluster, at_decode: int) -> None:
     """Until the decode workers have so many pages in their caches, and the router knows all of them."""
-    async with asyncio.timeout(120):
-        while True:
-            workers = await client.wait_whole()
-            blocks = {worker.address: await cached_blocks(worker.address) for worker in workers}
-            there = sum(len(blocks[worker.address]) for worker in workers if worker.info.role == DECODE)
-            if there >= at_decode and await known_blocks(cluster) == len(set().union(*blocks.values())):
-                return
-            await asyncio.sleep(0.02)
+    while True:
+        workers = await client.wait_whole()
+        blocks = {worker.address: await cached_blocks(worker.address) for worker in workers}
+        there = sum(len(blocks[worker.address]) for worker in workers if worker.info.role == DECODE)
+        if there >= at_decode and await known_blocks(cluster) == len(set().union(*blocks.values())):
+            return
+        await asyncio.sleep(0.02)
 
 
 async def explained(client: Client, name: str) -> admin_pb2.PlacementDecision:

@@ -10,7 +10,8 @@ import sys
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -118,45 +119,56 @@ def serve(engine: Engine, limits: Limits, launched: deque[str] | None = None) ->
 
     everything = list(groups(limits.max_prefill_tokens, limits.max_model_len))
     for group in everything:
-        for one in group:
-            engine.submit(Submit(one))
-        while busy(engine):
+        submit(engine, group)
+        while engine.has_work():
             step()
     for one in itertools.chain(*everything[::2]):
-        engine.submit(Submit(one))
+        submit(engine, [one])
         step()
-    while busy(engine):
+    while engine.has_work():
         step()
     engine.close()
     return seen, slowest
 
 
-def serve_as_replica(engine: Engine, limits: Limits, replica: int) -> Counter[str]:
+def serve_as_replica(engine: Engine, limits: Limits, replica: int, over: Callable[[], bool]) -> Counter[str]:
     """All replicas call it. Each answers all groups one after the other, the second one in reverse and later: they step
     beside replicas that have nothing, prompts or decoding sequences. Returns what they reached; the engine is closed.
+
+    Args:
+        over: notes that this replica has answered everything; whether all have. The first that ends ends all others.
     """
-    seen, step = watched(engine), 0
-    waiting = list(groups(limits.max_prefill_tokens, limits.max_model_len))[:: -1 if replica else 1]
+    seen, step, answered = watched(engine), 0, 0
+    everything = list(groups(limits.max_prefill_tokens, limits.max_model_len))
+    waiting = everything[:: -1 if replica else 1]
     while not engine.stopped:
-        if step >= 50 * replica and not busy(engine):
-            for one in waiting.pop() if waiting else engine.stop() or ():
-                engine.submit(Submit(one))
-        check_step(engine, seen)
+        if step >= 50 * replica and not engine.has_work():
+            if waiting:
+                submit(engine, waiting.pop())
+            elif over():
+                engine.stop()
+        answered += check_step(engine, seen)
         step += 1
     engine.close()
+    assert answered == sum(map(len, everything)), "the engine ended before it had answered everything"
     return seen
 
 
-def busy(engine: Engine) -> bool:
-    """A request whose grammar is being compiled is no work yet."""
-    return engine.has_work() or engine._grammars.waiting > 0
+def submit(engine: Engine, requests: Sequence[Request]) -> None:
+    """Returns when their grammars are compiled: how long that takes decides about no step."""
+    for one in requests:
+        engine.submit(Submit(one))
+    wait([held.job.compiled for held in engine._grammars._held.values()])
 
 
-def check_step(engine: Engine, seen: Counter[str]) -> None:
-    for output in engine.step().outputs:
+def check_step(engine: Engine, seen: Counter[str]) -> int:
+    """How many requests ended in it."""
+    outputs = engine.step().outputs
+    for output in outputs:
         assert output.error is None, output.error
         seen["cached prefix"] += output.num_cached_tokens > 0
         seen["drafts"] += output.num_drafted > 0
+    return sum(output.finish is not None for output in outputs)
 
 
 def check_reached(seen: dict[str, int], drafts: int, *others: str) -> None:

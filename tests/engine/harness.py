@@ -33,6 +33,7 @@ from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.lockstep.replicas import ReplicaState
 from millrace_serve.engine.sim.factory import build_sim_engine, sim_layout
 from millrace_serve.engine.sim.runner import SimSettings
+from millrace_testing import HANG_S
 from millrace_testing.oracle import oracle_outputs
 
 TINY = {"num_pages": 14, "page_size": 4, "max_model_len": 32, "max_running": 3, "max_waiting": 50}
@@ -43,7 +44,7 @@ class FakeReplicas:
     """Replicas in threads that meet in every step, also in those in which none has work."""
 
     def __init__(self, size: int) -> None:
-        self._barrier, self._values = threading.Barrier(size, timeout=20), [ReplicaState()] * size
+        self._barrier, self._values = threading.Barrier(size, timeout=HANG_S), [ReplicaState()] * size
 
     def of(self, index: int) -> FakeReplica:
         return FakeReplica(index, self._barrier, self._values)

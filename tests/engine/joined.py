@@ -13,12 +13,13 @@ from millrace_serve.engine.lockstep.join import Exchange, join
 from millrace_serve.engine.lockstep.links import RankLost
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.lockstep.replicas import ReplicaState, Said
+from millrace_testing import HANG_S
 
 
 def together(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
     """What all of them return, each in a thread."""
     with ThreadPoolExecutor(len(jobs)) as pool:
-        return [future.result(timeout=60) for future in [pool.submit(job) for job in jobs]]
+        return [future.result(timeout=HANG_S) for future in [pool.submit(job) for job in jobs]]
 
 
 def join_all(tp: int, hosts: str) -> list[Lockstep]:
@@ -62,7 +63,7 @@ class Ranks:
 
     def lost(self, rank: int) -> str:
         """The error of a rank."""
-        assert self.pipes[rank].poll(120), f"rank {rank} still waits"
+        assert self.pipes[rank].poll(HANG_S), f"rank {rank} still waits"
         return str(self.pipes[rank].recv())
 
 

@@ -14,6 +14,7 @@ from millrace_common.grammar import checker as checker_module
 from millrace_common.grammar.checker import Checker, CompilerStarved, NobodyWaits
 from millrace_common.grammar.child import CPU_S
 from millrace_common.grammar.source import GrammarError
+from millrace_testing import HANG_S
 
 PRODUCT = {
     "$defs": {
@@ -118,7 +119,7 @@ def test_a_job_that_is_given_up_frees_its_process() -> None:
             event.set()
         for job in jobs:
             with pytest.raises(NobodyWaits):
-                job.result(60)
+                job.result(HANG_S)
     assert child.returncode is not None, "it was killed"
     assert checker.check("regex", "b", threading.Event())
     checker.close()

@@ -56,9 +56,8 @@ async def slow() -> AsyncIterator[list[Inside]]:
 
 
 async def until_metric(worker: Worker, name: str, value: float, **labels: str) -> None:
-    async with asyncio.timeout(HANG_S):
-        while await worker.metric(name, **labels) < value:
-            await asyncio.sleep(0.02)
+    while await worker.metric(name, **labels) < value:
+        await asyncio.sleep(0.02)
 
 
 async def whole(*both: Worker) -> None:
@@ -98,7 +97,7 @@ async def test_warmup_of_a_pair_moves_a_prompt_or_says_why_not(pair: list[Worker
     prefill, decode = pair
     source, moved = await prefill.source(), await decode.metric("millrace_kv_transfer_seconds_count")
     for times in (1, 2):
-        await decode.stub.Warmup(worker_pb2.WarmupRequest(source=source), timeout=60)
+        await decode.stub.Warmup(worker_pb2.WarmupRequest(source=source), timeout=HANG_S)
         assert list((await decode.info()).warmed_sources) == [prefill.epoch]
         assert await decode.metric("millrace_kv_transfer_seconds_count") == moved + times
     for reason, change in (
@@ -108,7 +107,7 @@ async def test_warmup_of_a_pair_moves_a_prompt_or_says_why_not(pair: list[Worker
     ):
         wrong = {"address": source.address, "epoch": source.epoch, "fingerprint": source.fingerprint, **change}
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await decode.stub.Warmup(worker_pb2.WarmupRequest(source=wrong), timeout=60)
+            await decode.stub.Warmup(worker_pb2.WarmupRequest(source=wrong), timeout=HANG_S)
         assert from_rpc_error(caught.value).reason is reason
     await whole(prefill, decode)
 
@@ -370,7 +369,7 @@ async def test_worker_whose_pages_nobody_can_read_ends(pair: list[Worker]) -> No
                 call.cancel()
                 both.to_prefill.abort(r)
         assert f"failed {LIMIT} times in a row" in leaving.result()
-        assert await asyncio.wait_for(prefill.process.wait(), 120) == 1
+        assert await asyncio.wait_for(prefill.process.wait(), HANG_S) == 1
 
 
 async def test_drain_with_held_prompts_waits_for_their_readers(pair: list[Worker]) -> None:
@@ -387,7 +386,7 @@ async def test_drain_with_held_prompts_waits_for_their_readers(pair: list[Worker
             both.to_decode.submit(r, both.source)
             await both.to_decode.finish(r)
             assert both.to_decode.tokens(r) == expected(list(r.token_ids), 8)
-        assert await asyncio.wait_for(prefill.process.wait(), 120) == 0
+        assert await asyncio.wait_for(prefill.process.wait(), HANG_S) == 0
         await decode.whole()
 
 
@@ -449,9 +448,8 @@ async def test_duty_and_routers_are_told_at_once(flexible: list[Inside]) -> None
     watch = worker.stub.WatchLoad(worker_pb2.WatchLoadRequest(min_interval_ms=1, max_interval_ms=600_000))
 
     async def until(routers: list[str], duty: int) -> None:
-        async with asyncio.timeout(HANG_S):
-            while [*(load := await watch.read()).routers, load.duty] != [*routers, duty]:
-                pass
+        while [*(load := await watch.read()).routers, load.duty] != [*routers, duty]:
+            pass
 
     await until([], worker_pb2.DUTY_UNSPECIFIED)
     async with FakeLink(worker, router_id="b"), FakeLink(worker, router_id="a"):

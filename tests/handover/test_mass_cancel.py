@@ -29,7 +29,7 @@ async def test_half_of_many_requests_aborted_leaves_the_others_whole(caplog: pyt
                     assert both.to_decode.tokens(r) == expected(list(r.token_ids), 8), both.to_decode.of(r)[-1].failure
         assert "dropped worker" not in caplog.text
         for worker in (prefill, decode):
-            await worker.whole(60)  # leases of prompts that were aborted on one side only end by themselves
+            await worker.whole()  # leases of prompts that were aborted on one side only end by themselves
 
 
 async def leave(both: FakePair, r: worker_pb2.EngineRequest, after_s: float, chance: random.Random) -> None:

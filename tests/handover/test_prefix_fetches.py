@@ -246,7 +246,7 @@ async def test_prefix_fetch_offered_survives_abort_freeze_and_drain(tmp_path: Pa
             await link.first(refused)
             link.abort(refused)
             await computed(prefill, link, r, FETCHED - PAGE)
-        assert await asyncio.wait_for(prefix_source.process.wait(), 120) == 0
+        assert await asyncio.wait_for(prefix_source.process.wait(), HANG_S) == 0
         await prefill.whole()
 
 

@@ -40,7 +40,7 @@ def requests(given: list[list[int]]) -> list[worker_pb2.EngineRequest]:
 
 
 async def said(link: FakeLink, asked: list[worker_pb2.EngineRequest]) -> list[Continuation]:
-    await asyncio.gather(*(link.finish(r, timeout_s=60) for r in asked))
+    await asyncio.gather(*(link.finish(r) for r in asked))
     of = [[token.sampled.logprob for output in link.of(r) for token in output.logprobs] for r in asked]
     return [Continuation(link.tokens(r), logprobs) for r, logprobs in zip(asked, of, strict=True)]
 

@@ -53,7 +53,7 @@ async def test_workers_of_a_later_version_are_refused_and_others_go_on(pair: lis
         assert (await other.info()).protocol == WORKER_API + 1
         assert (await other.info()).layout.fingerprint != (await decode.info()).layout.fingerprint
         with pytest.raises(grpc.aio.AioRpcError, match=f"has version {WORKER_API} of the worker API") as caught:
-            await other.stub.Warmup(worker_pb2.WarmupRequest(source=await prefill.source()), timeout=60)
+            await other.stub.Warmup(worker_pb2.WarmupRequest(source=await prefill.source()))
         assert from_rpc_error(caught.value).reason is Reason.LAYOUT_MISMATCH
         async with FakePair(prefill, other) as both:
             for length in (3, 300):
@@ -71,7 +71,7 @@ async def test_router_of_a_later_version_is_served(pair: list[Inside]) -> None:
     """What it says has fields that are unknown here."""
     prefill, decode = pair
     source = later(await prefill.source())
-    await decode.stub.Warmup(later(worker_pb2.WarmupRequest(source=source)), timeout=20)
+    await decode.stub.Warmup(later(worker_pb2.WarmupRequest(source=source)))
     async with FakePair(prefill, decode) as both:
         both.source = source
         one = both.submit(later(request(prompt_of(300), temperature=0.0)))

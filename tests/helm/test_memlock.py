@@ -56,7 +56,6 @@ def run(node: Path) -> subprocess.CompletedProcess[str]:
         env={"PATH": f"{node / 'bin'}:{os.environ['PATH']}", **{key: str(value) for key, value in folders.items()}},
         capture_output=True,
         text=True,
-        timeout=120,
     )
 
 

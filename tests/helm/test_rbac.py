@@ -47,7 +47,7 @@ async def test_role_is_what_discovery_calls(objects: str) -> None:
         config = KubernetesConfig.model_validate({"objects": objects, "selector": "app=millrace", "api": server.url})
         source = kubernetes.KubernetesSource(config)
         source.start(Nobody())
-        await asyncio.wait_for(server.watched.wait(), 120)
+        await server.watched.wait()
         await source.stop()
     (role,) = of_kind(items, "Role")
     granted = {

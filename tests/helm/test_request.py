@@ -23,7 +23,7 @@ async def run(cluster: InsideCluster, *arguments: str, key: str = "") -> tuple[i
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    output, _ = await asyncio.wait_for(process.communicate(), 90)
+    output, _ = await process.communicate()
     return process.returncode or 0, output.decode()
 
 

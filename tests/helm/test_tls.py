@@ -91,9 +91,9 @@ async def test_generated_certificates_work(tmp_path: Path) -> None:
         for role in ROLES:
             async with channel(address, Identity(tls_of(role))) as ch:
                 stub = worker_pb2_grpc.WorkerServiceStub(ch)
-                assert (await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=20)).epoch == "e"
+                assert (await stub.GetInfo(worker_pb2.GetInfoRequest())).epoch == "e"
                 try:
-                    await stub.FreezeGc(worker_pb2.FreezeGcRequest(), timeout=20)
+                    await stub.FreezeGc(worker_pb2.FreezeGcRequest())
                     assert role in MAY["/millrace.v1.WorkerService"]
                 except grpc.aio.AioRpcError as error:
                     assert error.code() is grpc.StatusCode.UNAUTHENTICATED and role == "worker"

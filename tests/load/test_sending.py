@@ -38,8 +38,7 @@ class Answering:
         self.most = max(self.most, self.now)
         if self.now == self._together:
             self._met.set()
-        async with asyncio.timeout(120):
-            await self._met.wait()
+        await self._met.wait()
         self.now -= 1
         sample.end = time.perf_counter()
         if job.seed == self._failing:

@@ -9,6 +9,8 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as pb_grpc
 
+from millrace_testing import HANG_S
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -37,7 +39,7 @@ class Collector(pb_grpc.TraceServiceServicer):
                 self.spans += (_seen(service, span) for span in scope.spans)
         return pb.ExportTraceServiceResponse()
 
-    async def until(self, names: set[tuple[str, str]], trace: str, seconds: float = 30.0) -> list[Seen]:
+    async def until(self, names: set[tuple[str, str]], trace: str, seconds: float = HANG_S) -> list[Seen]:
         """The spans of a trace, once (service, name) of all of these have come."""
         async with asyncio.timeout(seconds):
             while True:

@@ -25,6 +25,7 @@ from millrace_cli.process import Process
 from millrace_rpc.access import token
 from millrace_rpc.client import channel
 
+from millrace_testing import HANG_S
 from millrace_testing.faulty_worker import HANG
 from millrace_testing.namespaces import Namespaces
 from millrace_testing.paths import ROOT
@@ -33,7 +34,6 @@ from millrace_testing.proxy import Proxy
 from millrace_testing.shared_disk import SharedDisk
 
 HOST = "127.0.0.1"
-START_S = 90.0
 FAULTY = (sys.executable, "-m", "millrace_testing.faulty_worker")
 GRACE_S = 20.0
 SECRET = "of a system that tests break"
@@ -69,7 +69,7 @@ class Node:
         items = [word for item in (*self._sets, *bound) for word in ("--set", item)]
         command = server_command("router") if self.role == "router" else [*FAULTY, self.role]
         await self._process.start([*self._enter, *command, *items])
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + HANG_S
         while (ports := self._process.announced()) is None:
             alive = self._process.running and time.monotonic() < deadline
             assert alive, f"{self.name} did not start ({self._process.returncode}):\n{self._process.log_tail()}"
@@ -87,7 +87,7 @@ class Node:
 
     async def ended(self) -> int:
         """Wait for its end; the exit code."""
-        return await asyncio.wait_for(self._process.wait(), START_S)
+        return await asyncio.wait_for(self._process.wait(), HANG_S)
 
     def send(self, number: signal.Signals) -> None:
         """To the process and its ranks."""
@@ -183,7 +183,7 @@ class System:
 
     async def whole(self) -> None:
         """Until every router sends requests to every worker."""
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + HANG_S
         while not all([await self._sees_all(router) for router in self.routers]):
             assert time.monotonic() < deadline, f"workers are not routable again; logs in {self._folder}"
             await asyncio.sleep(0.05)

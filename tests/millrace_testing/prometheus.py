@@ -21,6 +21,7 @@ import pytest
 import yaml
 from millrace_cli.process import EXEC_GUARD
 
+from millrace_testing import HANG_S
 from millrace_testing.paths import ROOT
 
 UNPACKED = ROOT / ".venv" / "prometheus" / "usr" / "bin"
@@ -128,7 +129,7 @@ class Prometheus:
         alerts = (await self._http.get("api/v1/alerts")).json()["data"]["alerts"]
         return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
 
-    async def until_fired(self, names: Iterable[str], timeout_s: float = 120.0) -> None:
+    async def until_fired(self, names: Iterable[str], timeout_s: float = HANG_S) -> None:
         """Until each of these alerts has been firing at some moment from now on."""
         missing = set(names)
 
@@ -138,7 +139,7 @@ class Prometheus:
 
         await self.until(fired, lambda: f"firing: {sorted(missing)}", timeout_s)
 
-    async def until(self, condition: Any, what: Any, timeout_s: float = 120.0) -> None:
+    async def until(self, condition: Any, what: Any, timeout_s: float = HANG_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not await condition():
             assert self._process.returncode is None, (self._folder / "prometheus.log").read_text()

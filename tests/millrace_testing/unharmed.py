@@ -46,7 +46,7 @@ class Unharmed:
             await client.wait_whole()
 
     async def _ask(self) -> object:
-        async with httpx.AsyncClient(base_url=self._cluster.http_url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=self._cluster.http_url, timeout=None) as http:
             answer = await http.post("/v1/completions", json=ORDINARY)
             assert (await http.get("/ready")).status_code == 200
         assert answer.status_code == 200, answer.text

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from millrace_common.grammar import checker
 from millrace_serve.model.parallel import init_parallel
+from millrace_testing import HANG_S
 
-TIMEOUT_S, CUDA_TIMEOUT_S = 60.0, 600.0  # of a collective; on a GPU ranks compile while others wait
 IMPORTS = ["millrace_serve.model.deepseek_v3", "triton.runtime.interpreter"]  # of every rank, by one process for all
 Job = tuple[int, int, Callable[..., Any], tuple[Any, ...]]  # tp, dp, function(dims, *args), args
 
@@ -29,6 +30,7 @@ def run_jobs(jobs: list[Job], directory: Path, *, cuda: bool = False) -> list[li
 
 def _rank_main(rank: int, jobs: list[Job], directory: str, cuda: bool) -> None:
     torch.set_num_threads(1)
+    checker.WAIT_S = HANG_S  # as in conftest.py
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -36,7 +38,7 @@ def _rank_main(rank: int, jobs: list[Job], directory: str, cuda: bool) -> None:
         if rank >= tp * dp:
             continue
         rendezvous = f"file://{directory}/rendezvous-{index}"
-        dims = init_parallel(rank, tp, dp, rendezvous, device, CUDA_TIMEOUT_S if cuda else TIMEOUT_S)
+        dims = init_parallel(rank, tp, dp, rendezvous, device, HANG_S)
         torch.save(function(dims, *args), Path(directory) / f"{index}-{rank}.pt")
         if dist.is_initialized():
             dist.destroy_process_group()

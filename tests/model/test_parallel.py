@@ -13,10 +13,11 @@ from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.layers import VocabParallel
 from millrace_serve.model.parallel import ParallelDims, init_parallel
 from millrace_serve.model.weights import Checkpoint
+from millrace_testing import HANG_S
 from millrace_testing.checkpoint import CONFIG
 from millrace_testing.tolerances import MODEL_TOLERANCE, assert_close
 from model.harness import Driver, Seq, random_prompt
-from model.ranks import TIMEOUT_S, run_jobs
+from model.ranks import run_jobs
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -161,7 +162,7 @@ def test_bytes_of_any_length_reach_every_rank_as_they_are(results: dict[str, lis
 
 
 def test_every_group_has_the_timeout_that_was_asked_for(results: dict[str, list]) -> None:
-    assert [out["timeouts"] for out in results["collectives"]] == [[TIMEOUT_S] * 3] * 4
+    assert [out["timeouts"] for out in results["collectives"]] == [[HANG_S] * 3] * 4
 
 
 def test_vocabulary_that_does_not_divide(results: dict[str, list]) -> None:

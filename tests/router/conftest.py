@@ -70,7 +70,7 @@ async def cluster(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncI
             for worker in workers:
                 await worker.start()
                 stack.push_async_callback(worker.stop)
-            timeouts = {"drain": 1.0, "no_workers": 0.3, "silence": 1.0, **settings.pop("timeouts", {})}
+            timeouts = {"drain": 1.0, "no_workers": HANG_S, "silence": HANG_S, **settings.pop("timeouts", {})}
             config = RouterConfig.model_validate(
                 {
                     "model": str(model_folder),

@@ -20,6 +20,7 @@ from millrace_router import main as main_module
 from millrace_router.main import PARTING_S, Router, main
 from millrace_rpc.client import channel
 from millrace_rpc.errors import from_rpc_error
+from millrace_testing import HANG_S
 from millrace_testing.proxy import Proxy
 from router.fake_worker import UNIFIED, FakeWorker, expected, hangs, waits
 from router.harness import Cluster, becomes, events, request_of
@@ -41,14 +42,13 @@ async def unified() -> AsyncIterator[FakeWorker]:
 
 
 async def read_json(path: Path) -> dict[str, int]:
-    async with asyncio.timeout(120):
-        while not path.exists():
-            await asyncio.sleep(0.02)
+    while not path.exists():
+        await asyncio.sleep(0.02)
     return json.loads(path.read_text())
 
 
 async def until_ready(url: str) -> None:
-    async with asyncio.timeout(120), httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=HANG_S) as client:
         while (await client.get(url)).status_code != 200:
             await asyncio.sleep(0.02)
 
@@ -80,12 +80,11 @@ async def test_long_streams_end_whole_and_the_router_with_them(
         assert ports["pid"] == process.pid and len({ports["grpc"], ports["http"], ports["admin"]}) == 3
         await until_ready(f"{url}/ready")
         both = [asyncio.create_task(run(ports, url, length)) for run in (over_grpc, over_http)]
-        async with asyncio.timeout(120):
-            while len(unified.active) < 2:
-                await asyncio.sleep(0.02)
+        while len(unified.active) < 2:
+            await asyncio.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         assert await asyncio.gather(*both) == [expected([1], length)] * 2
-        assert await asyncio.wait_for(process.wait(), 120) == 0
+        assert await asyncio.wait_for(process.wait(), HANG_S) == 0
 
 
 async def over_grpc(ports: dict[str, int], _: str, length: int) -> list[int]:
@@ -97,7 +96,7 @@ async def over_grpc(ports: dict[str, int], _: str, length: int) -> list[int]:
 async def over_http(_: dict[str, int], url: str, length: int) -> list[int]:
     """The oracle's ids are lower-case letters of the test tokenizer."""
     body = {"prompt": [1], "max_tokens": length, "seed": 0, "stream": True}
-    async with httpx.AsyncClient(timeout=120) as client:
+    async with httpx.AsyncClient(timeout=HANG_S) as client:
         text = (await client.post(f"{url}/v1/completions", json=body)).text
     assert text.endswith("data: [DONE]\n\n")
     said = "".join(event["choices"][0]["text"] for event in events(text))
@@ -113,7 +112,7 @@ async def test_an_idle_router_leaves_at_once(model_folder: Path, unified: FakeWo
         watch = health_pb2_grpc.HealthStub(ch).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 120) == 0, "also with a client that watches its health"
+        assert await asyncio.wait_for(process.wait(), HANG_S) == 0, "also with a client that watches its health"
 
 
 async def test_a_router_that_drains_sends_its_clients_away(cluster: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +132,7 @@ async def test_a_router_that_drains_sends_its_clients_away(cluster: Callable, mo
             tokens = list((await anext(call)).token_ids)
             service._port = new.ports["grpc"]  # the old one is no longer behind the Service
             stopping = asyncio.create_task(old.stop())
-            await asyncio.wait_for(becomes(ch, grpc.ChannelConnectivity.IDLE), 120)
+            await asyncio.wait_for(becomes(ch, grpc.ChannelConnectivity.IDLE), HANG_S)
             answer = await stub.Generate(request_of([1], 1)).read()
             assert list(answer.token_ids) == expected([1], 1) and not new.inference.active
             assert not stopping.done() and len(old.inference.active) == 1
@@ -141,7 +140,7 @@ async def test_a_router_that_drains_sends_its_clients_away(cluster: Callable, mo
             async for response in call:
                 tokens += response.token_ids
             assert tokens == expected([1], 8)
-            await asyncio.wait_for(stopping, 120)
+            await asyncio.wait_for(stopping, HANG_S)
     finally:
         await successor.stop()
 
@@ -161,7 +160,7 @@ async def test_a_router_that_drains_closes_http_connections(cluster: Callable) -
     assert refused.status_code == 503 and refused.headers["connection"] == "close"
     go.set()
     assert (await running).tokens() == expected([1], 8)
-    await asyncio.wait_for(stopping, 120)
+    await asyncio.wait_for(stopping, HANG_S)
 
 
 async def test_drain_ends_what_outlives_the_grace(cluster: object) -> None:

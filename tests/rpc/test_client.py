@@ -30,7 +30,7 @@ async def test_silence_ends_the_reading() -> None:
 
     with pytest.raises(TimeoutError):
         await heard_within(0.02, silent())
-    await asyncio.wait_for(ended.wait(), 120)
+    await ended.wait()
 
 
 async def test_a_pause_of_our_own_is_not_the_peers_silence() -> None:
@@ -114,15 +114,14 @@ async def pair() -> AsyncIterator[tuple[list[Router], list[Server], grpc.aio.Cha
 
 
 async def tokens(ch: grpc.aio.Channel) -> list[int]:
-    call = inference_pb2_grpc.InferenceStub(ch).Generate(inference_pb2.GenerateRequest(), timeout=30)
+    call = inference_pb2_grpc.InferenceStub(ch).Generate(inference_pb2.GenerateRequest())
     return [token async for chunk in call for token in chunk.token_ids]
 
 
 async def test_calls_go_round_and_are_made_again_elsewhere(pair: tuple) -> None:
     (first, second), _, ch = pair
-    async with asyncio.timeout(120):
-        while not (first.calls and second.calls):
-            assert await tokens(ch) == [1]
+    while not (first.calls and second.calls):
+        assert await tokens(ch) == [1]
     first.refuses = True
     served, refused = second.calls, first.calls
     for _ in range(10):
@@ -133,12 +132,11 @@ async def test_calls_go_round_and_are_made_again_elsewhere(pair: tuple) -> None:
 async def test_a_router_that_is_not_serving_gets_no_calls(pair: tuple) -> None:
     (first, second), (server, _), ch = pair
     server.set_serving(False)
-    async with asyncio.timeout(120):
-        known = -1
-        while known != first.calls or not second.calls:  # until a round of calls goes to the other one only
-            known = first.calls
-            for _ in range(10):
-                assert await tokens(ch) == [1]
+    known = -1
+    while known != first.calls or not second.calls:  # until a round of calls goes to the other one only
+        known = first.calls
+        for _ in range(10):
+            assert await tokens(ch) == [1]
 
 
 async def test_a_call_with_output_is_not_made_again(pair: tuple) -> None:
@@ -163,9 +161,8 @@ async def test_routers_whose_addresses_change_are_found_soon() -> None:
             if address == "127.0.0.2":
                 ch = routers(dns.target("routers.test", port))
             began = len(dns.asked)
-            async with asyncio.timeout(120):
-                while await served(ch) != [1]:
-                    await asyncio.sleep(0.1)
+            while await served(ch) != [1]:
+                await asyncio.sleep(0.1)
             assert len(dns.asked) > began or address == "127.0.0.2"
         await ch.close()
         assert server is not None

@@ -51,7 +51,7 @@ async def serving(server_identity: Identity) -> AsyncIterator[str]:
 async def ask(address: str, client: Identity | None) -> list[int] | grpc.StatusCode:
     async with channel(address, client) as ch:
         try:
-            answer = await inference_pb2_grpc.InferenceStub(ch).Tokenize(REQUEST, timeout=20)
+            answer = await inference_pb2_grpc.InferenceStub(ch).Tokenize(REQUEST)
         except grpc.aio.AioRpcError as error:
             return error.code()
         return list(answer.token_ids)
@@ -80,7 +80,7 @@ async def test_probes_without_a_certificate_have_a_port_of_health_alone(authorit
             for serving in (False, True):
                 server.set_serving(serving)
                 for service, expected in (("", serving), (NAME, serving), (LIVENESS, True)):
-                    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=20)
+                    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
                     assert answer.status == (SERVING if expected else NOT_SERVING)
         assert await ask(plain, None) is grpc.StatusCode.UNIMPLEMENTED
     finally:

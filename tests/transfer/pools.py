@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadOp, ReadState
 from millrace_serve.transfer.nixl import NixlSink, NixlSource
+from millrace_testing import HANG_S
 from millrace_testing.local_transfer import LocalFabric, LocalSink, LocalSource
 
 POISON = 0xA5
-DEADLINE_S = 30.0
 LOOPBACK = {"NET_DEVICES": "lo"}
 LOOPBACK_TCP = {"NET_DEVICES": "lo", "TLS": "tcp"}
 
@@ -54,7 +54,7 @@ class NixlExporter:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_export, args=(theirs, num_pages, page_bytes, seed, ucx), daemon=True)
         self._process.start()
-        assert self._pipe.poll(DEADLINE_S), "the exporting process did not start"
+        assert self._pipe.poll(HANG_S), "the exporting process did not start"
         self.handle: MemoryHandle = self._pipe.recv()
 
     def kill(self) -> None:
@@ -64,7 +64,7 @@ class NixlExporter:
     def stop(self) -> None:
         """Until every thread stands still: the signal reaches those that run a little later."""
         os.kill(self.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + HANG_S
         tasks = Path(f"/proc/{self.pid}/task")
         while {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()} != {"T"}:
             assert time.monotonic() < deadline, "the exporting process did not stop"
@@ -118,7 +118,7 @@ class Fabric:
 
 def finish(op: ReadOp) -> ReadState:
     """Polls to the end."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + HANG_S
     while (state := op.poll()) is ReadState.PENDING:
         assert time.monotonic() < deadline, "the read never became final"
     return state

@@ -20,9 +20,10 @@ from millrace_serve.transfer.messages import (
 )
 from millrace_serve.transfer.nixl import NixlSink
 from millrace_serve.transfer.reader import Reader
+from millrace_testing import HANG_S
 from millrace_testing.faulty_transfer import Fault, FaultPlan, FaultySink
 from millrace_testing.local_transfer import LocalFabric, LocalSink, LocalSource
-from transfer.pools import DEADLINE_S, LOOPBACK, LOOPBACK_TCP, NixlExporter, Pool
+from transfer.pools import LOOPBACK, LOOPBACK_TCP, NixlExporter, Pool
 
 ID = RequestId(7, 0)
 NEVER_S, SOON_S = 1000.0, 0.02
@@ -87,7 +88,7 @@ class Running:
         self.do(ReadPages(ID, read, src_pages, dst_pages, source.agent))
 
     def next(self) -> FromReader:
-        return self.reports.get(timeout=DEADLINE_S)
+        return self.reports.get(timeout=HANG_S)
 
     def finished(self, count: int) -> dict[int, str]:
         """Numbers and errors of the next `count` reports, which must all be ReadDone."""
@@ -104,7 +105,7 @@ class Running:
     def close(self) -> None:
         if self._thread.is_alive():
             self.do(StopReader())
-            self._thread.join(DEADLINE_S)
+            self._thread.join(HANG_S)
         assert not self._thread.is_alive() and not (self.reader._in_flight and self.error is None)
 
 
@@ -253,7 +254,7 @@ def test_idle_reader_sleeps_and_still_answers() -> None:
     reader.connect(source)
     reader.read(0, source, [1], [1])
     assert reader.finished(1) == {0: ""}
-    assert reader.inbox.empty.wait(DEADLINE_S)
+    assert reader.inbox.empty.wait(HANG_S)
     before = calls
     assert not threading.Event().wait(0.05)
     assert calls - before <= 2

@@ -18,6 +18,7 @@ from millrace_serve.worker.frontend.links import Links, RouterLink
 from millrace_serve.worker.frontend.requests import ABORTED, ORPHANED, Requests
 from millrace_serve.worker.frontend.spans import WorkerSpans
 from millrace_serve.worker.frontend.wakeup import Wakeup
+from millrace_testing import HANG_S
 from prometheus_client import CollectorRegistry
 
 
@@ -133,4 +134,4 @@ async def test_repeated_and_foreign_attempts_are_told_apart(bench: Bench, metric
 async def test_wakeup_in_time_is_true_and_late_is_false() -> None:
     wakeup = Wakeup()
     asyncio.get_running_loop().call_soon(wakeup.fire)
-    assert await wakeup.wait(120) and not await wakeup.wait(0)
+    assert await wakeup.wait(HANG_S) and not await wakeup.wait(0)

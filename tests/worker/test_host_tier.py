@@ -24,7 +24,7 @@ async def test_prompts_of_a_second_pass_come_from_the_host_tier() -> None:
                 for one in wanted:
                     link.submit(one)
                 for one, prompt in zip(wanted, prompts, strict=True):
-                    await link.finish(one, 60)
+                    await link.finish(one)
                     assert link.of(one)[0].cached_tokens == cached
                     assert link.tokens(one) == oracle_outputs(prompt, GREEDY, SimSettings())
         [load] = (await worker.whole()).replicas

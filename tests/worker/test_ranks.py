@@ -41,6 +41,7 @@ from millrace_serve.worker.messages import (
     ToEngine,
     WeightsSet,
 )
+from millrace_testing import HANG_S
 
 
 class Nobody(Launcher):
@@ -103,7 +104,7 @@ async def test_report_that_cannot_be_handled_ends_the_worker(
     rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
     rank.send(FromRank(0, Events()))
     rank.send(FromRank(0, Events()))
-    assert "rank 0: AssertionError: illegal transition" in await asyncio.wait_for(lost, 120)
+    assert "rank 0: AssertionError: illegal transition" in await asyncio.wait_for(lost, HANG_S)
     await asyncio.wait({starting})
     assert "illegal transition" in str(starting.exception())
 
@@ -121,12 +122,11 @@ async def test_rank_that_hangs_ends_the_worker(
     rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
     rank.send(FromRank(0, ready(config, f"ipc://{tmp_path}/rank")))
     assert not ranks.health.busy
-    await asyncio.wait_for(starting, 120)
+    await asyncio.wait_for(starting, HANG_S)
     for doing in ("a profile", ""):
         rank.send(FromRank(0, RankHeartbeat(marks=5, waiting=False, launched=3, limit_s=0.3, doing=doing)))
-        async with asyncio.timeout(120):
-            while ranks.health.busy != bool(doing):
-                await asyncio.sleep(0.01)
+        while ranks.health.busy != bool(doing):
+            await asyncio.sleep(0.01)
     asking = asyncio.create_task(ranks.freeze_gc())
     while not lost.done():
         rank.send(FromRank(0, RankHeartbeat(marks=5, waiting=False, launched=3, limit_s=0.3, doing="")))
@@ -156,7 +156,7 @@ async def test_rank_that_ends_before_its_last_words_come_is_lost_by_them(
         rank.send(FromRank(0, RankFailed("no memory")))
     why = "rank 0 failed: no memory" if told else "rank 0 ended (exit code 1)"
     with pytest.raises(MillraceError, match=re.escape(why)):
-        await asyncio.wait_for(starting, 120)
+        await asyncio.wait_for(starting, HANG_S)
     assert lost == [why]
     ranks._on_exit(0, "signal 9")
     await ranks.stop(5.0)
@@ -171,7 +171,7 @@ async def test_rank_that_ends_is_lost_once_by_its_last_words(
     starting = asyncio.create_task(ranks.start())
     rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
     rank.send(FromRank(0, ready(config, f"ipc://{tmp_path}/rank")))
-    await asyncio.wait_for(starting, 120)
+    await asyncio.wait_for(starting, HANG_S)
     rank.send(FromRank(0, RankFailed("no memory", refused=True)))
     assert ranks._inbox._socket.poll(20_000)  # it has come, and the loop has not had a turn
     ranks._on_exit(0, "exit code 1")
@@ -195,7 +195,7 @@ async def test_ranks_that_end_before_an_answer_leave_no_question_to_the_next(
         rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
         inbox: Receiver[ToEngine] = Receiver(context, f"ipc://{tmp_path}/{name}", ToEngine)
         rank.send(FromRank(0, ready(config, inbox.endpoint)))
-        await asyncio.wait_for(starting, 120)
+        await asyncio.wait_for(starting, HANG_S)
         return inbox, rank
 
     first, _ = await start("first")
@@ -203,7 +203,7 @@ async def test_ranks_that_end_before_an_answer_leave_no_question_to_the_next(
     await asyncio.sleep(0)
     assert first.receive(20) == [FreezeGc()]
     await ranks.stop(0)
-    assert asking in (await asyncio.wait({asking}, timeout=120))[0]
+    assert asking in (await asyncio.wait({asking}, timeout=HANG_S))[0]
     with pytest.raises(MillraceError, match="ended before they answered"):
         asking.result()
     with pytest.raises(MillraceError, match="the ranks are not up"):  # or a profile would run that nobody makes
@@ -214,7 +214,7 @@ async def test_ranks_that_end_before_an_answer_leave_no_question_to_the_next(
     await asyncio.sleep(0)
     assert second.receive(20) == [FreezeGc()]
     rank.send(FromRank(0, GcFrozen(7)))
-    assert await asyncio.wait_for(asking, 120) == [7]
+    assert await asyncio.wait_for(asking, HANG_S) == [7]
 
 
 async def test_answers_are_in_the_order_of_ranks(
@@ -227,12 +227,12 @@ async def test_answers_are_in_the_order_of_ranks(
     frontend: Sender[FromRank] = Sender(context, await launcher.endpoint)
     for rank in (1, 0):
         frontend.send(FromRank(rank, ready(config, f"ipc://{tmp_path}/rank{rank}")))
-    await asyncio.wait_for(starting, 120)
+    await asyncio.wait_for(starting, HANG_S)
     asking = asyncio.create_task(ranks.set_weights(SetWeights("/x", "v")))
     await asyncio.sleep(0)
     for rank, error in ((0, ""), (1, "no such file")):
         frontend.send(FromRank(rank, WeightsSet(sim_layout(config.limits, config.sim), error)))
-    assert await asyncio.wait_for(asking, 120) == "rank 1: no such file"
+    assert await asyncio.wait_for(asking, HANG_S) == "rank 1: no such file"
 
 
 async def test_what_nobody_asked_for_is_dropped_and_counted(
@@ -247,7 +247,7 @@ async def test_what_nobody_asked_for_is_dropped_and_counted(
     rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
     first, second = (Receiver[ToEngine](context, f"ipc://{tmp_path}/{name}", ToEngine) for name in ("first", "second"))
     rank.send(FromRank(0, ready(config, first.endpoint)))
-    await asyncio.wait_for(starting, 120)
+    await asyncio.wait_for(starting, HANG_S)
     for stray in (
         FromRank(1, RankFailed("of no rank")),
         FromRank(-1, RankFailed("of no rank")),
@@ -258,13 +258,13 @@ async def test_what_nobody_asked_for_is_dropped_and_counted(
     ):
         rank.send(stray)  # type: ignore[arg-type]
     rank.send(FromRank(0, Events()))
-    assert await asyncio.wait_for(reports.get(), 120) == Events()
+    assert await asyncio.wait_for(reports.get(), HANG_S) == Events()
     assert strays == ["RankFailed", "RankFailed", "RankReady", "GcFrozen", "undecodable", "undecodable"] and not lost
     asking = asyncio.create_task(ranks.freeze_gc())
     await asyncio.sleep(0)
     assert first.receive(20) == [FreezeGc()] and second.receive() == []
     rank.send(FromRank(0, GcFrozen(7)))
-    assert await asyncio.wait_for(asking, 120) == [7]
+    assert await asyncio.wait_for(asking, HANG_S) == [7]
 
 
 async def test_rank_that_is_lost_between_two_warm_up_requests_ends_the_start() -> None:
@@ -276,7 +276,7 @@ async def test_rank_that_is_lost_between_two_warm_up_requests_ends_the_start() -
     living = asyncio.create_task(worker_main._live(frontend, asyncio.Event(), ""))
     await asyncio.sleep(0)
     frontend.lost.set_result("rank 1 ended (signal 9)")
-    assert await asyncio.wait_for(living, 120) == (1, "could not start: rank 1 ended (signal 9)")
+    assert await asyncio.wait_for(living, HANG_S) == (1, "could not start: rank 1 ended (signal 9)")
 
 
 async def test_ranks_may_be_stopped_by_two_at_once() -> None:
@@ -292,7 +292,7 @@ async def test_ranks_may_be_stopped_by_two_at_once() -> None:
     launcher._processes, launcher._ends = [rank], [end]
     end.set_result(None)
     await launcher.stop(20)
-    await asyncio.wait_for(stops[0], 120)
+    await asyncio.wait_for(stops[0], HANG_S)
 
 
 def test_announcement_is_with_the_frontend_before_the_work_begins() -> None:
@@ -316,10 +316,10 @@ def test_announcement_is_with_the_frontend_before_the_work_begins() -> None:
 def test_heartbeats_come_by_themselves_and_say_how_far_the_rank_is() -> None:
     progress, heartbeats = Progress(), queue.Queue[RankHeartbeat]()
     with HeartbeatThread(progress, heartbeats.put):
-        assert heartbeats.get(timeout=120).waiting
+        assert heartbeats.get(timeout=HANG_S).waiting
         with progress.waits():
             pass
-        while (heartbeat := heartbeats.get(timeout=120)).marks < 2:
+        while (heartbeat := heartbeats.get(timeout=HANG_S)).marks < 2:
             pass
         assert (heartbeat.marks, heartbeat.waiting, heartbeat.limit_s) == (2, False, LEAST_S)
 
@@ -337,7 +337,7 @@ def test_heartbeat_tells_what_any_thread_lost(tmp_path: Path, monkeypatch: pytes
     kernel.thread(8)
     monkeypatch.setattr(heartbeat_module, "Starvation", lambda pid: Starvation(PID, tmp_path, clock))
     with HeartbeatThread(Progress(), heartbeats.put):
-        while heartbeats.get(timeout=120).starved != pytest.approx(0.75):  # in most looks a bit below it
+        while heartbeats.get(timeout=HANG_S).starved != pytest.approx(0.75):  # in most looks a bit below it
             pass
 
 
@@ -352,7 +352,7 @@ def test_rank_that_comes_no_further_writes_its_stacks_once(
 
     def few_heartbeats() -> None:
         for _ in range(heartbeats.qsize() + 3):
-            heartbeats.get(timeout=120)
+            heartbeats.get(timeout=HANG_S)
 
     with HeartbeatThread(progress, heartbeats.put, lambda: written.put(caplog.messages[-1])):
         few_heartbeats()
@@ -360,7 +360,7 @@ def test_rank_that_comes_no_further_writes_its_stacks_once(
             few_heartbeats()
         assert written.empty()
         for _ in range(2):
-            assert "no step has ended" in written.get(timeout=120)
+            assert "no step has ended" in written.get(timeout=HANG_S)
             few_heartbeats()
             assert written.empty()
             with progress.waits():

@@ -112,21 +112,20 @@ async def test_ranks_as_actors_over_tcp(fake_ray: list[str]) -> None:
 
     others = dict.fromkeys((RankProgress, GcPauses), lambda rank, report: None)
     ranks = Ranks(config, launcher, {Events: on_events, **others}, lost.append)
-    async with asyncio.timeout(120):
-        await ranks.start()
-        assert ranks.info is not None
-        for endpoint, said in (
-            (ranks._inbox.endpoint, FromRank(0, RankFailed("I am a stranger"))),
-            (ranks.info.engine_endpoint, Stop()),
-            (ranks.info.reader_endpoint, StopReader()),
-        ):
-            await asyncio.to_thread(turned_away, endpoint, said)
-        for replica in range(2):
-            sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
-            request = Request(id=RequestId(replica + 1, 0), token_ids=[replica], sampling=sampling)
-            ranks.send(replica, Submit(request))
-        await finished.wait()
-        await ranks.stop(5.0)
+    await ranks.start()
+    assert ranks.info is not None
+    for endpoint, said in (
+        (ranks._inbox.endpoint, FromRank(0, RankFailed("I am a stranger"))),
+        (ranks.info.engine_endpoint, Stop()),
+        (ranks.info.reader_endpoint, StopReader()),
+    ):
+        await asyncio.to_thread(turned_away, endpoint, said)
+    for replica in range(2):
+        sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+        request = Request(id=RequestId(replica + 1, 0), token_ids=[replica], sampling=sampling)
+        ranks.send(replica, Submit(request))
+    await finished.wait()
+    await ranks.stop(5.0)
     assert tokens == {0: expected([0], 5), 1: expected([1], 5)}
     assert lost == []
     assert fake_ray[0] == "group of 2" and fake_ray.count("run") == 2
@@ -194,12 +193,11 @@ async def test_who_waits_for_pods_says_so(
     joined = asyncio.Event()
     with caplog.at_level(logging.WARNING):
         waiting = asyncio.create_task(ray_launch._placed(types.SimpleNamespace(ready=joined.wait), 16))
-        async with asyncio.timeout(120):
-            while not caplog.messages:
-                await asyncio.sleep(0.01)
-            assert caplog.messages[0] == "waiting for pods: Ray has 1, too few for 16 ranks" and not waiting.done()
-            joined.set()
-            await waiting
+        while not caplog.messages:
+            await asyncio.sleep(0.01)
+        assert caplog.messages[0] == "waiting for pods: Ray has 1, too few for 16 ranks" and not waiting.done()
+        joined.set()
+        await waiting
 
 
 async def test_lost_rank_is_named_with_its_pod(fake_ray: list[str]) -> None:

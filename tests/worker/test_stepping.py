@@ -24,6 +24,7 @@ from millrace_serve.worker.channels import Receiver, Sender
 from millrace_serve.worker.messages import RankFailed, Report, SetWeights, Stop, ToEngine, WeightsSet
 from millrace_serve.worker.rank import process
 from millrace_serve.worker.rank.loop import EngineLoop, Upkeep
+from millrace_testing import HANG_S
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -112,7 +113,7 @@ def end(*loops: Loop) -> None:
     for loop in loops:
         loop.outbox.send(Stop())
     for loop in loops:
-        loop.thread.join(120)
+        loop.thread.join(HANG_S)
     alive = [loop.thread.is_alive() for loop in loops]
     for loop in loops:
         loop.outbox.close()
@@ -123,7 +124,7 @@ def end(*loops: Loop) -> None:
 def ask(loop: Loop, room: int, count: int) -> None:
     loop.outbox.send(Submit(request(room, [20, 21, 22], max_tokens=count)))
     for _ in range(count):
-        loop.tokens.get(timeout=120)
+        loop.tokens.get(timeout=HANG_S)
 
 
 def all_asleep(loops: list[Loop]) -> bool:
@@ -136,7 +137,7 @@ def test_idle_loops_do_nothing_and_wake_for_each_other(loops: list[Loop], monkey
     for loop in loops:
         loop.thread.start()
     ask(loops[0], 1, 3)
-    assert all(loop.checked.wait(120) for loop in loops), "the pools are checked once, after a quiet time"
+    assert all(loop.checked.wait(HANG_S) for loop in loops), "the pools are checked once, after a quiet time"
     until(lambda: all_asleep(loops))
     before = [loop.num_steps for loop in loops]
     for room in range(2, 12):
@@ -164,10 +165,10 @@ def test_loop_that_is_called_while_a_step_runs_does_not_spin(hosts: str, tmp_pat
             loop.thread.start()
         for room, loop in enumerate(loops):
             loop.outbox.send(Submit(request(room, [20, 21, 22], max_tokens=20)))
-        loops[0].tokens.get(timeout=120)
+        loops[0].tokens.get(timeout=HANG_S)
         steps, waits = loops[0].num_steps, loops[0].num_waits
         for _ in range(10):
-            loops[0].tokens.get(timeout=120)
+            loops[0].tokens.get(timeout=HANG_S)
         assert loops[0].num_steps - steps >= 5
         assert loops[0].num_waits - waits < 10 * (loops[0].num_steps - steps)
         end(*loops)
@@ -185,9 +186,9 @@ def test_prompt_is_in_the_step_behind_the_one_that_runs(tmp_path: Path) -> None:
         for room in range(2, 7):
             loop.outbox.send(Submit(request(1, [20, 21, 22], max_tokens=12)))
             for _ in range(4):
-                assert loop.tokens.get(timeout=120) == 1
+                assert loop.tokens.get(timeout=HANG_S) == 1
             loop.outbox.send(Submit(request(room, [30, 31, 32], max_tokens=1)))
-            rooms = [loop.tokens.get(timeout=120) for _ in range(9)]
+            rooms = [loop.tokens.get(timeout=HANG_S) for _ in range(9)]
             before.append(rooms.index(room))
         end(loop)
     assert min(before) == 2, before
@@ -212,5 +213,5 @@ def test_follower_whose_inbox_fails_has_failed(tmp_path: Path) -> None:
     Sender[ToEngine](context, inbox.endpoint).send(SetWeights("", ""))
     parts: Any = SimpleNamespace(engine=None, run=lambda: None)
     process._step(parts, inbox, failed.put, Upkeep(1, failed.put, nullcontext, no_weights))
-    assert failed.get(timeout=120) == RankFailed("the inbox failed: AssertionError: nobody asks for other weights")
+    assert failed.get(timeout=HANG_S) == RankFailed("the inbox failed: AssertionError: nobody asks for other weights")
     context.destroy(linger=0)

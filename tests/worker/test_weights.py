@@ -19,6 +19,7 @@ from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_serve.engine.config import Limits, Role
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.model.parallel import ParallelDims
+from millrace_testing import HANG_S
 from millrace_testing.damages import POINTER
 from millrace_testing.fake_router import FakeLink, FakePair, request
 from millrace_testing.inside import inside
@@ -45,7 +46,7 @@ async def do(worker: Worker, action: str, **fields: Any) -> str:
     """The version of the weights afterwards. Raises MillraceError."""
     order = worker_pb2.SetWeightsRequest(action=f"WEIGHTS_ACTION_{action.upper()}", **fields)
     try:
-        return (await worker.stub.SetWeights(order, timeout=60)).version
+        return (await worker.stub.SetWeights(order, timeout=HANG_S)).version
     except grpc.RpcError as error:
         raise from_rpc_error(error) from error
 
@@ -61,7 +62,7 @@ async def answers(worker: Worker, cached: int | None = None) -> list[list[int]]:
         for one in batch:
             link.submit(one)
         for one in batch:
-            await link.finish(one, timeout_s=60)
+            await link.finish(one)
         if cached is not None:
             assert link.of(batch[-1])[0].cached_tokens == cached
         return [link.tokens(one) for one in batch]
@@ -86,9 +87,8 @@ async def test_pause_keeps_sequences_and_a_resume_goes_on_with_them() -> None:
         link.abort(ours[0])
         await link.finish(ours[0])  # messages are handled
         before = [len(link.tokens(one)) for one in ours]  # with those that were on their way
-        async with asyncio.timeout(120):
-            while not all(rank.heartbeat.waiting for rank in worker.process.frontend.ranks._watch._ranks):
-                await asyncio.sleep(0.01)
+        while not all(rank.heartbeat.waiting for rank in worker.process.frontend.ranks._watch._ranks):
+            await asyncio.sleep(0.01)
         load = await worker.load()
         assert load.state == worker_pb2.WORKER_STATE_PAUSED and all(r.paused for r in load.replicas)
         assert [r.counters["steps"] for r in load.replicas] == steps
@@ -115,7 +115,7 @@ async def test_pause_that_drops_fails_sequences_and_a_drain_does_not_wait() -> N
         link.submit(again)  # the link has stayed
         await link.first(again)
         await do(worker, "pause")
-        assert (await worker.stub.Drain(worker_pb2.DrainRequest(timeout_s=60), timeout=10)).aborted == 1
+        assert (await worker.stub.Drain(worker_pb2.DrainRequest(timeout_s=2 * HANG_S), timeout=HANG_S)).aborted == 1
         assert (await link.finish(again)).failure.reason == Reason.DRAINING
 
 
@@ -192,8 +192,7 @@ async def test_sleep_with_a_lease_ends_it_and_then_the_worker_stops() -> None:
             await link.first(one)
             await do(worker, "pause")
             assert (await worker.load()).replicas[0].exporting == 1
-            async with asyncio.timeout(120):
-                await do(worker, "sleep")
+            await do(worker, "sleep")
         await do(worker, "wake")
         await do(worker, "resume")
         await worker.whole()
@@ -330,7 +329,7 @@ async def test_load_of_a_checkpoint_that_does_not_fit_is_refused(
             assert caught.value.reason is Reason.INVALID_ARGUMENT and caught.value.param == "path"
         await do(model, "resume")
         assert (await model.info()).epoch == epoch
-        await link.finish(kept, timeout_s=60)
+        await link.finish(kept)
     assert await answers(model) == references[0]
 
 
@@ -373,13 +372,13 @@ async def test_pair_with_different_weights_is_refused_in_either_order(
 
         async def ask() -> list[list[int]]:
             source = await prefill.source()
-            await decode.stub.Warmup(worker_pb2.WarmupRequest(source=source), timeout=60)
+            await decode.stub.Warmup(worker_pb2.WarmupRequest(source=source), timeout=HANG_S)
             async with await linked(prefill) as to_prefill, await linked(decode) as to_decode:
                 batch = [request(prompt, max_tokens=12) for prompt in PROMPTS]
                 for one in batch:
                     to_decode.submit(one, source)
                     to_prefill.submit(one)
-                return [to_decode.tokens(one) for one in batch if await to_decode.finish(one, timeout_s=60)]
+                return [to_decode.tokens(one) for one in batch if await to_decode.finish(one)]
 
         async def refused() -> None:
             with pytest.raises(grpc.RpcError, match="KV layout"):
@@ -424,14 +423,14 @@ async def test_sleep_ends_the_profile(tmp_path: Path) -> None:
     """The ranks that wake are other processes."""
     folder, call = tmp_path / "traces", worker_pb2.StopProfileRequest()
     async with workers(tmp_path, "unified", sets=(*MODEL, f"profile_dir={folder}")) as [worker]:
-        await worker.stub.StartProfile(worker_pb2.StartProfileRequest(), timeout=60)
+        await worker.stub.StartProfile(worker_pb2.StartProfileRequest(), timeout=HANG_S)
         await do(worker, "pause")
         await do(worker, "sleep")
         (trace,) = folder.iterdir()
         with pytest.raises(grpc.RpcError, match="the ranks are not up"):
-            await worker.stub.StartProfile(worker_pb2.StartProfileRequest(), timeout=60)
+            await worker.stub.StartProfile(worker_pb2.StartProfileRequest(), timeout=HANG_S)
         await do(worker, "wake")
-        assert list((await worker.stub.StopProfile(call, timeout=60)).paths) == [str(trace)]
+        assert list((await worker.stub.StopProfile(call, timeout=HANG_S)).paths) == [str(trace)]
 
 
 @pytest.mark.long
@@ -453,9 +452,8 @@ async def test_tiers_find_pages_of_the_same_version_alone(
             assert await answers(worker, cached) == references[reference]
             folders = {folder.name for folder in (tmp_path / "kv").iterdir()}
             assert (await worker.info()).layout.fingerprint in folders
-            async with asyncio.timeout(120):
-                while (await worker.load()).replicas[0].host_pages_used < 4:
-                    await asyncio.sleep(0.02)
+            while (await worker.load()).replicas[0].host_pages_used < 4:
+                await asyncio.sleep(0.02)
 
 
 @pytest.mark.long

@@ -162,7 +162,7 @@ class GrammarDriver(Driver):
 
     def finish_compiling(self) -> None:
         self.compiler.gate.set()
-        self.grammars._threads.submit(lambda: None).result(120)
+        self.grammars._threads.submit(lambda: None).result()
         while self.grammars.waiting:
             self.step()
 

@@ -47,7 +47,7 @@ class Worker:
         return ok
 
     def _end(self, move: Move) -> bool:
-        one = self.tier._done.get(timeout=120)  # `take` does not wait
+        one = self.tier._done.get()  # `take` does not wait
         assert (one.block, one.slot, one.is_load) == (move.block, move.slot, move.is_load)
         return one.ok
 

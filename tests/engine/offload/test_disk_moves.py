@@ -19,6 +19,7 @@ from millrace_serve.engine.offload.disk_moves import LOAD_S, DiskMoves
 from millrace_serve.engine.offload.disk_tier import Move
 from millrace_serve.engine.offload.host_tier import Copy, HostTier
 from millrace_serve.engine.offload.page_folder import PageFolder
+from millrace_testing import HANG_S
 from millrace_testing.blocks import block, blocks
 from millrace_testing.examples import examples
 from millrace_testing.oracle import oracle_outputs
@@ -256,7 +257,7 @@ def test_folder_that_does_not_answer_holds_up_no_step(tmp_path: Path, monkeypatc
     second, answers, has = OnDisk(tmp_path, host_pages=100), threading.Event(), PageFolder.has
 
     def hangs(folder: PageFolder, block: bytes) -> bool:
-        assert answers.wait(60), "the step waits"
+        assert answers.wait(HANG_S), "the step waits"
         return has(folder, block)
 
     monkeypatch.setattr(PageFolder, "has", hangs)
@@ -265,7 +266,7 @@ def test_folder_that_does_not_answer_holds_up_no_step(tmp_path: Path, monkeypatc
     second.engine._disk.remove([block(1)])
     monkeypatch.setattr(disk_tier, "LOOK_S", 60.0)
     answers.set()
-    second.engine._disk.store._asked.join(60)
+    second.engine._disk.store._asked.join(HANG_S)
     assert second.engine._disk.store.count(page_hashes(PROMPT, 4)) == 5
     second.settle()
     second.engine.close()

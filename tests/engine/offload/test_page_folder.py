@@ -15,6 +15,7 @@ from millrace_serve.engine.offload import disk_tier
 from millrace_serve.engine.offload.disk_tier import MAX_STORES, DiskTier, Move
 from millrace_serve.engine.offload.page_folder import LEAST_PART, PageFolder
 from millrace_serve.transfer.base import PageBuffer, TransferError
+from millrace_testing import HANG_S
 from millrace_testing.blocks import block
 
 PAGE, PAGES = 4096, 8
@@ -58,7 +59,7 @@ def test_page_comes_back_to_another_worker_after_a_restart(tmp_path: Path, secre
 
 def ended(tier: DiskTier, count: int) -> list[Move]:
     """As `take`, which does not wait."""
-    return [tier._done.get(timeout=120) for _ in range(count)]
+    return [tier._done.get(timeout=HANG_S) for _ in range(count)]
 
 
 def test_another_layout_shares_nothing(worker: Worker, tmp_path: Path) -> None:
@@ -335,7 +336,7 @@ class Slow:
     def store(self, block: bytes, slot: int) -> None:
         self.calls.append(f"store {slot}")
         self.began.set()
-        assert self.goes_on.wait(60)
+        assert self.goes_on.wait(HANG_S)
 
     def load(self, block: bytes, slot: int) -> bool:
         self.calls.append(f"load {slot}")
@@ -349,7 +350,7 @@ def test_loads_go_before_stores_and_warn_once(caplog: pytest.LogCaptureFixture) 
     """A prompt waits for a load, and nobody for a store."""
     folder = Slow()
     tier = DiskTier(folder)  # type: ignore[arg-type]
-    assert tier.store(BLOCK, 0) and folder.began.wait(60)
+    assert tier.store(BLOCK, 0) and folder.began.wait(HANG_S)
     assert tier.store(OTHER, 1)
     for slot in (2, 3):
         tier.load(BLOCK, slot)
@@ -364,7 +365,7 @@ def test_disk_that_hangs_keeps_no_worker_from_its_end(monkeypatch: pytest.Monkey
     monkeypatch.setattr(disk_tier, "CLOSE_S", 0.0)
     folder = Slow()
     tier = DiskTier(folder)  # type: ignore[arg-type]
-    assert tier.store(BLOCK, 0) and folder.began.wait(60)
+    assert tier.store(BLOCK, 0) and folder.began.wait(HANG_S)
     assert tier.close() is False
     folder.goes_on.set()
 

@@ -21,7 +21,7 @@ from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.context_parallel.split import Split
 from millrace_serve.model.parallel import ParallelDims
-from millrace_testing import paths
+from millrace_testing import HANG_S, paths
 from millrace_testing.oracle import oracle_outputs
 from model.ranks import run_jobs
 from msgspec import structs
@@ -138,7 +138,7 @@ def run_threads(function, count: int) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_S)
 
 
 # ------------------------------------------------------------------------------------------------ the model

@@ -97,24 +97,29 @@ def test_requests_of_every_kind_find_warmed_kernels(
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="notes what Triton's interpreter would run")
 def test_replicas_find_warmed_kernels(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """The exchange's own kernels are not among them: on a CPU replicas exchange by `gather`."""
-    (found,) = run_jobs([(1, 2, replica_variants, (checkpoints["fp8"],))], tmp_path)
+    (found,) = run_jobs([(1, 2, replica_variants, (checkpoints["fp8"], tmp_path))], tmp_path)
     for warmed, late, seen in found:
         assert warmed > 30 and not late, late
         check_reached(seen, 2, "no row", "shared chunk")
 
 
-def replica_variants(dims: ParallelDims, folder: Path) -> tuple[int, list[str], dict[str, int]]:
+def replica_variants(dims: ParallelDims, checkpoint: Path, folder: Path) -> tuple[int, list[str], dict[str, int]]:
     """How many variants one of two replicas warmed, which others its requests launched, and what these reached."""
+
+    def over() -> bool:
+        (folder / f"{dims.dp_rank} is over").touch()
+        return len(list(folder.glob("* is over"))) == dims.dp
+
     as_on_a_gpu(setattr)
     limits = LIMITS.model_copy(update={"context_parallel_tokens": 100, "draft_tokens": 2})
     execution = Execution(graphs="on")
     with launches.noted() as variants:
         rank = torch_factory.load_rank(
-            limits, Role.UNIFIED, folder, dims, torch.device("cpu"), torch.bfloat16, execution=execution
+            limits, Role.UNIFIED, checkpoint, dims, torch.device("cpu"), torch.bfloat16, execution=execution
         )
         eager(rank.lockstep)
         warmed = set(variants)
-        seen = serve_as_replica(rank.engine(), limits, dims.dp_rank)
+        seen = serve_as_replica(rank.engine(), limits, dims.dp_rank, over)
     return len(warmed), launches.differences(warmed, variants), dict(seen)
 
 

@@ -11,6 +11,7 @@ from millrace_serve.engine.lockstep.links import HELLO, RankConnection, RankList
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.lockstep.replicas import ReplicaState
 from millrace_serve.engine.schedule.plan import Plan
+from millrace_testing import HANG_S
 
 TOKEN = bytes(range(16))
 
@@ -55,14 +56,14 @@ def test_replicas_without_work_sleep_until_one_calls(hosts: str) -> None:
         thread = threading.Thread(target=lambda: answer.append(ranks[caller].agree(None, True).last))  # noqa: B023
         thread.start()
         woken = together([lambda one=one: _sleep_and_agree(one) for one in others])
-        thread.join(120)
+        thread.join(HANG_S)
         assert answer == [True] and woken == [True] * len(others)
         together([lambda one=one: one.agree(None, False) for one in ranks])
 
 
 def _sleep_and_agree(one: Lockstep) -> bool:
     while not one.due():
-        assert select.select(one.fds, (), (), 10)[0], "nothing woke it"
+        assert select.select(one.fds, (), (), HANG_S)[0], "nothing woke it"
     return one.agree(None, False).last
 
 

@@ -22,6 +22,7 @@ from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimRunner
 from millrace_serve.engine.step.batch import HostBatch, StepBatch
 from millrace_serve.model.context_parallel.split import Split
+from millrace_testing import HANG_S
 
 
 def test_alone_agrees_with_itself():
@@ -98,7 +99,7 @@ def test_idle_replica_steps_as_long_as_another_works():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(HANG_S)
     assert len(outputs[0]) == 5 and outputs[1] == [] and steps == [21, 21]
     assert [agreed for _, *agreed in counts[0]] == [[(3, 0), False]] + [[(1, 0), True]] * 4
     assert counts[1] == [(0, *agreed) for _, *agreed in counts[0]]

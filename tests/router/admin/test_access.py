@@ -125,7 +125,8 @@ async def test_with_mutual_tls_operators_have_a_certificate_of_theirs(cluster: C
         assert reason is (None if good else Reason.UNAUTHENTICATED), name
         context = ssl.create_default_context(cafile=str(tls["ca"]))
         context.load_cert_chain(str(tls["cert"]), str(tls["key"]))
-        async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{ports['admin_http']}", verify=context) as http:
+        url = f"https://127.0.0.1:{ports['admin_http']}"
+        async with httpx.AsyncClient(base_url=url, verify=context, timeout=None) as http:
             answers = await asyncio.gather(*(http.get("/workers") for _ in range(2)))
             assert all((answer.status_code == 200) is good for answer in answers), name
             assert good or all("tls.peers.admin" in answer.json()["error"]["message"] for answer in answers)

@@ -40,10 +40,9 @@ class Heard:
         return sorted(target.address for target in self.targets)
 
     async def until(self, condition: object) -> None:
-        async with asyncio.timeout(120):
-            while not condition():
-                self._news.clear()
-                await self._news.wait()
+        while not condition():
+            self._news.clear()
+            await self._news.wait()
 
 
 # ----------------------------------------------------------------------------------------- comparing

@@ -226,7 +226,7 @@ async def found(cluster: Callable, server: KubeServer) -> AsyncIterator[Callable
             kubernetes = {"selector": SELECTOR, "api": server.url}
             made = await cluster(discovery={"kind": "kubernetes", "kubernetes": kubernetes}, wait=False)
             made.workers = list(workers)
-            await made.until(lambda: made.router.registry.ready, 30)
+            await made.until(lambda: made.router.registry.ready)
             return made, pods
 
         yield start
@@ -236,33 +236,33 @@ async def test_readiness_flips_and_the_link_stays(found: Callable, server: KubeS
     made, (_, decode) = await found(FakeWorker(PREFILL), FakeWorker(DECODE, step_s=0.02))
     assert states(made, "decode") == states(made, "prefill") == [1, 1, 1]
     task = asyncio.create_task(made.generate([1]))
-    await made.until(lambda: bool(made.workers[1].active), 30)
+    await made.until(lambda: bool(made.workers[1].active))
     links = [worker.link for worker in made.router.registry.workers.values()]
     decode["status"]["conditions"][0]["status"] = "False"
     server.put(decode)
-    await made.until(lambda: not made.router.registry.ready, 30)
+    await made.until(lambda: not made.router.registry.ready)
     assert states(made, "decode") == [1, 1, 0] and states(made, "prefill") == [1, 1, 0]
     assert (await task).tokens() == expected([1], 8), "running requests go on"
     warmups = len(made.workers[1].warmups)
     decode["status"]["conditions"][0]["status"] = "True"
     server.put(decode)
-    await made.until(lambda: made.router.registry.ready, 30)
+    await made.until(lambda: made.router.registry.ready)
     assert [worker.link for worker in made.router.registry.workers.values()] == links
     assert len(made.workers[1].warmups) == warmups, "the process is the same: it need not be warmed again"
 
 
 async def test_a_removed_worker_finishes_what_it_has(found: Callable, server: KubeServer) -> None:
     made, (_, first, second) = await found(FakeWorker(PREFILL), *(FakeWorker(DECODE, step_s=0.05) for _ in range(2)))
-    await made.until(lambda: len(made.router.registry.warmups.ready) == 2, 30)
+    await made.until(lambda: len(made.router.registry.warmups.ready) == 2)
     task = asyncio.create_task(made.generate([1]))
-    await made.until(lambda: any(worker.active for worker in made.decodes), 30)
+    await made.until(lambda: any(worker.active for worker in made.decodes))
     busy = made.decodes.index(next(worker for worker in made.decodes if worker.active))
     server.delete((first, second)[busy])
-    await made.until(lambda: len(made.router.registry.workers) == 2, 30)
+    await made.until(lambda: len(made.router.registry.workers) == 2)
     leaving = next(status for status in made.router.registry.status() if status.leaving)
     assert leaving.in_flight == 1 and leaving.detail == "no longer discovered"
     assert (await task).tokens() == expected([1], 8)
-    await made.until(lambda: len(made.router.registry.status()) == 2 and not made.decodes[busy].links, 30)
+    await made.until(lambda: len(made.router.registry.status()) == 2 and not made.decodes[busy].links)
     assert (await made.generate([2])).tokens() == expected([2], 8)
     assert len(made.decodes[busy].submitted) == 1
 
@@ -270,11 +270,11 @@ async def test_a_removed_worker_finishes_what_it_has(found: Callable, server: Ku
 async def test_a_new_pod_at_an_old_address(found: Callable, server: KubeServer) -> None:
     made, (_, decode) = await found(FakeWorker(PREFILL), FakeWorker(DECODE))
     server.delete(decode)
-    await made.until(lambda: not made.router.registry.ready, 30)
+    await made.until(lambda: not made.router.registry.ready)
     await made.workers[1].restart()
     again = pod("worker-1", made.workers[1].address)
     server.put(again)
-    await made.until(lambda: made.router.registry.ready, 30)
+    await made.until(lambda: made.router.registry.ready)
     status = next(s for s in made.router.registry.status() if s.address == made.workers[1].address)
     assert status.key == again["metadata"]["uid"] != decode["metadata"]["uid"] and status.name == "worker-1"
     assert (await made.generate([1])).tokens() == expected([1], 8)
@@ -284,7 +284,7 @@ async def test_losing_everything_is_noticed(found: Callable, server: KubeServer)
     made, pods = await found(FakeWorker(PREFILL), FakeWorker(DECODE))
     for item in pods:
         server.delete(item)
-    await made.until(lambda: not made.router.registry.workers, 30)
+    await made.until(lambda: not made.router.registry.workers)
     assert (await made.http.get("/ready")).status_code == 503
     assert states(made, "prefill") == states(made, "decode") == [0, 0, 0]
     assert made.metric("millrace_discovery_changes_total", change="removed") == 2

@@ -55,13 +55,13 @@ async def test_a_pause_is_no_stall_however_long_it_takes(cluster: Callable, list
     unified, go = FakeWorker(UNIFIED), asyncio.Event()
     made: Cluster = await cluster(unified)
     unified.script += [waits(go, after=3), waits(go, after=0)]
-    tasks = [asyncio.create_task(made.generate([i], timeout=60)) for i in (1, 2)]
+    tasks = [asyncio.create_task(made.generate([i])) for i in (1, 2)]
     await made.until(lambda: len(unified.active) == 2 and spoken(made) == [0, 3])
     unified.change(state=PAUSED)
     await made.until(lambda: not made.router.registry.ready)
     assert "paused" in detail(made, unified)
     if listed:
-        tasks.append(asyncio.create_task(made.generate([3], timeout=60)))
+        tasks.append(asyncio.create_task(made.generate([3])))
         await made.until(lambda: len(made.router.admission) == 1)
     else:
         made.router.registry.on_targets([])
@@ -83,7 +83,7 @@ async def test_a_stall_behind_a_pause_is_one(cluster: Callable) -> None:
     made: Cluster = await cluster(*pair)
     for worker in pair:
         worker.script.append(hangs(after=3))
-    running = asyncio.create_task(made.generate([1], timeout=60))
+    running = asyncio.create_task(made.generate([1]))
     await made.until(lambda: spoken(made) == [3])
     first, second = pair if pair[0].active else pair[::-1]
     second.script.clear()
@@ -112,7 +112,7 @@ async def test_a_decode_worker_that_says_why_it_stands_still_is_not_stuck(
     decode.change(busy=True)  # until the test begins
     made: Cluster = await cluster(prefill, decode, timeouts={"stall": 0.1})
     decode.script.append(waits(go, after=3))
-    running = asyncio.create_task(made.generate([1], timeout=60))
+    running = asyncio.create_task(made.generate([1]))
     await made.until(lambda: spoken(made) == [3])
     decode.change(**({"busy": False} | why))
     seen = len(looks)
@@ -131,7 +131,7 @@ async def test_a_pause_does_not_slow_the_queue_down_afterwards(cluster: Callable
     made: Cluster = await cluster(unified)
     now = time.monotonic()
     made.router.admission._clock = lambda: now
-    waiting = asyncio.create_task(made.generate([1], timeout=60))
+    waiting = asyncio.create_task(made.generate([1]))
     await made.until(lambda: len(made.router.admission) == 1)
     unified.change(state=PAUSED)
     await made.until(lambda: not made.router.registry.ready)
@@ -150,9 +150,9 @@ async def test_what_a_client_has_seen_is_of_one_version(cluster: Callable) -> No
     made: Cluster = await cluster(unified)
     assert {r.weights_version for r in (await made.generate([9])).responses[:-1]} == {""}
     unified.script += [hangs(after=3), hangs()]
-    begun = asyncio.create_task(made.generate([1], timeout=60))
+    begun = asyncio.create_task(made.generate([1]))
     await made.until(lambda: len(unified.active) == 1)  # it has the first line of the script
-    silent = asyncio.create_task(made.generate([2], timeout=60))
+    silent = asyncio.create_task(made.generate([2]))
     await made.until(lambda: not unified.script)  # a task that is cancelled before it runs would leave its line there
     await made.until(lambda: sum(spoken(made)) == 3)
     await reloaded(made, unified, "weights-b")
@@ -172,7 +172,7 @@ async def test_all_continuations_of_a_request_are_of_one_version(cluster: Callab
     go, workers = asyncio.Event(), [old, new]
     for worker in workers:
         worker.script += [waits(go, after=1), waits(go, after=1)]
-    both = asyncio.create_task(made.generate([1], timeout=60, n=2))
+    both = asyncio.create_task(made.generate([1], n=2))
     await made.until(lambda: len(old.active) == len(new.active) == 1)
     await made.until(lambda: spoken(made) == [1, 1])
     new.script.clear()
@@ -191,7 +191,7 @@ async def test_a_late_continuation_begins_with_the_weights_of_its_request(cluste
     made: Cluster = await cluster(first, second)
     for worker in (first, second):
         worker.script.append(waits(go, after=0))
-    both = asyncio.create_task(made.generate([1], timeout=60, n=2))
+    both = asyncio.create_task(made.generate([1], n=2))
     await made.until(lambda: len(first.active) == len(second.active) == 1)
     answer = generations(made)[0].job.answer
     answer.weights, answer.version = "weights-a", "a"
@@ -212,7 +212,7 @@ async def test_a_pair_of_two_versions_is_none(cluster: Callable) -> None:
     await made.until(lambda: "equal KV layout" in detail(made, prefill))
     decode.change(state=PAUSED)
     await made.until(lambda: made.router.registry.will_be_ready)
-    waiting = asyncio.create_task(made.generate([1], timeout=60))
+    waiting = asyncio.create_task(made.generate([1]))
     await made.until(lambda: len(made.router.admission) == 1)
     await reloaded(made, decode, "weights-b")
     result = await waiting

@@ -13,6 +13,7 @@ from millrace_router.flow.grammars import MAX_WAITING, PROCESSES, RequestGrammar
 from millrace_router.text.call_grammar import Calls
 from millrace_router.text.chat_format import Style, Tool
 from millrace_rpc.errors import FieldError, MillraceError
+from millrace_testing import HANG_S
 from router.harness import until
 
 
@@ -69,7 +70,7 @@ async def test_tenants_take_turns() -> None:
     turns.give_back("a")
     await asyncio.gather(*tasks, return_exceptions=True)
     assert order in (["b", "a", "b", "a", "a"], ["a", "b", "a", "b", "a"])
-    await asyncio.wait_for(turns.take("c"), 120)
+    await asyncio.wait_for(turns.take("c"), HANG_S)
 
 
 async def test_a_tenants_line_is_bounded_and_holds_up_nobody_else() -> None:
@@ -83,10 +84,10 @@ async def test_a_tenants_line_is_bounded_and_holds_up_nobody_else() -> None:
     other = asyncio.create_task(turns.take("b"))
     await asyncio.sleep(0)
     turns.give_back("a")
-    await asyncio.wait_for(other, 120)
+    await asyncio.wait_for(other, HANG_S)
     for tenant, next_one in zip("ba", waiting, strict=True):
         turns.give_back(tenant)
-        await asyncio.wait_for(next_one, 120)
+        await asyncio.wait_for(next_one, HANG_S)
 
 
 async def test_a_grammar_is_compiled_once(grammars: RequestGrammars, gate: Gate) -> None:

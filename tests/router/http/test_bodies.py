@@ -27,6 +27,7 @@ from millrace_router.http.answers import BYTES_PER_S, body_deadline, read_body
 from millrace_router.http.encodings import decoded
 from millrace_router.http.json_shape import JsonShape, shape
 from millrace_rpc.errors import MillraceError
+from millrace_testing import HANG_S
 from millrace_testing.examples import examples
 from pydantic import ValidationError
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker
@@ -49,7 +50,7 @@ def head(length: int, *headers: str, path: str = PATH) -> bytes:
 
 async def last_answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]]:
     """Of a connection that the router closes."""
-    said = await asyncio.wait_for(reader.read(), 120)
+    said = await asyncio.wait_for(reader.read(), HANG_S)
     start, _, body = said.partition(b"\r\n\r\n")
     assert b"connection: close" in start, said
     return int(start.split()[1]), json.loads(body)["error"]
@@ -182,7 +183,7 @@ async def test_bodies_that_are_held_back_take_no_more_than_their_share(keyed: Cl
     assert status == 429 and "of one that are being received" in error["message"]
     assert (await keyed.http.post(PATH, json=POSTS[PATH], headers=KEY)).status_code == 200, "a short one has room"
     held[1].write(b" " * 100)
-    assert (await asyncio.wait_for(held[0].readline(), 120)).startswith(b"HTTP/1.1 200")
+    assert (await asyncio.wait_for(held[0].readline(), HANG_S)).startswith(b"HTTP/1.1 200")
     assert bodies._held == 0
     for _, writer in (held, refused):
         writer.close()
@@ -263,7 +264,7 @@ async def test_the_event_loop_turns_while_a_large_body_is_read(
     def slow(work: Callable) -> Callable:
         def wait(*arguments: object) -> object:
             waited.append(work.__name__)
-            assert answered.wait(120), "the event loop stands still"
+            assert answered.wait(HANG_S), "the event loop stands still"
             return work(*arguments)
 
         return wait

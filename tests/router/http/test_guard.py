@@ -19,6 +19,7 @@ from millrace_router.http.guard import MAX_HEADER_BYTES, HttpGuard
 from millrace_rpc.client import channel
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_rpc.tls import Identity
+from millrace_testing import HANG_S
 from millrace_testing.certificates import Authority
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected
 from router.harness import FIRST_KEY, SECOND_KEY, Cluster, bearer, write_keys
@@ -32,7 +33,7 @@ async def tokens(stub: inference_pb2_grpc.InferenceStub, key: str, **fields: obj
         prompt={"token_ids": {"ids": [1, 2, 3]}}, sampling={"max_tokens": 4, "seed": 0}, **fields
     )
     try:
-        call = stub.Generate(request, metadata=tuple(bearer(key).items()), timeout=10)
+        call = stub.Generate(request, metadata=tuple(bearer(key).items()), timeout=HANG_S)
         return [token async for response in call for token in response.token_ids]
     except grpc.aio.AioRpcError as error:
         return from_rpc_error(error).reason
@@ -80,9 +81,8 @@ async def test_a_tenant_that_is_gone_leaves_no_series(keyed: Cluster, tmp_path: 
     series = (await keyed.http.get(probe)).text
     assert 'tenant="one"' in series and 'tenant="two"' in series
     (tmp_path / "keys").write_text(json.dumps({"keys": [{"name": "two", "key": SECOND_KEY}]}))
-    async with asyncio.timeout(120):
-        while 'tenant="one"' in (series := (await keyed.http.get(probe)).text):
-            await asyncio.sleep(0.1)
+    while 'tenant="one"' in (series := (await keyed.http.get(probe)).text):
+        await asyncio.sleep(0.1)
     assert 'tenant="two"' in series
     assert keyed.metric("millrace_tenant_tokens_total", tenant="two", direction="output") == 4
 
@@ -125,11 +125,11 @@ async def test_headers_are_bounded(cluster: Callable) -> None:
 
 async def test_a_deadline_shorter_than_the_queue_is_refused_at_once(cluster: Callable) -> None:
     made: Cluster = await cluster(FakeWorker(UNIFIED, capacity=0))
-    running = [asyncio.create_task(made.generate([1, 2, 3], timeout=60)) for _ in range(2)]
+    running = [asyncio.create_task(made.generate([1, 2, 3])) for _ in range(2)]
     await made.until(lambda: len(made.router.admission) == 2)
     rate = made.router.admission._rate
-    rate._tokens, rate._seconds = 1.0, 10.0  # as if one prompt token were served in ten seconds
-    result = await made.generate([1, 2, 3], timeout=5)
+    rate._tokens, rate._seconds = 6.0, HANG_S + 55  # of the prompt tokens that wait
+    result = await made.generate([1, 2, 3])
     error = from_rpc_error(result.error)
     assert error.reason is Reason.DEADLINE_TOO_SHORT and 50 <= error.retry_after_s <= 60
     for task in running:
@@ -153,20 +153,19 @@ async def test_new_certificates_are_shown_on_both_ports(cluster: Callable, tmp_p
 async def _until_loaded(made: Cluster, ca: object) -> None:
     """Until the files were loaded again, which handshakes make happen, and HTTPS shows them."""
     context = ssl.create_default_context(cafile=str(ca))
-    async with asyncio.timeout(120):
-        while not made.metric("millrace_reloads_total", what="certificates", outcome="ok"):
-            with contextlib.suppress(httpx.ConnectError):
-                async with httpx.AsyncClient(verify=context) as client:
-                    await client.get(f"https://127.0.0.1:{made.router.ports['http']}/health")
-            await asyncio.sleep(0.05)
-        async with httpx.AsyncClient(verify=context) as client:
-            await client.get(f"https://127.0.0.1:{made.router.ports['http']}/health")
+    while not made.metric("millrace_reloads_total", what="certificates", outcome="ok"):
+        with contextlib.suppress(httpx.ConnectError):
+            async with httpx.AsyncClient(verify=context, timeout=None) as client:
+                await client.get(f"https://127.0.0.1:{made.router.ports['http']}/health")
+        await asyncio.sleep(0.05)
+    async with httpx.AsyncClient(verify=context, timeout=None) as client:
+        await client.get(f"https://127.0.0.1:{made.router.ports['http']}/health")
 
 
 async def test_probes_have_a_plain_port_of_their_own(cluster: Callable, tmp_path: Path) -> None:
     settings = Authority().tls(tmp_path, require_client_cert=True)
     made: Cluster = await cluster(FakeWorker(UNIFIED), public_tls=settings, metrics="127.0.0.1:0")
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{made.router.ports['metrics']}") as probe:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{made.router.ports['metrics']}", timeout=None) as probe:
         assert (await probe.get("/ready")).status_code == 200
         said = (await probe.get("/metrics")).text
         gauges = ("millrace_queue_tokens 0.0", "millrace_queue_wait_seconds 0.0", "millrace_retry_budget_attempts 50.0")
@@ -199,7 +198,7 @@ async def outcome(keyed: Cluster, name: str, message: object) -> object:
     method, metadata = name.partition(" ")[0], tuple(bearer(SECOND_KEY).items())
     kind = keyed.public.unary_stream if method == "Generate" else keyed.public.unary_unary
     data = message if isinstance(message, bytes) else message.SerializeToString()
-    call = kind(f"/millrace.v1.Inference/{method}")(data, metadata=metadata, timeout=10)
+    call = kind(f"/millrace.v1.Inference/{method}")(data, metadata=metadata, timeout=HANG_S)
     try:
         return await (call.read() if method == "Generate" else call)
     except grpc.aio.AioRpcError as error:

@@ -101,7 +101,7 @@ async def test_idle_connections_stay_as_long_as_it_says_on_every_port(cluster: C
     for port in ports:
         reader, writer = await asyncio.open_connection("127.0.0.1", made.router.ports[port])
         writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert (await asyncio.wait_for(reader.read(), 120)).endswith(b'{"status":"ok"}'), "until it is closed"
+        assert (await reader.read()).endswith(b'{"status":"ok"}'), "until it is closed"
         writer.close()
     assert Connections().idle == 75.0, "more than the 60 s of nginx and of cloud load balancers"
     made = await cluster(FakeWorker(UNIFIED), metrics="127.0.0.1:0")
@@ -201,7 +201,7 @@ async def test_a_grpc_client_that_does_not_read(cluster: Callable) -> None:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{made.router.ports['grpc']}", options=options) as ch:
         call = inference_pb2_grpc.InferenceStub(ch).Generate(request_of(PROMPT, 1 << 19, logprobs=20))
         first = await call.read()
-        await made.until(lambda: bool(made.decodes[0].aborted), 30)
+        await made.until(lambda: bool(made.decodes[0].aborted))
         assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
         got = list(first.token_ids)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -222,9 +222,8 @@ async def test_an_http_client_that_does_not_read(cluster: Callable) -> None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", made.router.ports["http"]))
         client.sendall((head + body).encode())
-        await made.until(lambda: bool(made.decodes[0].aborted), 30)
+        await made.until(lambda: bool(made.decodes[0].aborted))
         assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
-        client.settimeout(10)
         text = await asyncio.to_thread(_read_to, client, b'"code":"slow_client"')
         assert text.startswith(b"HTTP/1.1 200")
     await made.quiet()
@@ -264,7 +263,7 @@ async def test_a_request_that_is_begun_while_another_runs_does_not_end_it(
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", made.router.ports["http"])
     writer.write((head + body + "GET /health HTTP/1.1\r\n").encode())
-    assert b"[DONE]" in await asyncio.wait_for(reader.read(), 120)
+    assert b"[DONE]" in await reader.read()
     writer.close()
 
 
@@ -280,7 +279,7 @@ async def test_old_grpc_connections_end_in_good_order(cluster: Callable) -> None
     while (response := await call.read()) is not grpc.aio.EOF:
         got += response.token_ids
     assert got == expected(PROMPT, 50), "1 s on a connection that may be 0.3 s old"
-    await asyncio.wait_for(said_goodbye, 120)
+    await said_goodbye
     assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
 
 
@@ -290,7 +289,7 @@ async def test_old_http_connections_end_with_an_answer(
 ) -> None:
     monkeypatch.setattr(http_connection, "MAX_REQUESTS", max_requests)
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), connections={"max_age": max_age})
-    async with httpx.AsyncClient(base_url=made.url) as client, asyncio.timeout(120):
+    async with httpx.AsyncClient(base_url=made.url, timeout=None) as client:
         closed = []
         while not any(closed):
             answer = await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2})

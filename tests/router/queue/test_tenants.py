@@ -361,7 +361,7 @@ async def start(made: Cluster, n: int, max_tokens: int) -> asyncio.Task[httpx.Re
 async def grpc_error(made: Cluster, n: int, max_tokens: int) -> tuple[grpc.StatusCode, MillraceError]:
     request = request_of(PROMPT, max_tokens, n)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in made.stub.Generate(request, metadata=tuple(bearer().items()), timeout=10):
+        async for _ in made.stub.Generate(request, metadata=tuple(bearer().items())):
             pass
     return caught.value.code(), from_rpc_error(caught.value)
 
@@ -507,7 +507,7 @@ async def test_whatever_ends_a_request_gives_back_what_it_held(
         async with at_once:
             await (by_grpc(*asked) if api == "grpc" else by_http(*asked, api == "stream"))
 
-    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
         for _ in range(100):
             group.create_task(one())
     await limited.until(lambda: not limited.router.inference.active)

@@ -310,10 +310,10 @@ async def test_long_fields_over_grpc_come_back_cut(pair: Cluster) -> None:
     for text in TEXTS:
         for stub, channel, method, kind in calls:
             for request in filled(kind, text):
-                count += await refused_call(getattr(stub(channel), method)(completed(request), timeout=20))
+                count += await refused_call(getattr(stub(channel), method)(completed(request)))
         for method, kind in names.items():
             for request in filled(kind, text):
-                assert await refused_call(getattr(pair.admin, method)(request, timeout=20)), method
+                assert await refused_call(getattr(pair.admin, method)(request)), method
     assert count > 10
 
 

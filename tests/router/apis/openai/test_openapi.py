@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 from millrace_router.apis import openapi
 from millrace_router.apis.anthropic.http import POSTS
 from millrace_rpc.errors import TABLE
+from millrace_testing import HANG_S
 from router.harness import Cluster
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -84,6 +85,6 @@ def fuzz(operation: Any, mode: GenerationMode) -> None:
     def run(case: Any, short: dict[str, Any]) -> None:
         if isinstance(case.body, dict):
             case.body |= short
-        case.call_and_validate(checks=CHECKS, timeout=20)
+        case.call_and_validate(checks=CHECKS, timeout=HANG_S)
 
     run()
