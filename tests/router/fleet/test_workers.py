@@ -76,7 +76,7 @@ async def test_a_decode_worker_warms_a_few_pairs_at_a_time(cluster: Callable) ->
     assert decode.most == WARMUPS_AT_ONCE
 
 
-async def test_warmups_are_tried_again_after_a_fault_of_ours(
+async def test_after_a_fault_of_ours_only_what_is_not_acknowledged_is_tried_again(
     cluster: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults, refresh = [AttributeError("of an answer that could not be read")], Worker.refresh
@@ -90,6 +90,7 @@ async def test_warmups_are_tried_again_after_a_fault_of_ours(
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), wait=False)
     await made.until(lambda: made.router.registry.ready)
     assert not faults and (await made.generate([1])).tokens() == expected([1], 8)
+    assert [worker.freezes for worker in made.workers] == [1, 1] and len(made.decodes[0].warmups) == 1
 
 
 async def test_a_new_process_is_warmed_again(cluster: Callable) -> None:
