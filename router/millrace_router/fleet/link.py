@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias
 
 import grpc
 from millrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
+from millrace_common.log import PER_REQUEST
 from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 from millrace_rpc.client import reply
@@ -131,7 +132,10 @@ class Link:
             self._call.cancel()
         subs, self._subs = list(self._subs.values()), {}
         for sub in subs:
-            sub.on_failure(error)
+            try:
+                sub.on_failure(error)
+            except Exception:  # a fault of ours: the others would wait until their time is over
+                log.exception("a sub-request on %s did not take its failure", self.address, extra=PER_REQUEST)
 
     async def _send(self) -> None:
         """Write the queued messages. Returns when the stream is broken; `run` raises the reason."""

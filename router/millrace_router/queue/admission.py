@@ -13,12 +13,14 @@
 """
 
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
+from millrace_common.log import PER_REQUEST
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
@@ -26,6 +28,8 @@ from millrace_router.policy.choose import Decision
 from millrace_router.policy.snapshot import Pace, PlacementRequest
 from millrace_router.queue.fair_queue import FairQueue, Place, Ticket
 from millrace_router.queue.first_waits import FirstWaits
+
+log = logging.getLogger(__name__)
 
 KEEP_AFTER = 8  # tickets that have overtaken one, before room is kept for it
 LOOK_AHEAD = 8  # tickets that are tried while the first ones find no worker
@@ -223,9 +227,9 @@ class Admission:
             try:
                 want = replace(ticket.want, kept=kept) if kept else ticket.want
                 decision = self._places.choose(want) if only is None or ticket is only else None
-            except MillraceError as error:  # no worker will ever serve it
+            except Exception as error:  # no worker will ever serve it
                 self.leave(ticket)
-                ticket.refuse(error)
+                _refuse(ticket, error)
                 return True
             if decision is not None:
                 for other in before:
@@ -246,7 +250,17 @@ class Admission:
         self._first.served(ticket.want, now)
         self._queue.take(ticket)
         self._on_size(len(self))
-        ticket.serve(decision)
+        try:
+            ticket.serve(decision)
+        except Exception as error:
+            _refuse(ticket, error)
+
+
+def _refuse(ticket: Ticket, error: Exception) -> None:
+    """A fault of ours costs this request alone: whoever called the queue would lose more, and others wait in it."""
+    if not isinstance(error, MillraceError):
+        log.error("a request could not be placed", exc_info=error, extra=PER_REQUEST)
+    ticket.refuse(MillraceError.of(error))
 
 
 def _too_late(wait: float, allowed: float) -> MillraceError:

@@ -2,18 +2,22 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from millrace.v1 import admin_pb2, worker_pb2
+from millrace.v1 import admin_pb2, common_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_router.config import Timeouts
 from millrace_router.discovery.base import Target
 from millrace_router.fleet import worker as worker_module
+from millrace_router.fleet.link import Link
+from millrace_router.fleet.registry import Registry
 from millrace_router.fleet.warmups import WARMUPS_AT_ONCE
 from millrace_router.fleet.worker import FIRST_PAUSE_S, Worker
 from millrace_router.flow.metrics import build
+from millrace_router.policy.snapshot import Pace
 from millrace_rpc.client import heard_within
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, hangs
@@ -294,3 +298,23 @@ def test_work_of_a_begun_prompt_counts_once() -> None:
     assert (replica.tokens, replica.held, replica.load) == (965, 420, 640 + 640 + 105)
     assert replica.room == 900 - 5 - 100 - 30 and replica.capacity == 2
     assert (other.tokens, other.room, other.capacity) == (967, 900 - 8, 2), "of each replica what was sent there"
+
+
+def test_a_worker_that_reports_no_replica_has_no_pace() -> None:
+    worker = SimpleNamespace(role=UNIFIED, in_flight=2, replicas=lambda *_: ())
+    registry = SimpleNamespace(_able=[(worker, frozenset())], _serves=lambda _: True)
+    assert Registry.pace(registry) == Pace(2, 0.0)  # type: ignore[arg-type]
+
+
+def test_one_sub_request_that_fails_to_fail_keeps_no_other_from_it() -> None:
+    """Else it would wait until its time is over."""
+    link, heard = Link(UNIFIED, "a:1", build()), list[str]()
+
+    def broken(error: MillraceError) -> None:
+        raise KeyError("a fault of ours")
+
+    for room, on_failure in ((1, broken), (2, lambda error: heard.append(error.reason))):
+        request = worker_pb2.EngineRequest(id=common_pb2.AttemptId(room=room))
+        link.submit(request, None, SimpleNamespace(attempt=0, on_failure=on_failure))  # type: ignore[arg-type]
+    link.close(MillraceError(Reason.WORKER_LOST, "it is gone"))
+    assert heard == [Reason.WORKER_LOST]
