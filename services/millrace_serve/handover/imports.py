@@ -277,6 +277,8 @@ class Imports:
             async for item in items:
                 match item:
                     case KvChunk():
+                        if item.page_ids and not job.sources:
+                            raise MillraceError(Reason.TRANSFER_FAILED, "it told of pages before their memory")
                         job.last_chunk_at = time.monotonic()
                         self._do(job, machine.on_chunk(item))
                     case kv_pb2.ReleaseConfirmed():
