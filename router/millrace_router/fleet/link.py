@@ -83,7 +83,12 @@ class Link:
                 identity = out.id
                 sub = subs.get(identity.room)
                 if sub is not None and sub.attempt == identity.attempt:
-                    sub.on_output(out, now)
+                    try:
+                        sub.on_output(out, now)
+                    except Exception as error:
+                        log.exception("an output of %s cannot be taken", self.address, extra=PER_REQUEST)
+                        self.abort(identity.room, identity.attempt, "its output cannot be taken")
+                        self._fail(sub, MillraceError.of(error))
                 elif out.finish_reason != common_pb2.FINISH_REASON_ABORT:  # which answers our own Abort
                     self._stale.inc()
             for wait in response.outputs.waits:
@@ -132,10 +137,14 @@ class Link:
             self._call.cancel()
         subs, self._subs = list(self._subs.values()), {}
         for sub in subs:
-            try:
-                sub.on_failure(error)
-            except Exception:  # a fault of ours: the others would wait until their time is over
-                log.exception("a sub-request on %s did not take its failure", self.address, extra=PER_REQUEST)
+            self._fail(sub, error)
+
+    def _fail(self, sub: OutputReceiver, error: MillraceError) -> None:
+        """A fault of ours with one sub-request costs no other: they would be lost, or never hear of a loss."""
+        try:
+            sub.on_failure(error)
+        except Exception:
+            log.exception("a sub-request on %s did not take its failure", self.address, extra=PER_REQUEST)
 
     async def _send(self) -> None:
         """Write the queued messages. Returns when the stream is broken; `run` raises the reason."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
@@ -304,6 +305,26 @@ def test_a_worker_that_reports_no_replica_has_no_pace() -> None:
     worker = SimpleNamespace(role=UNIFIED, in_flight=2, replicas=lambda *_: ())
     registry = SimpleNamespace(_able=[(worker, frozenset())], _serves=lambda _: True)
     assert Registry.pace(registry) == Pace(2, 0.0)  # type: ignore[arg-type]
+
+
+async def test_an_output_that_breaks_its_sub_request_breaks_no_other() -> None:
+    link, heard = Link(UNIFIED, "a:1", build()), list[object]()
+
+    def on_output(out: worker_pb2.SequenceOutput, now: float) -> None:
+        if out.id.room == 1:
+            raise KeyError("a fault of ours")
+        heard.append(out.id.room)
+
+    ids = [common_pb2.AttemptId(room=room) for room in (1, 2)]
+    for identity in ids:
+        on_failure = lambda error, identity=identity: heard.append((identity.room, error.reason))  # noqa: E731
+        sub = SimpleNamespace(attempt=0, on_output=on_output, on_failure=on_failure)
+        link.submit(worker_pb2.EngineRequest(id=identity), None, sub)  # type: ignore[arg-type]
+    step = worker_pb2.StepOutputs(outputs=[worker_pb2.SequenceOutput(id=identity) for identity in ids])
+    link._read = AsyncMock(side_effect=[worker_pb2.LinkResponse(outputs=step), EOFError])  # type: ignore[method-assign]
+    with pytest.raises(EOFError):
+        await link.run()
+    assert heard == [(1, Reason.INTERNAL), 2] and link.in_flight == 1
 
 
 def test_one_sub_request_that_fails_to_fail_keeps_no_other_from_it() -> None:
