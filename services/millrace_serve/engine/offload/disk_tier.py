@@ -1,7 +1,7 @@
 """The disk tier of the prefix cache: a thread that moves pages between the host tier's memory and a PageFolder.
 
-The engine waits for looks alone, LOOK_S at most: a network's folder may hang. The thread opens the folder too, and tries
-again with every move. A slot belongs to a move from `store` or `load` until `take` has returned the move.
+The engine waits for looks alone, LOOK_S at most: a network's folder may hang. The thread also opens the folder, and
+tries again with every move. A slot belongs to a move from `store` or `load` until `take` has returned the move.
 """
 
 import itertools
@@ -37,7 +37,8 @@ class DiskTier:
     def __init__(self, make: Callable[[], PageFolder], before: "DiskTier | None" = None) -> None:
         """`before`: it was closed, and what it still moves is told by this one's `take`."""
         self.opened: Future[None] = Future()  # has the error of the first try
-        self._make, self._folder = make, None
+        self._make = make
+        self._folder: PageFolder | None = None
         self._before = None if before is None or before.ended else before
         self._asked = threading.Thread()  # the latest that asks the folder for the engine
         self._moves: queue.PriorityQueue[tuple[int, int, Move | None]] = queue.PriorityQueue()

@@ -48,8 +48,8 @@ class Compilations:
         self._started = True
 
     def counts(self) -> dict[str, int]:
-        """Of this process since its start was over, by library. For heartbeats, which must go on: a network's folder may
-        hang, and is not asked again before it has answered.
+        """Of this process since its start was over, by library. Heartbeats call this: a network's folder that hangs
+        must not hold them up, and is not asked again before it has answered.
         """
         if not self._looking.is_alive():
             self._looking = threading.Thread(target=self._count_kernels, name="kernels-look", daemon=True)
