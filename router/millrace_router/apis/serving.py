@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from millrace_common.json_values import Json
-from millrace_common.log import PER_REQUEST, request_id
+from millrace_common.log import request_id
 from millrace_rpc.errors import FieldError, MillraceError, Path
 from millrace_rpc.http_connection import Body, body_of
 from starlette.requests import Request
@@ -185,7 +185,7 @@ class _Sse(Response):
             if self._beating is None or self._beating.done():  # else the client does not read
                 self._beating = asyncio.create_task(self._say(send, self._form.keep_alive))
 
-        failure: Exception | None = None
+        failure: MillraceError | None = None
         with self._ends:
             self._beat.start(beat)
             try:
@@ -194,18 +194,16 @@ class _Sse(Response):
                         await self._say(send, self._form.push(delta))
                 last = self._form.end()
             except Exception as error:
-                failure = error
+                failure = MillraceError.of(error, log, "the answer of a stream failed")
             finally:
                 self._beat.stop()
             if self._beating is not None:
                 await self._beating
             if failure is not None:
-                self._stream.close(MillraceError.of(failure))  # else who reads it would seem to have gone
+                self._stream.close(failure)  # else who reads it would seem to have gone
                 if not self._begun:
                     raise failure
-                if not isinstance(failure, MillraceError):
-                    log.error("an answer that had begun failed", exc_info=failure, extra=PER_REQUEST)
-                last = self._form.fail(MillraceError.of(failure))
+                last = self._form.fail(failure)
             await self._say(send, last, more=False)
 
     async def _say(self, send: Send, data: bytes, more: bool = True) -> None:

@@ -86,9 +86,8 @@ class Link:
                     try:
                         sub.on_output(out, now)
                     except Exception as error:
-                        log.exception("an output of %s cannot be taken", self.address, extra=PER_REQUEST)
                         self.abort(identity.room, identity.attempt, "its output cannot be taken")
-                        self._fail(sub, MillraceError.of(error))
+                        self._fail(sub, MillraceError.of(error, log, "an output of %s cannot be taken", self.address))
                 elif out.finish_reason != common_pb2.FINISH_REASON_ABORT:  # which answers our own Abort
                     self._stale.inc()
             for wait in response.outputs.waits:

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from millrace_common.log import PER_REQUEST
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
@@ -229,7 +228,7 @@ class Admission:
                 decision = self._places.choose(want) if only is None or ticket is only else None
             except Exception as error:  # no worker will ever serve it
                 self.leave(ticket)
-                _refuse(ticket, error)
+                ticket.refuse(_failure(error))
                 return True
             if decision is not None:
                 for other in before:
@@ -253,14 +252,12 @@ class Admission:
         try:
             ticket.serve(decision)
         except Exception as error:
-            _refuse(ticket, error)
+            ticket.refuse(_failure(error))
 
 
-def _refuse(ticket: Ticket, error: Exception) -> None:
-    """A fault of ours costs this request alone: whoever called the queue would lose more, and others wait in it."""
-    if not isinstance(error, MillraceError):
-        log.error("a request could not be placed", exc_info=error, extra=PER_REQUEST)
-    ticket.refuse(MillraceError.of(error))
+def _failure(error: Exception) -> MillraceError:
+    """A fault of ours costs its request alone: whoever called the queue would lose more, and others wait in it."""
+    return MillraceError.of(error, log, "a request could not be placed")
 
 
 def _too_late(wait: float, allowed: float) -> MillraceError:

@@ -292,11 +292,8 @@ class Imports:
         """Runs `work`; every error in it ends the import, because nothing else would."""
         try:
             await work()
-        except MillraceError as error:
-            self._broken(job, error)
         except Exception as error:
-            log.exception("kv import %s: unexpected error", job.machine.id, extra=PER_REQUEST)
-            self._broken(job, MillraceError.of(error))
+            self._broken(job, MillraceError.of(error, log, "kv import %s: unexpected error", job.machine.id))
 
     def _broken(self, job: Import, error: MillraceError) -> None:
         if error.reason is Reason.EPOCH_CHANGED:  # the watch may never have met the epoch, nor miss it

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from millrace.v1 import admin_pb2, common_pb2, worker_pb2
+from millrace.v1 import admin_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_router.config import Timeouts
 from millrace_router.discovery.base import Target
@@ -301,41 +301,35 @@ def test_work_of_a_begun_prompt_counts_once() -> None:
     assert (other.tokens, other.room, other.capacity) == (967, 900 - 8, 2), "of each replica what was sent there"
 
 
-def test_a_worker_that_reports_no_replica_has_no_pace() -> None:
-    worker = SimpleNamespace(role=UNIFIED, in_flight=2, replicas=lambda *_: ())
-    registry = SimpleNamespace(_able=[(worker, frozenset())], _serves=lambda _: True)
-    assert Registry.pace(registry) == Pace(2, 0.0)  # type: ignore[arg-type]
+def linked_subs(heard: list[object], **broken: Callable) -> Link:
+    """A Link with the sub-requests of two rooms, the first of which has the `broken` methods."""
+    link = Link(UNIFIED, "a:1", build())
+    for room in (1, 2):
+        told = {name: lambda what, *_: heard.append(what) for name in ("on_output", "on_failure")}
+        sub = SimpleNamespace(attempt=0, **(told | broken if room == 1 else told))
+        link.submit(worker_pb2.EngineRequest(id={"room": room}), None, sub)  # type: ignore[arg-type]
+    return link
 
 
 async def test_an_output_that_breaks_its_sub_request_breaks_no_other() -> None:
-    link, heard = Link(UNIFIED, "a:1", build()), list[object]()
-
-    def on_output(out: worker_pb2.SequenceOutput, now: float) -> None:
-        if out.id.room == 1:
-            raise KeyError("a fault of ours")
-        heard.append(out.id.room)
-
-    ids = [common_pb2.AttemptId(room=room) for room in (1, 2)]
-    for identity in ids:
-        on_failure = lambda error, identity=identity: heard.append((identity.room, error.reason))  # noqa: E731
-        sub = SimpleNamespace(attempt=0, on_output=on_output, on_failure=on_failure)
-        link.submit(worker_pb2.EngineRequest(id=identity), None, sub)  # type: ignore[arg-type]
-    step = worker_pb2.StepOutputs(outputs=[worker_pb2.SequenceOutput(id=identity) for identity in ids])
-    link._read = AsyncMock(side_effect=[worker_pb2.LinkResponse(outputs=step), EOFError])  # type: ignore[method-assign]
+    heard: list[object] = []
+    link = linked_subs(heard, on_output=Mock(side_effect=KeyError), on_failure=lambda error: heard.append(error.reason))
+    outputs = [worker_pb2.SequenceOutput(id={"room": room}) for room in (1, 2)]
+    step = worker_pb2.LinkResponse(outputs=worker_pb2.StepOutputs(outputs=outputs))
+    link._read = AsyncMock(side_effect=[step, EOFError])  # type: ignore[method-assign]
     with pytest.raises(EOFError):
         await link.run()
-    assert heard == [(1, Reason.INTERNAL), 2] and link.in_flight == 1
+    assert heard == [Reason.INTERNAL, outputs[1]] and link.in_flight == 1
 
 
 def test_one_sub_request_that_fails_to_fail_keeps_no_other_from_it() -> None:
     """Else it would wait until its time is over."""
-    link, heard = Link(UNIFIED, "a:1", build()), list[str]()
+    heard, lost = list[object](), MillraceError(Reason.WORKER_LOST, "it is gone")
+    linked_subs(heard, on_failure=Mock(side_effect=KeyError)).close(lost)
+    assert heard == [lost]
 
-    def broken(error: MillraceError) -> None:
-        raise KeyError("a fault of ours")
 
-    for room, on_failure in ((1, broken), (2, lambda error: heard.append(error.reason))):
-        request = worker_pb2.EngineRequest(id=common_pb2.AttemptId(room=room))
-        link.submit(request, None, SimpleNamespace(attempt=0, on_failure=on_failure))  # type: ignore[arg-type]
-    link.close(MillraceError(Reason.WORKER_LOST, "it is gone"))
-    assert heard == [Reason.WORKER_LOST]
+def test_a_worker_that_reports_no_replica_has_no_pace() -> None:
+    worker = SimpleNamespace(role=UNIFIED, in_flight=2, replicas=lambda *_: ())
+    registry = SimpleNamespace(_able=[(worker, frozenset())], _serves=lambda _: True)
+    assert Registry.pace(registry) == Pace(2, 0.0)  # type: ignore[arg-type]
