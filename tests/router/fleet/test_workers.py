@@ -193,17 +193,11 @@ async def test_a_worker_that_is_let_go_is_lost_to_who_still_has_it() -> None:
 
 
 async def test_a_fault_of_ours_does_not_lose_the_worker_for_ever(cluster: Callable) -> None:
-    class SubRequest:
-        attempt = 0
-
-        def on_output(self, out: worker_pb2.SequenceOutput, now: float) -> None:
-            raise KeyError("a fault")
-
-        def on_failure(self, error: MillraceError) -> None: ...
-
     made = await cluster(FakeWorker(UNIFIED))
     worker = made.router.registry.workers[made.workers[0].address]
-    worker.link.submit(worker_pb2.EngineRequest(id={"room": 1}, sampling={"max_tokens": 1}), None, SubRequest())
+    worker.link.on_message = Mock(side_effect=KeyError("a fault"))
+    sub = SimpleNamespace(attempt=0, on_failure=lambda error: None)
+    worker.link.submit(worker_pb2.EngineRequest(id={"room": 1}, sampling={"max_tokens": 1}), None, sub)
     await made.until(lambda: "KeyError" in worker.trouble)
     await made.until(lambda: made.router.registry.ready)
     assert (await made.generate([1])).tokens() == expected([1], 8)
