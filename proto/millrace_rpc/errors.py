@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 from millrace_common.json_values import JsonObject
+from millrace_common.log import PER_REQUEST
 from millrace_common.quoted import cut, printable
 from millrace_common.reasons import Reason
 
@@ -84,9 +86,13 @@ class MillraceError(Exception):
         self.retry_after_s = self.row.retry_after_s if retry_after_s is None else retry_after_s
 
     @classmethod
-    def of(cls, error: Exception) -> MillraceError:
-        """The error itself; INTERNAL of any other exception."""
-        return error if isinstance(error, MillraceError) else cls(Reason.INTERNAL, f"{type(error).__name__}: {error}")
+    def of(cls, error: Exception, log: logging.Logger | None = None, what: str = "", *facts: object) -> MillraceError:
+        """The error itself; INTERNAL of any other exception, a fault of ours in `what`, which is logged."""
+        if isinstance(error, MillraceError):
+            return error
+        if log is not None:
+            log.error(what, *facts, exc_info=error, extra=PER_REQUEST)
+        return cls(Reason.INTERNAL, f"{type(error).__name__}: {error}")
 
     @property
     def row(self) -> Row:

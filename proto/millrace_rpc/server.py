@@ -15,7 +15,6 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from millrace_common.log import PER_REQUEST
 from millrace_common.reasons import Reason
 
 from millrace_rpc.errors import MillraceError
@@ -213,10 +212,7 @@ def _streaming(behavior: Behavior, check: Check) -> Behavior:
 async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    if not isinstance(error, MillraceError):
-        log.exception("unexpected error in a handler", extra=PER_REQUEST)
-        error = MillraceError.of(error)
-    status = error.to_status()
+    status = MillraceError.of(error, log, "unexpected error in a handler").to_status()
     await context.abort(status.code, status.details, status.trailing_metadata)
 
 

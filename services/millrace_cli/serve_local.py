@@ -109,6 +109,7 @@ async def supervise(spec: ClusterSpec, console: Console) -> None:
     except (StartError, OSError) as error:  # OSError: a log folder that cannot be used
         raise CommandError(str(error)) from error
     finally:
+        next(signals)  # from now on a signal kills
         console.print("stopping (again: at once)", style="dim")
         await cluster.stop()
         console.print("stopped", style="dim")

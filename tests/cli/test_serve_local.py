@@ -1,5 +1,6 @@
 """`millrace serve-local` as a process, over stand-in routers and workers."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_cli import serve_local
+from millrace_cli.cluster import ClusterSpec, LocalCluster, StartError
+from millrace_cli.errors import CommandError
 from millrace_cli.process import Process
 from millrace_cli.serve_local import processes_table, usable_port, with_playground
 from millrace_common.config import load
@@ -139,6 +142,24 @@ def test_failed_start_is_one_message_and_exit_1(start) -> None:
     assert running.process.wait() == 1
     assert "standin: no such checkpoint" in running.output
     assert "Traceback" not in running.output
+
+
+def test_signal_while_a_failed_start_is_undone_kills_and_keeps_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def __init__(self, spec: ClusterSpec) -> None:
+            self.processes, self.killed = {}, asyncio.Event()
+            self.kill_all = self.killed.set
+
+        async def start(self) -> None:
+            raise StartError("a worker exited")
+
+        async def stop(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+            await self.killed.wait()
+
+    monkeypatch.setattr(serve_local, "LocalCluster", Failing)
+    with pytest.raises(CommandError, match="a worker exited"):
+        asyncio.run(serve_local.supervise(ClusterSpec(), Console(quiet=True)))
 
 
 def test_what_a_worker_says_of_its_start_is_no_markup(tmp_path: Path) -> None:

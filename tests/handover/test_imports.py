@@ -210,6 +210,17 @@ async def test_final_first_token_goes_out_without_the_end(bench: Bench) -> None:
     assert bench.engine == [KvArrived(ID, final)] and bench.outputs == [FIRST]
 
 
+@pytest.mark.parametrize("said", [[], [[]]], ids=["no memory", "the memory of no rank"])
+async def test_pages_without_memory_fail_the_import_and_not_the_worker(bench: Bench, said: list[Any]) -> None:
+    """They would be read when a rank has reported pages for them, and what that raises ends the worker."""
+    for item in (*said, KvChunk(ID, 0, [7, 8], page_hashes(PROMPT, 64), 100, True, FIRST)):
+        bench.peer.said.put_nowait(item)
+    await bench.settle()
+    bench.imports.on_reserved(KvReserved(ID, [3, 4], 0))
+    [failed] = bench.engine
+    assert failed.failure.reason == Reason.TRANSFER_FAILED and len(bench.imports) == 0
+
+
 async def test_peer_with_another_epoch_is_dropped(bench: Bench) -> None:
     bench.peer.said.put_nowait(MillraceError(Reason.EPOCH_CHANGED, "it is another process"))
     await bench.settle()

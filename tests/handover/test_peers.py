@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
@@ -64,21 +65,11 @@ async def test_stream_that_breaks_has_a_reason_that_is_not_the_clients(
     """The watch of the connection may see its end first: CANCELLED would not be tried again. A secret that differs
     between workers is our fault.
     """
-
-    class Call:
-        async def write(self, message: object) -> None:
-            pass
-
-        async def read(self) -> None:
-            nothing = grpc.aio.Metadata()
-            raise grpc.aio.AioRpcError(code, nothing, nothing, details="Locally cancelled")
-
-        def cancel(self) -> None:
-            pass
-
+    broken = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="Locally cancelled")
+    call = Mock(write=AsyncMock(), read=AsyncMock(side_effect=broken))
     peers = Peers(lambda rank, agent: None)
     peer = peers.get("127.0.0.1:1", "e")
-    fetch = Fetch(Call(), peer, RequestId(1, 0), "", 1.0, None)  # type: ignore[arg-type]
+    fetch = Fetch(call, peer, RequestId(1, 0), "", 1.0, None)
     if dropped:
         peers.drop(peer)
     with pytest.raises(MillraceError) as caught:
@@ -90,19 +81,10 @@ async def test_stream_that_breaks_has_a_reason_that_is_not_the_clients(
 
 async def test_stream_whose_channel_was_closed_before_it_began_ends() -> None:
     """Its opening is never written for gRPC, and the request would wait for ever."""
-
-    class Call:
-        async def write(self, message: object) -> None:
-            await asyncio.Event().wait()
-
-        async def read(self) -> None:
-            await asyncio.Event().wait()
-
-        def cancel(self) -> None:
-            pass
-
+    never = asyncio.Event().wait
+    call = Mock(write=lambda message: never(), read=never)
     peers = Peers(lambda rank, agent: None)
-    fetch = Fetch(Call(), peers.get("127.0.0.1:1", "e"), RequestId(1, 0), "", 0.01, None)  # type: ignore[arg-type]
+    fetch = Fetch(call, peers.get("127.0.0.1:1", "e"), RequestId(1, 0), "", 0.01, None)
     with pytest.raises(MillraceError) as caught:
         async for _ in fetch.items():
             pass

@@ -94,7 +94,7 @@ MUTANTS = (
     *of(f"{ENGINE}/offload/disk_tier.py", FOLDER,
         ("disk-queue-without-bound", "if self._moves.qsize() >= MAX_STORES:", "if False:"),
         ("disk-loads-behind-stores", "self._moves.put((0, next(self._order)", "self._moves.put((1, next(self._order)"),
-        ("disk-thread-dies", "except Exception as error:", "except TransferError as error:"),
+        ("disk-thread-dies", "except Exception as error:  # without", "except TransferError as error:  # without"),
         ("disk-warns-of-each", "if time.monotonic() - self._warned_at >= WARN_EVERY_S:", "if True:")),
     # the frontend
     *of(f"{FRONTEND}/cache_board.py", "worker/test_cache_board.py",

@@ -2,7 +2,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
+import msgspec
 import numpy as np
 import pytest
 from millrace_serve.engine.core import RequestId
@@ -169,6 +171,19 @@ def test_source_that_cannot_be_connected_fails_its_reads(rigs: list[Rig], caplog
     rig.read(0, source, [1], [1])
     assert "not in this process" in rig.finished(1)[0]
     assert "cannot connect to an exporter" in caplog.text
+
+
+def test_source_that_breaks_the_transport_fails_its_reads(rigs: list[Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a claim of 4 billion pages would: of a library's exceptions only some are its own."""
+    rig = rig_of(rigs)
+    another = msgspec.structs.replace(rig.source, agent="another")
+    for i in range(2):
+        rig.read(i, rig.source, [1], [1])
+        assert rig.finished(1) == {i: ""}, "the reader lives"
+        monkeypatch.setattr(LocalSink, "open", Mock(side_effect=MemoryError("std::bad_alloc")))
+        rig.connect(another)
+        rig.read(9, another, [1], [1])
+        assert "another cannot be read: MemoryError: std::bad_alloc" in rig.finished(1)[9]
 
 
 def test_source_that_was_dropped_or_never_added_is_not_read(rigs: list[Rig]) -> None:

@@ -20,6 +20,13 @@ def test_router_that_keeps_up_gets_every_step_by_itself() -> None:
     assert not box
 
 
+def test_refusal_of_what_no_request_may_be_goes_out() -> None:
+    """Else it would end the router's link, and all of its requests."""
+    box = LinkOutbox()
+    box.put(output(0, 0, 0, FinishReason.ERROR))
+    assert [entry.id.room for entry in box.take()] == [0] and not box._latest
+
+
 def test_slow_router_gets_merged_outputs_with_the_end_last() -> None:
     first = SequenceOutput(RequestId(1, 0), 0, [TokenOutput(0)], num_cached_tokens=64, queued_s=0.5)
     error = Failure("STALLED", "late")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +28,8 @@ from millrace_router.flow.stream import Delta, Stream, gone
 from millrace_router.http.answers import json_answer, read_body, received, request_names
 from millrace_router.http.json_shape import SHORT, TINY, shape
 from millrace_router.queue.tenant import caller
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Strict)
 X = TypeVar("X", bound=ApiRequest)
@@ -182,22 +185,25 @@ class _Sse(Response):
             if self._beating is None or self._beating.done():  # else the client does not read
                 self._beating = asyncio.create_task(self._say(send, self._form.keep_alive))
 
-        failure = None
+        failure: MillraceError | None = None
         with self._ends:
             self._beat.start(beat)
             try:
                 with named(self._origins):
                     async for delta in self._stream.deltas():
                         await self._say(send, self._form.push(delta))
-            except MillraceError as error:
-                failure = error
+                last = self._form.end()
+            except Exception as error:
+                failure = MillraceError.of(error, log, "the answer of a stream failed")
             finally:
                 self._beat.stop()
             if self._beating is not None:
                 await self._beating
-            if failure is not None and not self._begun:
-                raise failure
-            last = self._form.end() if failure is None else self._form.fail(failure)
+            if failure is not None:
+                self._stream.close(failure)  # else who reads it would seem to have gone
+                if not self._begun:
+                    raise failure
+                last = self._form.fail(failure)
             await self._say(send, last, more=False)
 
     async def _say(self, send: Send, data: bytes, more: bool = True) -> None:

@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias
 
 import grpc
 from millrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
+from millrace_common.log import PER_REQUEST
 from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 from millrace_rpc.client import reply
@@ -82,7 +83,11 @@ class Link:
                 identity = out.id
                 sub = subs.get(identity.room)
                 if sub is not None and sub.attempt == identity.attempt:
-                    sub.on_output(out, now)
+                    try:
+                        sub.on_output(out, now)
+                    except Exception as error:
+                        self.abort(identity.room, identity.attempt, "its output cannot be taken")
+                        self._fail(sub, MillraceError.of(error, log, "an output of %s cannot be taken", self.address))
                 elif out.finish_reason != common_pb2.FINISH_REASON_ABORT:  # which answers our own Abort
                     self._stale.inc()
             for wait in response.outputs.waits:
@@ -131,7 +136,14 @@ class Link:
             self._call.cancel()
         subs, self._subs = list(self._subs.values()), {}
         for sub in subs:
+            self._fail(sub, error)
+
+    def _fail(self, sub: OutputReceiver, error: MillraceError) -> None:
+        """A fault of ours with one sub-request costs no other: they would be lost, or never hear of a loss."""
+        try:
             sub.on_failure(error)
+        except Exception:
+            log.exception("a sub-request on %s did not take its failure", self.address, extra=PER_REQUEST)
 
     async def _send(self) -> None:
         """Write the queued messages. Returns when the stream is broken; `run` raises the reason."""

@@ -157,7 +157,7 @@ class Registry:
             if worker.role != PREFILL and self._serves(worker):
                 replicas = worker.replicas(sources, "")
                 running += max(worker.in_flight, sum(replica.sequences for replica in replicas))
-                fastest = max(fastest, *(replica.output_tokens_per_s for replica in replicas))
+                fastest = max((fastest, *(replica.output_tokens_per_s for replica in replicas)))
         return Pace(running, 1 / fastest if fastest else 0.0)
 
     def drain(self, worker: Worker) -> None:

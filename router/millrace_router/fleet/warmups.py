@@ -7,7 +7,7 @@ flexible worker is all three, P and D for every other worker:
              U.Warmup. A decode worker warms a few pairs at a time.
 2. FREEZING  FreezeGc on P and D (U). Pairs that need it at the same time share one call.
 3. READY     both have acknowledged.
-4. RETRYING  every failure is retried from 1 after a pause, for as long as both live.
+4. RETRYING  every failure is retried after a pause, for as long as both live: from 1, until both have acknowledged.
    REFUSED   these two can never pair.
 
 Pairs are identified by the epochs of their processes, so a restarted worker starts again at 1. All steps are
@@ -54,6 +54,7 @@ class PairProgress:
     stage: PairStage = PairStage.WARMING
     attempts: int = 0
     detail: str = ""  # of the latest failure
+    acknowledged: bool = False  # by both: only the look at what they say of it is left
 
     @property
     def names(self) -> str:
@@ -157,13 +158,15 @@ class Warmups:
         source, worker = progress.source, progress.worker
         sides = [side for side in (source, worker) if side is not None]
         progress.attempts += 1
-        progress.stage = PairStage.WARMING
-        request = worker_pb2.WarmupRequest(source=source.source() if source else None)
-        async with self._warming[worker.epoch]:
-            await self._call("warmup", lambda: worker.control.Warmup(request, timeout=WARMUP_S))
-        progress.stage = PairStage.FREEZING
-        for side in sides:
-            await self._freezers[side.epoch].run(functools.partial(self._freeze, side))
+        if not progress.acknowledged:
+            progress.stage = PairStage.WARMING
+            request = worker_pb2.WarmupRequest(source=source.source() if source else None)
+            async with self._warming[worker.epoch]:
+                await self._call("warmup", lambda: worker.control.Warmup(request, timeout=WARMUP_S))
+            progress.stage = PairStage.FREEZING
+            for side in sides:
+                await self._freezers[side.epoch].run(functools.partial(self._freeze, side))
+            progress.acknowledged = True
         for side in sides:
             await self._call("info", side.refresh)  # with the freezes and the warmed sources
 

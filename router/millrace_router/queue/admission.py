@@ -13,6 +13,7 @@
 """
 
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from millrace_router.policy.choose import Decision
 from millrace_router.policy.snapshot import Pace, PlacementRequest
 from millrace_router.queue.fair_queue import FairQueue, Place, Ticket
 from millrace_router.queue.first_waits import FirstWaits
+
+log = logging.getLogger(__name__)
 
 KEEP_AFTER = 8  # tickets that have overtaken one, before room is kept for it
 LOOK_AHEAD = 8  # tickets that are tried while the first ones find no worker
@@ -223,9 +226,9 @@ class Admission:
             try:
                 want = replace(ticket.want, kept=kept) if kept else ticket.want
                 decision = self._places.choose(want) if only is None or ticket is only else None
-            except MillraceError as error:  # no worker will ever serve it
+            except Exception as error:  # no worker will ever serve it
                 self.leave(ticket)
-                ticket.refuse(error)
+                ticket.refuse(_failure(error))
                 return True
             if decision is not None:
                 for other in before:
@@ -246,7 +249,15 @@ class Admission:
         self._first.served(ticket.want, now)
         self._queue.take(ticket)
         self._on_size(len(self))
-        ticket.serve(decision)
+        try:
+            ticket.serve(decision)
+        except Exception as error:
+            ticket.refuse(_failure(error))
+
+
+def _failure(error: Exception) -> MillraceError:
+    """A fault of ours costs its request alone: whoever called the queue would lose more, and others wait in it."""
+    return MillraceError.of(error, log, "a request could not be placed")
 
 
 def _too_late(wait: float, allowed: float) -> MillraceError:

@@ -73,9 +73,11 @@ class Engine:
         self._stale = True  # something happened since schedule() last found nothing to do
         self._paused = False
 
-    def keep_in(self, folder: Path, max_bytes: int, secret: bytes = b"") -> None:
-        """Pages of the host tier go to `folder` from now on, until `close`. Raises TransferError."""
-        self._disk.open(folder, self.pool.layout.fingerprint, self.copier.memory, max_bytes, secret)
+    def keep_in(self, folder: Path, max_bytes: int, secret: bytes = b"", *, patient: bool = True) -> None:
+        """Pages of the host tier go to `folder` from now on, until `close`. `patient`: raises TransferError, else what
+        is wrong with the folder holds up nothing.
+        """
+        self._disk.open(folder, self.pool.layout.fingerprint, self.copier.memory, max_bytes, secret, patient)
 
     def submit(self, msg: EngineInput) -> None:
         """Never raises for a bad request: it ends in an output with finish ERROR, in the next step's Events."""

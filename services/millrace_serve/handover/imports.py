@@ -277,6 +277,8 @@ class Imports:
             async for item in items:
                 match item:
                     case KvChunk():
+                        if item.page_ids and not job.sources:
+                            raise MillraceError(Reason.TRANSFER_FAILED, "it told of pages before their memory")
                         job.last_chunk_at = time.monotonic()
                         self._do(job, machine.on_chunk(item))
                     case kv_pb2.ReleaseConfirmed():
@@ -290,11 +292,8 @@ class Imports:
         """Runs `work`; every error in it ends the import, because nothing else would."""
         try:
             await work()
-        except MillraceError as error:
-            self._broken(job, error)
         except Exception as error:
-            log.exception("kv import %s: unexpected error", job.machine.id, extra=PER_REQUEST)
-            self._broken(job, MillraceError.of(error))
+            self._broken(job, MillraceError.of(error, log, "kv import %s: unexpected error", job.machine.id))
 
     def _broken(self, job: Import, error: MillraceError) -> None:
         if error.reason is Reason.EPOCH_CHANGED:  # the watch may never have met the epoch, nor miss it

@@ -60,7 +60,12 @@ class PolledSink(KvSink, Generic[P]):
     def connect(self, source: MemoryHandle) -> None:
         peer = self._peers.get(source.agent)
         if peer is None:
-            self._peers[source.agent] = self.open(source)
+            try:
+                self._peers[source.agent] = self.open(source)
+            except TransferError:
+                raise
+            except Exception as error:  # of a claim that the transport's library cannot follow
+                raise TransferError(f"{source.agent} cannot be read: {type(error).__name__}: {error}") from error
         elif peer.error:
             raise TransferError(f"{source.agent} failed and is still settling: {peer.error}")
         else:

@@ -31,7 +31,7 @@ class Worker:
     def __init__(self, folder: Path, max_pages: int = 12) -> None:
         self.memory = np.zeros((SLOTS, PAGE), dtype=np.uint8)
         pool = PageBuffer(self.memory.ctypes.data, PAGE, SLOTS)
-        self.tier = DiskTier(PageFolder(folder, LAYOUT, pool, max_pages * PAGE))
+        self.tier = DiskTier(lambda: PageFolder(folder, LAYOUT, pool, max_pages * PAGE))
 
     def store(self, number: int) -> bool:
         self.memory[0] = content(number)

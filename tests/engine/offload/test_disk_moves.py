@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import msgspec
 import pytest
 from engine.harness import SETTINGS, Driver, request
 from hypothesis import given
@@ -13,8 +14,8 @@ from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
 from millrace_serve.engine.cache.changes import TierChanges
 from millrace_serve.engine.config import Role
-from millrace_serve.engine.core import Load, Route, SequenceOutput
-from millrace_serve.engine.offload import disk_tier
+from millrace_serve.engine.core import FlushCache, Load, Pause, Route, SequenceOutput
+from millrace_serve.engine.offload import disk_moves, disk_tier
 from millrace_serve.engine.offload.disk_moves import LOAD_S, DiskMoves
 from millrace_serve.engine.offload.disk_tier import Move
 from millrace_serve.engine.offload.host_tier import Copy, HostTier
@@ -157,6 +158,21 @@ def test_store_that_hangs_holds_up_nobody_for_long() -> None:
     tier.check([*moves.pinned, *came[0]])
 
 
+def test_stores_that_hang_seem_to_be_over() -> None:
+    now = [10.0]
+    tier, moves, store = made(4, lambda: now[0])
+    moves.keep(whole(tier, 1, 2))
+    for _ in range(2):
+        now[0] += LOAD_S - 0.1
+        assert moves.stores
+        store.end(0)
+        moves.poll()
+    moves.keep(whole(tier, 3))
+    now[0] += LOAD_S
+    moves.poll()
+    assert not moves.stores and [copy.block for copy in moves.pinned] == blocks(3)
+
+
 @examples(40)
 @given(st.data())
 def test_no_slot_is_lost(data: st.DataObject) -> None:
@@ -270,6 +286,44 @@ def test_folder_that_does_not_answer_holds_up_no_step(tmp_path: Path, monkeypatc
     assert second.engine._disk.store.count(page_hashes(PROMPT, 4)) == 5
     second.settle()
     second.engine.close()
+
+
+def test_folder_that_hangs_keeps_weights_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hangs in a store, then where the folder of the new weights is opened; at last it answers."""
+    first, answers, now = OnDisk(tmp_path, host_pages=100), threading.Event(), [0.0]
+    engine, host, real = first.engine, first.engine._scheduler.host, {}
+    host.disk._clock = lambda: now[0]
+    for name in ("store", "__init__"):
+
+        def hangs(folder: PageFolder, *args: object, name: str = name) -> None:
+            assert answers.wait(60), "the engine waits"
+            real[name](folder, *args)
+
+        real[name] = getattr(PageFolder, name)
+        monkeypatch.setattr(PageFolder, name, hangs)
+    monkeypatch.setattr(disk_tier, "CLOSE_S", 0.0)
+    monkeypatch.setattr(disk_moves, "OPEN_S", 0.0)
+    assert first.ask(1, PROMPT) == 0
+    while not host.disk.stores or engine.copier.busy:
+        engine.step()
+    engine.submit(Pause(on=True))
+    engine.step()
+    assert not engine.load().paused
+    now[0] += LOAD_S
+    assert engine.load().paused
+    engine.submit(FlushCache())
+    for version in ("1" * 32, "2" * 32):
+        engine.pool.layout = msgspec.structs.replace(engine.pool.layout, model_hash=version)
+        engine.keep_in(tmp_path, 1 << 30, patient=False)
+    engine.submit(Pause(on=False))
+    assert first.ask(2, PROMPT) == 0
+    assert not host.disk.close(), "a move may still read the host's memory"
+    engine.keep_in(tmp_path, 1 << 30, patient=False)
+    answers.set()
+    host.disk.store.opened.result(60)
+    assert first.ask(3, [9, *PROMPT]) == 0
+    assert first.settle().counters["disk_pages/store"] >= 5
+    engine.close()
 
 
 def test_page_of_other_tokens_is_an_error_once_and_gone(tmp_path: Path) -> None:

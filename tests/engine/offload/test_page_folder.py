@@ -24,6 +24,12 @@ LAYOUT, LAYOUT_2 = "0" * 32, "1" * 32
 SECRET = b"a secret of a deployment"
 
 
+def opened(folder: PageFolder) -> DiskTier:
+    tier = DiskTier(lambda: folder)
+    tier.opened.result()
+    return tier
+
+
 class Worker:
     """Host memory with random pages, and the folder as one worker sees it."""
 
@@ -228,7 +234,7 @@ def test_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
         patched.setattr(os, "pwritev", failing(errno.ENOSPC) if written is None else lambda *_: written)
         with pytest.raises(TransferError, match="No space left on device"):
             worker.folder.store(BLOCK, 3)
-        tier = DiskTier(worker.folder)
+        tier = opened(worker.folder)
         assert tier.store(BLOCK, 3)
         assert ended(tier, 1) == [Move(BLOCK, 3, is_load=False, ok=False)]
     assert not files(tmp_path) and not tier.count([BLOCK])
@@ -244,7 +250,7 @@ def test_disk_that_fails_does_not_end_the_thread(
     """Prompts would wait for ever for loads that nobody carries out."""
     worker = Worker(tmp_path, max_pages=1)
     error = RuntimeError("unforeseen") if call == "pwritev" else OSError(errno.EIO, "")
-    tier, fails = DiskTier(worker.folder), Mock(side_effect=error)
+    tier, fails = opened(worker.folder), Mock(side_effect=error)
     with monkeypatch.context() as patched:
         patched.setattr(os, call, fails)
         if call == "unlink":
@@ -349,7 +355,7 @@ class Slow:
 def test_loads_go_before_stores_and_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     """A prompt waits for a load, and nobody for a store."""
     folder = Slow()
-    tier = DiskTier(folder)  # type: ignore[arg-type]
+    tier = opened(folder)  # type: ignore[arg-type]
     assert tier.store(BLOCK, 0) and folder.began.wait(HANG_S)
     assert tier.store(OTHER, 1)
     for slot in (2, 3):
@@ -364,7 +370,7 @@ def test_loads_go_before_stores_and_warn_once(caplog: pytest.LogCaptureFixture) 
 def test_disk_that_hangs_keeps_no_worker_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_tier, "CLOSE_S", 0.0)
     folder = Slow()
-    tier = DiskTier(folder)  # type: ignore[arg-type]
+    tier = opened(folder)  # type: ignore[arg-type]
     assert tier.store(BLOCK, 0) and folder.began.wait(HANG_S)
     assert tier.close() is False
     folder.goes_on.set()
@@ -372,7 +378,7 @@ def test_disk_that_hangs_keeps_no_worker_from_its_end(monkeypatch: pytest.Monkey
 
 def test_thread_stores_loads_and_ends(tmp_path: Path) -> None:
     worker = Worker(tmp_path)
-    tier = DiskTier(worker.folder)
+    tier = opened(worker.folder)
 
     assert tier.store(BLOCK, 3)
     assert ended(tier, 1) == [Move(BLOCK, 3, False, True)] and tier.count([BLOCK, OTHER]) == 1

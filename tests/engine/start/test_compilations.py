@@ -3,12 +3,19 @@
 import inspect
 import logging
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from millrace_serve.engine.start import compilations
 from millrace_serve.engine.start.compilations import Compilations
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilations, "LOOK_S", 120.0, raising=False)
 
 
 def test_triton_counts_what_does_not_come_from_its_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -69,6 +76,26 @@ def test_folder_that_is_not_there_yet_or_cannot_be_read(tmp_path: Path, monkeypa
             patched.setattr(os, call, Mock(side_effect=OSError(5, "")))
             assert seen.counts() == {}
     assert seen.counts() == {"deep_gemm": 1}
+
+
+def test_folder_that_hangs_holds_up_no_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, answers, looks, listdir = Compilations(tmp_path), threading.Event(), list[Path](), os.listdir
+
+    def hangs(folder: Path) -> list[str]:
+        looks.append(folder)
+        assert answers.wait(20)
+        return listdir(folder)
+
+    monkeypatch.setattr(compilations, "LOOK_S", 0.0)
+    monkeypatch.setattr(os, "listdir", hangs)
+    seen.start_is_over()
+    (tmp_path / "kernel.a").mkdir()
+    seen._changed_at = 0
+    for _ in range(3):
+        assert seen.counts() == {}
+    answers.set()
+    seen._looking.join()
+    assert seen.counts() == {"deep_gemm": 1} and looks == [tmp_path], "nobody asked while it hung"
 
 
 def test_modules_of_flashinfer_that_are_built(tmp_path: Path) -> None:

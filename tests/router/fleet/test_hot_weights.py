@@ -136,7 +136,7 @@ async def test_a_pause_does_not_slow_the_queue_down_afterwards(cluster: Callable
     unified.change(state=PAUSED)
     await made.until(lambda: not made.router.registry.ready)
     now += 10.0
-    assert made.router.admission.drained_in() >= 10.0
+    assert made.router.admission.drained_in() > 9.9  # a sum of floats
     unified.change(state=READY)
     await made.until(lambda: made.router.registry.ready)
     assert made.router.admission.drained_in() is None, "nothing was served yet, and nobody has waited long"

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
@@ -11,9 +13,12 @@ from millrace_common.reasons import Reason
 from millrace_router.config import Timeouts
 from millrace_router.discovery.base import Target
 from millrace_router.fleet import worker as worker_module
+from millrace_router.fleet.link import Link
+from millrace_router.fleet.registry import Registry
 from millrace_router.fleet.warmups import WARMUPS_AT_ONCE
 from millrace_router.fleet.worker import FIRST_PAUSE_S, Worker
 from millrace_router.flow.metrics import build
+from millrace_router.policy.snapshot import Pace
 from millrace_rpc.client import heard_within
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, hangs
@@ -76,7 +81,7 @@ async def test_a_decode_worker_warms_a_few_pairs_at_a_time(cluster: Callable) ->
     assert decode.most == WARMUPS_AT_ONCE
 
 
-async def test_warmups_are_tried_again_after_a_fault_of_ours(
+async def test_after_a_fault_of_ours_only_what_is_not_acknowledged_is_tried_again(
     cluster: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults, refresh = [AttributeError("of an answer that could not be read")], Worker.refresh
@@ -90,6 +95,7 @@ async def test_warmups_are_tried_again_after_a_fault_of_ours(
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), wait=False)
     await made.until(lambda: made.router.registry.ready)
     assert not faults and (await made.generate([1])).tokens() == expected([1], 8)
+    assert [worker.freezes for worker in made.workers] == [1, 1] and len(made.decodes[0].warmups) == 1
 
 
 async def test_a_new_process_is_warmed_again(cluster: Callable) -> None:
@@ -187,17 +193,11 @@ async def test_a_worker_that_is_let_go_is_lost_to_who_still_has_it() -> None:
 
 
 async def test_a_fault_of_ours_does_not_lose_the_worker_for_ever(cluster: Callable) -> None:
-    class SubRequest:
-        attempt = 0
-
-        def on_output(self, out: worker_pb2.SequenceOutput, now: float) -> None:
-            raise KeyError("a fault")
-
-        def on_failure(self, error: MillraceError) -> None: ...
-
     made = await cluster(FakeWorker(UNIFIED))
     worker = made.router.registry.workers[made.workers[0].address]
-    worker.link.submit(worker_pb2.EngineRequest(id={"room": 1}, sampling={"max_tokens": 1}), None, SubRequest())
+    worker.link.on_message = Mock(side_effect=KeyError("a fault"))
+    sub = SimpleNamespace(attempt=0, on_failure=lambda error: None)
+    worker.link.submit(worker_pb2.EngineRequest(id={"room": 1}, sampling={"max_tokens": 1}), None, sub)
     await made.until(lambda: "KeyError" in worker.trouble)
     await made.until(lambda: made.router.registry.ready)
     assert (await made.generate([1])).tokens() == expected([1], 8)
@@ -293,3 +293,37 @@ def test_work_of_a_begun_prompt_counts_once() -> None:
     assert (replica.tokens, replica.held, replica.load) == (965, 420, 640 + 640 + 105)
     assert replica.room == 900 - 5 - 100 - 30 and replica.capacity == 2
     assert (other.tokens, other.room, other.capacity) == (967, 900 - 8, 2), "of each replica what was sent there"
+
+
+def linked_subs(heard: list[object], **broken: Callable) -> Link:
+    """A Link with the sub-requests of two rooms, the first of which has the `broken` methods."""
+    link = Link(UNIFIED, "a:1", build())
+    for room in (1, 2):
+        told = {name: lambda what, *_: heard.append(what) for name in ("on_output", "on_failure")}
+        sub = SimpleNamespace(attempt=0, **(told | broken if room == 1 else told))
+        link.submit(worker_pb2.EngineRequest(id={"room": room}), None, sub)  # type: ignore[arg-type]
+    return link
+
+
+async def test_an_output_that_breaks_its_sub_request_breaks_no_other() -> None:
+    heard: list[object] = []
+    link = linked_subs(heard, on_output=Mock(side_effect=KeyError), on_failure=lambda error: heard.append(error.reason))
+    outputs = [worker_pb2.SequenceOutput(id={"room": room}) for room in (1, 2)]
+    step = worker_pb2.LinkResponse(outputs=worker_pb2.StepOutputs(outputs=outputs))
+    link._read = AsyncMock(side_effect=[step, EOFError])  # type: ignore[method-assign]
+    with pytest.raises(EOFError):
+        await link.run()
+    assert heard == [Reason.INTERNAL, outputs[1]] and link.in_flight == 1
+
+
+def test_one_sub_request_that_fails_to_fail_keeps_no_other_from_it() -> None:
+    """Else it would wait until its time is over."""
+    heard, lost = list[object](), MillraceError(Reason.WORKER_LOST, "it is gone")
+    linked_subs(heard, on_failure=Mock(side_effect=KeyError)).close(lost)
+    assert heard == [lost]
+
+
+def test_a_worker_that_reports_no_replica_has_no_pace() -> None:
+    worker = SimpleNamespace(role=UNIFIED, in_flight=2, replicas=lambda *_: ())
+    registry = SimpleNamespace(_able=[(worker, frozenset())], _serves=lambda _: True)
+    assert Registry.pace(registry) == Pace(2, 0.0)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -14,8 +15,12 @@ import pytest
 from millrace.v1 import common_pb2, inference_pb2_grpc, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_router.apis import public_http
+from millrace_router.apis.anthropic.answers import MessageForm
 from millrace_router.apis.grpc import service as grpc_service
+from millrace_router.apis.openai.answers import AnswerShape
+from millrace_router.apis.openai.responses import ResponseForm
 from millrace_router.flow.heartbeat import Heartbeat
+from millrace_router.flow.stream import Delta
 from millrace_router.http.guard import GrpcGuard, HttpGuard
 from millrace_router.queue.tenant import DEFAULT
 from millrace_rpc.errors import from_rpc_error
@@ -347,7 +352,7 @@ def text_in(event: str) -> str:
 ERRORS = {
     "/v1/completions": lambda value: value["error"]["code"] == "internal",
     "/v1/chat/completions": lambda value: value["error"]["code"] == "internal",
-    "/v1/responses": lambda value: value["type"] == "response.failed" and value["sequence_number"] == 2,
+    "/v1/responses": lambda value: value["type"] == "response.failed" and value["sequence_number"] >= 2,
     "/v1/messages": lambda value: value["type"] == "error" and value["error"]["type"] == "api_error",
 }
 
@@ -370,6 +375,33 @@ async def test_a_failure_after_the_head_is_an_event_and_before_it_a_status(impat
     answer = await impatient.http.post(path, json=BODIES[path])
     assert answer.status_code == 500 and "scripted INTERNAL" in answer.text
     await impatient.quiet()
+
+
+@pytest.mark.parametrize("fault", ["task", "sink", "end"])
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_fault_of_ours_after_the_head_is_an_event(
+    impatient: Cluster, monkeypatch: pytest.MonkeyPatch, path: str, fault: str
+) -> None:
+    """Wherever it is raised: where a task sends the deltas, where their round does, and in the last events."""
+
+    def broken(form: object, delta: Delta | None = None, real: Callable = lambda *_: b"") -> bytes:
+        if delta is None or not delta.first:
+            raise RuntimeError("a fault of ours")
+        return real(form, delta)
+
+    for form in (AnswerShape, MessageForm, ResponseForm):
+        push = functools.partialmethod(broken, real=form.push)
+        monkeypatch.setattr(form, *(("end", broken) if fault == "end" else ("push", push)))
+    waiting, client = Waiting(), impatient.http if fault == "sink" else impatient.direct
+    impatient.workers[0].script.append(waiting)
+    waiting.first.set()
+    asked = asyncio.create_task(client.post(path, json=BODIES[path]))
+    await impatient.until(lambda: any(stream._begun for stream in impatient.router.inference.active))
+    waiting.rest.set()
+    answer = await asked
+    assert ERRORS[path](json.loads(answer.text.rpartition("data: ")[2])), answer.text
+    await impatient.quiet()
+    assert impatient.metric("millrace_requests_total", api="http", status="internal") == (fault != "end")
 
 
 async def test_anthropics_client_skips_pings_and_raises_late_errors(impatient: Cluster) -> None:

@@ -11,6 +11,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from millrace_serve.engine.offload.host_tier import Copy, HostTier
 from millrace_serve.engine.offload.page_folder import PageFolder
 from millrace_serve.transfer.base import PageBuffer
 
-LOAD_S = 2.0  # a folder that hangs, as a network's may, must not hold up prompts that can be computed
+LOAD_S = 2.0  # a folder that hangs, as a network's may, must not hold up prompts that can be computed, nor a pause
+OPEN_S = 2.0  # likewise: other weights are loaded without it
 
 
 class DiskMoves:
@@ -28,6 +30,7 @@ class DiskMoves:
         self._counts = dict.fromkeys(("store", "load", "refuse", "failed"), 0)  # pages, ever
         self._tier, self._clock = tier, clock
         self._hangs = False
+        self._moved_at = 0.0  # when a move ended, or the first store began
         self._new: deque[Copy] = deque()  # not stored yet
         self._storing: dict[int, Copy] = {}  # by slot
         self._loading: dict[int, tuple[Copy, DiskLoad]] = {}  # likewise
@@ -40,7 +43,8 @@ class DiskMoves:
 
     @property
     def stores(self) -> bool:
-        return bool(self._storing)
+        """Whether stores go on, as far as it seems."""
+        return bool(self._storing) and self._clock() < self._moved_at + LOAD_S
 
     @property
     def pinned(self) -> list[Copy]:
@@ -54,11 +58,19 @@ class DiskMoves:
         """
         return {f"disk_pages/{way}": count for way, count in self._counts.items()} if self.store else {}
 
-    def open(self, folder: Path, fingerprint: str, memory: PageBuffer, max_bytes: int, secret: bytes) -> None:
-        """From now on `folder` is the store. `memory`: of the tier's slots. Raises TransferError."""
-        store = DiskTier(PageFolder(folder, fingerprint, memory, max_bytes, secret))
+    def open(
+        self, folder: Path, fingerprint: str, memory: PageBuffer, max_bytes: int, secret: bytes, patient: bool
+    ) -> None:
+        """From now on `folder` is the store. `memory`: of the tier's slots. `patient`: wait until it is open, and raise
+        TransferError if it cannot be; else its store tries again.
+        """
         self.close()
-        self.store = store
+        self._hangs = False
+        self.store = DiskTier(lambda: PageFolder(folder, fingerprint, memory, max_bytes, secret), self.store)
+        if patient:
+            self.store.opened.result()
+        else:
+            wait([self.store.opened], OPEN_S)
 
     def close(self) -> bool:
         """False: something may still write to the memory."""
@@ -100,7 +112,7 @@ class DiskMoves:
         if self.store is None:
             return
         for move in self.store.take():
-            self._hangs = False
+            self._hangs, self._moved_at = False, self._clock()
             self._counts["refuse"] += move.refused
             self._counts["failed"] += not move.ok
             if move.is_load:
@@ -120,6 +132,8 @@ class DiskMoves:
                 if not store.store(copy.block, copy.slot):
                     return
                 self._tier.pin(copy)
+                if not self._storing:
+                    self._moved_at = self._clock()
                 self._storing[copy.slot] = copy
             self._new.popleft()
 

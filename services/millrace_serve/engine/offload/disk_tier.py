@@ -1,7 +1,7 @@
 """The disk tier of the prefix cache: a thread that moves pages between the host tier's memory and a PageFolder.
 
-The engine waits for looks alone, LOOK_S at most: a network's folder may hang. A slot belongs to a move from `store` or
-`load` until `take` has returned the move.
+The engine waits for looks alone, LOOK_S at most: a network's folder may hang. The thread also opens the folder, and
+tries again with every move. A slot belongs to a move from `store` or `load` until `take` has returned the move.
 """
 
 import itertools
@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import msgspec
 
@@ -33,20 +34,29 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class DiskTier:
-    def __init__(self, folder: PageFolder) -> None:
-        self._folder = folder
+    def __init__(self, make: Callable[[], PageFolder], before: "DiskTier | None" = None) -> None:
+        """`before`: it was closed, and what it still moves is told by this one's `take`."""
+        self.opened: Future[None] = Future()  # has the error of the first try
+        self._make = make
+        self._folder: PageFolder | None = None
+        self._before = None if before is None or before.ended else before
         self._asked = threading.Thread()  # the latest that asks the folder for the engine
         self._moves: queue.PriorityQueue[tuple[int, int, Move | None]] = queue.PriorityQueue()
-        self._done: queue.SimpleQueue[Move] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Move] = queue.SimpleQueue() if before is None else before._done
         self._order = itertools.count()
         self._warned_at = 0.0
         self._thread = threading.Thread(target=self._run, name="disk-tier", daemon=True)
         self._thread.start()
 
+    @property
+    def ended(self) -> bool:
+        """Nothing is moved any more, also by those before it."""
+        return not self._thread.is_alive() and (self._before is None or self._before.ended)
+
     def count(self, blocks: list[bytes]) -> int:
         """The longest leading run of `blocks` that the folder has, as far as it tells in time."""
         found: list[bytes] = []
-        self._ask(lambda: found.extend(itertools.takewhile(self._folder.has, blocks)))
+        self._ask(lambda folder: found.extend(itertools.takewhile(folder.has, blocks)))
         return len(found)
 
     def load(self, block: bytes, slot: int) -> None:
@@ -66,38 +76,53 @@ class DiskTier:
 
     def remove(self, blocks: list[bytes]) -> None:
         """Forget blocks whose content is wrong."""
-        self._ask(lambda: list(map(self._folder.remove, blocks)))
+        self._ask(lambda folder: list(map(folder.remove, blocks)))
 
     def close(self) -> bool:
-        """Moves that have not begun are dropped. False: one hangs, and may still write to its slot."""
+        """Moves that have not begun come to nothing. False: one hangs, and may still write to its slot."""
         self._moves.put((-1, 0, None))
         self._thread.join(CLOSE_S)
-        return not self._thread.is_alive()
+        return self.ended
 
-    def _ask(self, question: Callable[[], object]) -> None:
+    def _ask(self, question: Callable[[PageFolder], object]) -> None:
         """On another thread, for whose end the engine waits a little. Nothing is asked while an answer is owed."""
-        if not self._asked.is_alive():
-            self._asked = threading.Thread(target=question, name="disk-look", daemon=True)
+        if (folder := self._folder) is not None and not self._asked.is_alive():
+            self._asked = threading.Thread(target=question, args=(folder,), name="disk-look", daemon=True)
             self._asked.start()
             self._asked.join(LOOK_S)
 
     def _run(self) -> None:
-        while (move := self._moves.get()[2]) is not None:
-            before = self._folder.refused
-            ok = self._carry_out(move)
-            self._done.put(msgspec.structs.replace(move, ok=ok, refused=self._folder.refused > before))
-        self._folder.close()
-
-    def _carry_out(self, move: Move) -> bool:
         try:
+            self._open()
+            self.opened.set_result(None)
+        except Exception as error:
+            self.opened.set_exception(error)
+        while (move := self._moves.get()[2]) is not None:
+            self._done.put(self._carry_out(move))
+        while not self._moves.empty():
+            if (move := self._moves.get()[2]) is not None:
+                self._done.put(move)
+        if self._folder is not None:
+            self._folder.close()
+
+    def _open(self) -> PageFolder:
+        self._folder = self._folder or self._make()
+        return self._folder
+
+    def _carry_out(self, move: Move) -> Move:
+        ok, refused = True, 0
+        try:
+            folder = self._open()
+            before = folder.refused
             if move.is_load:
-                return self._folder.load(move.block, move.slot)
-            if not self._folder.has(move.block):  # else another worker was first
-                self._folder.store(move.block, move.slot)
-            return True
+                ok = folder.load(move.block, move.slot)
+                refused = folder.refused - before
+            elif not folder.has(move.block):  # else another worker was first
+                folder.store(move.block, move.slot)
         except Exception as error:  # without this thread prompts would wait for ever
             if time.monotonic() - self._warned_at >= WARN_EVERY_S:
                 self._warned_at = time.monotonic()
                 foreseen = isinstance(error, TransferError)
                 log.warning("the disk cache failed to store or load KV pages: %s", error, exc_info=not foreseen)
-            return False
+            ok = False
+        return msgspec.structs.replace(move, ok=ok, refused=refused > 0)

@@ -10,6 +10,7 @@ cache folder, so ranks that share the folder count a kernel each.
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 0.5  # what a look into the folder has found by then counts
+
 
 class Compilations:
     def __init__(self, kernels: Path) -> None:
@@ -25,6 +28,7 @@ class Compilations:
         self._started = False
         self._counts: Counter[str] = Counter()
         self._kernels, self._changed_at, self._num_kernels = kernels, -1, 0
+        self._looking = threading.Thread()  # the latest that heartbeats began
         self._look()
 
     def subscribe(self) -> None:
@@ -44,9 +48,13 @@ class Compilations:
         self._started = True
 
     def counts(self) -> dict[str, int]:
-        """Of this process since its start was over, by library."""
-        if new := self._look():
-            self._count("deep_gemm", f"{new} product(s)", None, new)
+        """Of this process since its start was over, by library. Heartbeats call this: a network's folder that hangs
+        must not hold them up, and is not asked again before it has answered.
+        """
+        if not self._looking.is_alive():
+            self._looking = threading.Thread(target=self._count_kernels, name="kernels-look", daemon=True)
+            self._looking.start()
+            self._looking.join(LOOK_S)
         return dict(self._counts)
 
     def on_triton(self, *, src: Any, times: Any, cache_hit: bool, **_: object) -> None:  # Triton's own
@@ -73,10 +81,14 @@ class Compilations:
             took = "" if seconds is None else f" in {seconds:.1f} s"
             log.warning("%s compiled %s%s after the start: a request may have waited for it", library, what, took)
 
+    def _count_kernels(self) -> None:
+        if new := self._look():
+            self._count("deep_gemm", f"{new} product(s)", None, new)
+
     def _look(self) -> int:
         """How many kernels have come into DeepGEMM's folder since the last look, if it can be read now."""
         before = self._num_kernels
-        with contextlib.suppress(OSError):  # of a network's folder: heartbeats look into it, and must go on
+        with contextlib.suppress(OSError):  # of a network's folder
             changed_at = self._kernels.stat().st_mtime_ns if self._kernels.exists() else 0
             if changed_at != self._changed_at:
                 self._num_kernels = len(os.listdir(self._kernels)) if changed_at else 0

@@ -121,11 +121,8 @@ class Links:
                 self._take(link, message)
         except (grpc.aio.UsageError, grpc.aio.AbortError):
             pass  # the stream is over
-        except MillraceError as malformed:
-            error = malformed
-        except Exception as unexpected:
-            log.exception("link of router %s failed", link.router_id, extra=PER_REQUEST)
-            error = MillraceError.of(unexpected)
+        except Exception as failure:
+            error = MillraceError.of(failure, log, "link of router %s failed", link.router_id)
         link.end(error)
 
     def _take(self, link: RouterLink, message: Message) -> None:

@@ -36,7 +36,7 @@ class LinkOutbox:
         while self._entries and (not taken or len(self._entries[0].token_ids) <= budget):
             entry = self._entries.popleft()
             budget -= len(entry.token_ids)
-            id = convert.request_id(entry.id)
+            id = RequestId(entry.id.room, entry.id.attempt)  # a refusal may be of what no request may be
             if self._latest.get(id) is entry:
                 del self._latest[id]
             taken.append(entry)

@@ -128,7 +128,7 @@ def _serve(spec: RankSpec, context: Context, key: bytes, report: Callable[[Repor
     )
     heartbeats: Sender[FromRank] = Sender(context, spec.frontend, key)
     with HeartbeatThread(parts.progress, lambda heartbeat: heartbeats.send(FromRank(spec.rank, heartbeat))):
-        to_set = partial(set_weights, parts, lambda: _add_disk_tier(parts, config))
+        to_set = partial(set_weights, parts, lambda: _add_disk_tier(parts, config, starts=False))
         _step(parts, inbox, report, Upkeep(spec.rank, report, parts.progress.busy, to_set))
     reader.join()
     source.close()
@@ -181,14 +181,14 @@ def _context(parts: Parts, rank: int) -> int:
     return min(room, parts.max_context)
 
 
-def _add_disk_tier(parts: Parts, config: WorkerConfig) -> None:
-    """Raises StartRefused when the folder or the secret cannot be used."""
+def _add_disk_tier(parts: Parts, config: WorkerConfig, *, starts: bool = True) -> None:
+    """Raises StartRefused when the secret cannot be used, or at a start the folder: later it keeps nobody from work."""
     limits = config.limits
     if parts.engine is None or limits.disk_cache is None:
         return
     try:
         secret = deployment_secret.read(config.secret)
-        parts.engine.keep_in(limits.disk_cache, int(limits.disk_cache_gib * GIB), secret)
+        parts.engine.keep_in(limits.disk_cache, int(limits.disk_cache_gib * GIB), secret, patient=starts)
     except (OSError, TransferError) as error:
         raise StartRefused(error) from error
 
