@@ -155,8 +155,7 @@ async def test_abort_on_the_link_or_by_rpc_ends_the_request(slow: Inside) -> Non
     async with FakeLink(slow) as link:
         on_link, by_rpc = request([1], max_tokens=1000), request([2], max_tokens=1000)
         for r in (on_link, by_rpc):
-            link.submit(r)
-            await link.first(r)
+            await link.begun(r)
         link.abort(on_link)
         abort = worker_pb2.AbortRequest(id=by_rpc.id, reason="test")
         assert (await slow.stub.Abort(abort)).found
@@ -278,9 +277,7 @@ async def refusal(worker: Worker) -> Reason:
 async def test_signal_drains_and_exits_with_0(tmp_path: Path) -> None:
     async with workers(tmp_path, "unified", sets=SLOW) as [worker], FakeLink(worker) as link:
         family = worker.family()
-        running = request([1], max_tokens=60)
-        link.submit(running)
-        await link.first(running)
+        running = await link.begun(request([1], max_tokens=60))
         worker.process.send(signal.SIGTERM)
         async with asyncio.timeout(HANG_S):
             while await health(worker) == health_pb2.HealthCheckResponse.SERVING:
@@ -297,9 +294,7 @@ async def test_signal_drains_and_exits_with_0(tmp_path: Path) -> None:
 
 async def test_drain_out_of_time_fails_what_still_runs() -> None:
     async with inside("unified", sets=SLOW) as [worker], FakeLink(worker) as link:
-        running = request([1], max_tokens=5000)
-        link.submit(running)
-        await link.first(running)
+        running = await link.begun(request([1], max_tokens=5000))
         answer = await worker.stub.Drain(worker_pb2.DrainRequest(timeout_s=0.05))
         assert answer.aborted == 1
         assert (await link.finish(running)).failure.reason == Reason.DRAINING
@@ -311,9 +306,7 @@ async def test_drain_out_of_time_fails_what_still_runs() -> None:
 async def test_second_signal_in_a_drain_ends_the_worker_at_once(tmp_path: Path) -> None:
     async with workers(tmp_path, "unified", sets=SLOW) as [worker], FakeLink(worker) as link:
         family = worker.family()
-        running = request([1], max_tokens=5000)
-        link.submit(running)
-        await link.first(running)
+        await link.begun(request([1], max_tokens=5000))
         worker.process.send(signal.SIGINT)
         await worker.until(lambda: "SIGINT: draining" in worker.process.log_tail(), "the drain")
         worker.process.send(signal.SIGTERM)
@@ -324,9 +317,7 @@ async def test_second_signal_in_a_drain_ends_the_worker_at_once(tmp_path: Path) 
 async def test_rank_killed_fails_everything_and_ends_the_worker(tmp_path: Path) -> None:
     async with workers(tmp_path, "unified", sets=(*SLOW, "dp=2")) as [worker], FakeLink(worker) as link:
         family = worker.family()
-        running = request([1], max_tokens=5000)
-        link.submit(running)
-        await link.first(running)
+        running = await link.begun(request([1], max_tokens=5000))
         worker.ranks()[1].kill()  # not even the one that works on it
         assert (await link.finish(running)).failure.reason == Reason.WORKER_LOST
         error = await link.end()
