@@ -9,7 +9,7 @@ import ast
 import collections
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -354,29 +354,25 @@ def test_packages_say_nothing() -> None:
     assert wrong == []
 
 
+def assert_inside_none(is_wrong: Callable[[ast.AST], bool]) -> None:
+    inner = [one for one in modules() if one.path.name != "__main__.py" and one.package() not in ANYTHING]
+    wrong = [f"{one.path.relative_to(ROOT)}:{node.lineno}" for one in inner for node in one.nodes if is_wrong(node)]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_environment_is_read_at_the_edge_only() -> None:
     """In `__main__` modules, in the command line and in the benches. Passing `os.environ` on to a child is fine
     there.
     """
-    wrong = []
-    for module in modules():
-        if module.path.name == "__main__.py" or module.package() in ANYTHING:
-            continue
-        for node in module.nodes:
-            if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT and ast.unparse(node.value) == "os":
-                wrong.append(f"{module.path.relative_to(ROOT)}:{node.lineno}")
-    assert not wrong, "\n".join(wrong)
+
+    def reads(node: ast.AST) -> bool:
+        return isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT and ast.unparse(node.value) == "os"
+
+    assert_inside_none(reads)
 
 
 def test_no_print_outside_command_line_and_benches() -> None:
-    wrong = []
-    for module in modules():
-        if module.path.name == "__main__.py" or module.package() in ANYTHING:
-            continue
-        for node in module.nodes:
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
-                wrong.append(f"{module.path.relative_to(ROOT)}:{node.lineno}")
-    assert not wrong, "\n".join(wrong)
+    assert_inside_none(lambda node: isinstance(node, ast.Call) and ast.unparse(node.func) == "print")
 
 
 def test_nothing_that_came_over_a_network_is_unpickled() -> None:

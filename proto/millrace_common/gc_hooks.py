@@ -52,8 +52,7 @@ class PauseWatch:
         if phase == "start":
             self._started = time.perf_counter()
             return
-        seconds = time.perf_counter() - self._started
-        self._pauses.append(GcPause(info["generation"], seconds, info["collected"]))
+        self._pauses.append(GcPause(info["generation"], time.perf_counter() - self._started, info["collected"]))
 
 
 class ProcessGc:

@@ -62,8 +62,7 @@ class Server:
         self._plain: grpc.aio.Server | None = None
         self.port = 0
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
-        names = [*service_names, HEALTH, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(names, self.grpc)
+        reflection.enable_server_reflection([*service_names, HEALTH, reflection.SERVICE_NAME], self.grpc)
 
     async def start(self, address: str, identity: Identity | None = None) -> int:
         """Bind `host:port` (port 0: any free one), with TLS if there is an identity. `set_serving` comes later."""

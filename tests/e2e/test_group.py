@@ -74,8 +74,7 @@ async def drains(group: Group) -> None:
             running = [request(range(100, 140), max_tokens=TOKENS) for _ in range(2)]
             for replica, one in enumerate(running):
                 one.replica = replica
-                link.submit(one)
-                await link.first(one)
+                await link.begun(one)
             group.withdraw()
             follower = asyncio.create_task(group.follower.delete())
             code = await group.leader.delete()

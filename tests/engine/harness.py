@@ -125,10 +125,11 @@ class Driver:
         self.served: dict[RequestId, KvChunk] = {}  # answers to Serve
         self.arrived: dict[RequestId, int] = {}  # first tokens that the other worker sampled
 
-    def submit(self, request: Request) -> None:
-        self.requests[request.id] = request
-        self.tokens[request.id] = request.token_ids[len(request.token_ids) - request.num_prior_outputs :]
-        self.engine.submit(Submit(request))
+    def submit(self, *requests: Request) -> None:
+        for request in requests:
+            self.requests[request.id] = request
+            self.tokens[request.id] = request.token_ids[len(request.token_ids) - request.num_prior_outputs :]
+            self.engine.submit(Submit(request))
 
     def tell(self, msg: EngineInput) -> None:
         self.engine.submit(msg)

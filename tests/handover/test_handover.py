@@ -150,9 +150,7 @@ async def test_abort_at_every_stage_reaches_the_other_side(slow: list[Inside]) -
         assert (await both.to_decode.finish(r)).finish_reason == ABORT
         assert (await both.to_prefill.finish(r)).finish_reason == ERROR
         # held on P, and nobody fetches it
-        r = request(prompt_of(100))
-        both.to_prefill.submit(r)
-        await both.to_prefill.first(r)
+        r = await both.to_prefill.begun(request(prompt_of(100)))
         await until_metric(prefill, "millrace_leases", 1)
         both.to_prefill.abort(r)
         await prefill.whole()
@@ -200,9 +198,7 @@ async def test_prompt_cut_off_by_a_drain_fails_on_both_sides(pair: list[Worker])
 async def test_attempt_submitted_again_is_refused(pair: list[Worker]) -> None:
     prefill, _ = pair
     async with FakeLink(prefill) as link:
-        r = request(prompt_of(100))
-        link.submit(r)
-        await link.first(r)
+        r = await link.begun(request(prompt_of(100)))
         link.submit(r)
         assert "submitted here before" in (await link.finish(r)).failure.message
         link.abort(r)
@@ -376,9 +372,7 @@ async def test_drain_with_held_prompts_waits_for_their_readers(pair: list[Worker
     _, decode = pair
     async with inside("prefill") as [prefill]:
         async with FakePair(prefill, decode) as both:
-            r = request(prompt_of(200))
-            both.to_prefill.submit(r)
-            await both.to_prefill.first(r)
+            r = await both.to_prefill.begun(request(prompt_of(200)))
             prefill.process.send(signal.SIGTERM)
             async with asyncio.timeout(HANG_S):
                 while (await prefill.info()).state != worker_pb2.WORKER_STATE_DRAINING:

@@ -46,9 +46,7 @@ async def three() -> AsyncIterator[list[Inside]]:
 async def cache(worker: Worker, prompt: list[int], salt: bytes = b"") -> None:
     """Make `worker` compute the prompt alone."""
     async with FakeLink(worker) as link:
-        r = request(prompt, max_tokens=2, salt=salt)
-        link.submit(r)
-        await link.first(r)
+        r = await link.begun(request(prompt, max_tokens=2, salt=salt))
         if worker.role == "prefill":
             link.abort(r)  # it is held there
         else:
@@ -196,9 +194,7 @@ async def offered(prefill: Worker, prefix_source: Worker) -> AsyncIterator[Waiti
     history = prompt_of(FETCHED)
     await cache(prefix_source, history)
     async with FakeLink(prefill) as link:
-        held = request(prompt_of(HELD))
-        link.submit(held)
-        await link.first(held)
+        held = await link.begun(request(prompt_of(HELD)))
         r = request([*history[:-1], 7, 8])
         link.submit(r, await prefix(prefix_source, 100))
         await until(prefix_source, "the prefix fetch", lambda load: load.pages_published == FETCHED // PAGE - 1)

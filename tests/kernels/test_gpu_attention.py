@@ -31,6 +31,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 TOKENS = [0, 1, 7, SMALL_TOKENS, SMALL_TOKENS + 1, 64, 128, 4096]
 HEADS = [2, 16, 128]
 DEVICE = torch.device("cuda")
+PRODUCTS = ("absorb_q", attention_inputs.absorb_q, "w_uk"), ("project_v", attention_inputs.project_v, "w_uv")
 # Where rounding to BF16 first turned a tie, E4M3 values are one step apart; float32 are such rows dequantised.
 EXACT = OP_TOLERANCE | {torch.float32: 2**-3, E4M3: 2**-3}
 ATTENTION = ATTENTION_TOLERANCE | {torch.float32: LSE_TOLERANCE}
@@ -89,10 +90,7 @@ def test_absorption(num: int, heads: int) -> None:
 @pytest.mark.parametrize("tokens", [32, 64, 128])
 def test_our_products_of_the_absorbed_form_for_many_tokens(tokens: int, fp8: bool) -> None:
     draw, tile = Draw("cuda", BF16), mla_absorb.Tile(128, 8, tokens)
-    for op, make, weight in (
-        ("absorb_q", attention_inputs.absorb_q, "w_uk"),
-        ("project_v", attention_inputs.project_v, "w_uv"),
-    ):
+    for op, make, weight in PRODUCTS:
         inputs = make(draw, 100, 128)
         quantised = attention_inputs.fp8_heads(inputs[weight])
         values = quantised.data.float() * quantised.scales.repeat_interleave(128, 1)[:, None]
@@ -112,10 +110,7 @@ def test_our_products_of_the_absorbed_form_for_many_tokens(tokens: int, fp8: boo
 def test_either_form_of_a_weight(num: int, heads: int) -> None:
     """The table takes the FP8 form or the plain one; they are the same numbers, but for BF16's rounding."""
     draw = Draw("cuda", BF16)
-    for op, make, weight in (
-        ("absorb_q", attention_inputs.absorb_q, "w_uk"),
-        ("project_v", attention_inputs.project_v, "w_uv"),
-    ):
+    for op, make, weight in PRODUCTS:
         inputs = make(draw, num, heads)
         quantised = attention_inputs.fp8_heads(inputs[weight])
         values = quantised.data.float() * quantised.scales.repeat_interleave(128, 1)[:, None]

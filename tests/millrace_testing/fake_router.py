@@ -97,6 +97,11 @@ class FakeLink:
         await self._until(lambda: bool(self.of(request)), timeout_s)
         return self.of(request)[0]
 
+    async def begun(self, request: worker_pb2.EngineRequest) -> worker_pb2.EngineRequest:
+        self.submit(request)
+        await self.first(request)
+        return request
+
     async def finish(self, request: worker_pb2.EngineRequest, timeout_s: float = HANG_S) -> worker_pb2.SequenceOutput:
         """The final output."""
         await self._until(lambda: any(output.finish_reason for output in self.of(request)), timeout_s)

@@ -33,9 +33,11 @@ def wire(**sampling: object) -> worker_pb2.EngineRequest:
 def test_request_keeps_every_value_and_absent_ones_take_their_defaults() -> None:
     given = wire(temperature=0.0, top_k=0, seed=2**64 - 1, logit_bias={7: -1.5}, logprobs=0, stop_token_ids=[9])
     given.num_prior_outputs, given.priority, given.timeout_ms, given.keep_s = 1, -5, 1500, 300
+    given.tpot_limit_ms, given.ttft_limit_ms = 40, 700
     request = convert.request(given, Route.IMPORT)
     assert (request.id, list(request.token_ids), request.route) == (ID, [5, 6, 7], Route.IMPORT)
     assert (request.num_prior_outputs, request.priority, request.timeout_s, request.keep_s) == (1, -5, 1.5, 300)
+    assert (request.tpot_limit_s, request.ttft_limit_s) == (0.04, 0.7)
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.logprobs) == (0.0, 1.0, 2**64 - 1, 0)
     assert (sampling.logit_bias, sampling.stop_token_ids) == ({7: -1.5}, (9,))
@@ -78,11 +80,8 @@ def test_outputs_survive_the_round_trip(output: SequenceOutput) -> None:
 @pytest.mark.parametrize("reason", Reason)
 def test_failure_on_the_wire_has_its_wait_in_milliseconds(reason: Reason) -> None:
     wire = convert.wire_failure(Failure(reason, "why"))
-    assert (wire.reason, wire.message, wire.retry_after_ms) == (
-        reason,
-        "why",
-        round(1000 * TABLE[reason].retry_after_s),
-    )
+    retry_after_ms = round(1000 * TABLE[reason].retry_after_s)
+    assert (wire.reason, wire.message, wire.retry_after_ms) == (reason, "why", retry_after_ms)
     assert convert.core_failure(wire) == Failure(reason, "why")
 
 

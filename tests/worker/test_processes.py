@@ -156,8 +156,7 @@ async def test_abort_on_the_link_or_by_rpc_ends_the_request(slow: Inside) -> Non
     async with FakeLink(slow) as link:
         on_link, by_rpc = request([1], max_tokens=1000), request([2], max_tokens=1000)
         for r in (on_link, by_rpc):
-            link.submit(r)
-            await link.first(r)
+            await link.begun(r)
         link.abort(on_link)
         abort = worker_pb2.AbortRequest(id=by_rpc.id, reason="test")
         assert (await slow.stub.Abort(abort)).found
@@ -279,10 +278,8 @@ async def test_signal_drains_and_exits_with_0(tmp_path: Path) -> None:
     patient = (*SLOW, f"timeouts.drain={HANG_S}")
     async with workers(tmp_path, "unified", sets=patient) as [worker], FakeLink(worker) as link:
         family = worker.family()
-        running, endless = request([1], max_tokens=60), request([2], max_tokens=100_000)
-        for one in (running, endless):
-            link.submit(one)
-            await link.first(one)
+        running = await link.begun(request([1], max_tokens=60))
+        endless = await link.begun(request([2], max_tokens=100_000))
         worker.process.send(signal.SIGTERM)
         while await health(worker) == health_pb2.HealthCheckResponse.SERVING:
             await asyncio.sleep(0.01)
@@ -299,9 +296,7 @@ async def test_signal_drains_and_exits_with_0(tmp_path: Path) -> None:
 
 async def test_drain_out_of_time_fails_what_still_runs() -> None:
     async with inside("unified", sets=SLOW) as [worker], FakeLink(worker) as link:
-        running = request([1], max_tokens=100_000)
-        link.submit(running)
-        await link.first(running)
+        running = await link.begun(request([1], max_tokens=100_000))
         answer = await worker.stub.Drain(worker_pb2.DrainRequest(timeout_s=0.05))
         assert answer.aborted == 1
         assert (await link.finish(running)).failure.reason == Reason.DRAINING
@@ -313,9 +308,7 @@ async def test_drain_out_of_time_fails_what_still_runs() -> None:
 async def test_second_signal_in_a_drain_ends_the_worker_at_once(tmp_path: Path) -> None:
     async with workers(tmp_path, "unified", sets=SLOW) as [worker], FakeLink(worker) as link:
         family = worker.family()
-        running = request([1], max_tokens=100_000)
-        link.submit(running)
-        await link.first(running)
+        await link.begun(request([1], max_tokens=100_000))
         worker.process.send(signal.SIGINT)
         await worker.until(lambda: "SIGINT: draining" in worker.process.log_tail(), "the drain")
         worker.process.send(signal.SIGTERM)
@@ -326,9 +319,7 @@ async def test_second_signal_in_a_drain_ends_the_worker_at_once(tmp_path: Path) 
 async def test_rank_killed_fails_everything_and_ends_the_worker(tmp_path: Path) -> None:
     async with workers(tmp_path, "unified", sets=(*SLOW, "dp=2")) as [worker], FakeLink(worker) as link:
         family = worker.family()
-        running = request([1], max_tokens=100_000)
-        link.submit(running)
-        await link.first(running)
+        running = await link.begun(request([1], max_tokens=100_000))
         worker.ranks()[1].kill()  # not even the one that works on it
         assert (await link.finish(running)).failure.reason == Reason.WORKER_LOST
         error = await link.end()

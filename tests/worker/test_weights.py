@@ -103,9 +103,7 @@ async def test_pause_keeps_sequences_and_a_resume_goes_on_with_them() -> None:
 
 async def test_pause_that_drops_fails_sequences_and_a_drain_does_not_wait() -> None:
     async with inside("unified", sets=SLOW) as [worker], FakeLink(worker) as link:
-        one = request(prompt_of(100), max_tokens=500)
-        link.submit(one)
-        await link.first(one)
+        one = await link.begun(request(prompt_of(100), max_tokens=500))
         await do(worker, "pause", drop=True)
         end = await link.finish(one)
         assert (end.finish_reason, end.failure.reason) == (ERROR, Reason.NOT_READY) and "paused" in end.failure.message
@@ -187,9 +185,7 @@ async def test_sleep_with_a_lease_ends_it_and_then_the_worker_stops() -> None:
     """Pages of a prompt are held for a decode worker that does not come."""
     async with inside("prefill", sets=(*SIM, "timeouts.lease=100")) as [worker]:
         async with FakeLink(worker) as link:
-            one = request(prompt_of(300))
-            link.submit(one)
-            await link.first(one)
+            await link.begun(request(prompt_of(300)))
             await do(worker, "pause")
             assert (await worker.load()).replicas[0].exporting == 1
             await do(worker, "sleep")
@@ -281,9 +277,7 @@ async def test_load_of_equal_weights_with_another_version_counts(model: Worker) 
 
 async def test_load_ends_what_the_pause_kept(model: Worker, references: list[list[list[int]]]) -> None:
     async with await linked(model) as link:
-        one = request(PROMPTS[1], max_tokens=400)
-        link.submit(one)
-        await link.first(one)
+        one = await link.begun(request(PROMPTS[1], max_tokens=400))
         await load(model, TINY)
         end = await link.finish(one)
         assert (end.finish_reason, end.failure.reason) == (ERROR, Reason.NOT_READY)
@@ -312,9 +306,7 @@ async def test_load_of_a_checkpoint_that_does_not_fit_is_refused(
 
     shards = sorted(path.name for path in other.glob("*.safetensors"))
     async with await linked(model) as link:
-        kept = request(PROMPTS[0], max_tokens=400)
-        link.submit(kept)
-        await link.first(kept)
+        kept = await link.begun(request(PROMPTS[0], max_tokens=400))
         epoch = (await model.info()).epoch
         await do(model, "pause")
         for path, why in (

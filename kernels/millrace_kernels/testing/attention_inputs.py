@@ -129,15 +129,13 @@ def mla_prefill(
     }
 
 
-def paged(
-    draw: Draw, seq_lens: Sequence[int], dtype: torch.dtype, layers: int = LAYERS, contiguous: bool = False
-) -> tuple[Tensor, Tensor]:
+def paged(draw: Draw, seq_lens: Sequence[int], dtype: torch.dtype, contiguous: bool = False) -> tuple[Tensor, Tensor]:
     """kv [num_pages, page, W], layer 1 of a page-major pool (or a pool of its own) whose pages are shuffled and whose
     unused rows are NaN; page_table int32 [B, P], padded with the null page 0.
     """
     counts = [-(-num // PAGE) for num in seq_lens]
     width, used = max(counts, default=0), sum(counts)
-    pool = torch.empty(used + 1, 1 if contiguous else layers, PAGE, ROW, device=draw.device, dtype=dtype)
+    pool = torch.empty(used + 1, 1 if contiguous else LAYERS, PAGE, ROW, device=draw.device, dtype=dtype)
     kv = pool[:, 0 if contiguous else 1]
     raw, nan = (kv, torch.nan) if dtype != torch.float8_e4m3fn else (kv.view(torch.uint8), E4M3_NAN)
     pool.view(raw.dtype).fill_(nan)

@@ -6,6 +6,7 @@ quantisation of what o_proj reads, where a head's values are one group.
 FP8 weights, as the projection is stored, halve the bytes; products are still BF16 and exact to the weight.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -38,19 +39,14 @@ ESTIMATE = Tile(BLOCK, 8, 64)
 ABSORB, PROJECT_QUANT = Table("absorb_q", Tile), Table("project_v_quant", Tile)
 
 
-def absorb_is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
-    """Whether our kernel is faster for a w_uk [H, N, C]; shape: (H, N, C, bytes of an element)."""
-    return _is_measured(ABSORB, num_tokens, shape)
-
-
-def project_quant_is_measured(num_tokens: int, shape: tuple[int, ...]) -> bool:
-    """Whether our kernel is faster for a w_uv [H, V, C]; shape: (H, V, C, bytes of an element)."""
-    return _is_measured(PROJECT_QUANT, num_tokens, shape)
-
-
 def _is_measured(table: Table[Tile], num_tokens: int, shape: tuple[int, ...]) -> bool:
+    """Whether our kernel is faster for a weight [H, N or V, C]; shape: of that, and bytes of an element."""
     heads, *widths, size = shape
     return tuple(widths) == WIDTHS and table.get(_class(num_tokens), heads, size) is not None
+
+
+absorb_is_measured = functools.partial(_is_measured, ABSORB)
+project_quant_is_measured = functools.partial(_is_measured, PROJECT_QUANT)
 
 
 def _class(num_tokens: int) -> int:

@@ -7,17 +7,16 @@ from torch import Tensor
 from millrace_kernels.triton.rope import rotate_into
 
 
-def expand_kv(up: Tensor, k_pe: Tensor, nope: int, block: int = 64, num_warps: int = 4) -> tuple[Tensor, Tensor]:
-    """`block`: heads of a program, at most."""
+def expand_kv(up: Tensor, k_pe: Tensor, nope: int) -> tuple[Tensor, Tensor]:
     tokens, heads, rope = up.shape[0], up.shape[1], k_pe.shape[1]
-    block = min(block, triton.next_power_of_2(heads))
+    block = min(64, triton.next_power_of_2(heads))
     assert up.stride(2) == k_pe.stride(1) == 1
     k = up.new_empty(tokens, heads, nope + rope)
     if tokens:
         _expand_k[(tokens, triton.cdiv(heads, block))](
             k, up, k_pe,
             heads, *up.stride()[:2], k_pe.stride(0),
-            N=nope, R=rope, BLOCK_H=block, num_warps=num_warps,
+            N=nope, R=rope, BLOCK_H=block, num_warps=4,
         )  # fmt: skip
     return k, up[..., nope:]
 

@@ -279,8 +279,7 @@ class Flow:
         self.error = error
         blamed = Blame(blame, error.reason)
         if self.remaining <= 0:
-            end = self._end(Stage.DONE, "complete", finish_reason=common_pb2.FINISH_REASON_LENGTH)
-            return (*end, blamed)
+            return (*self._end(Stage.DONE, "complete", finish_reason=common_pb2.FINISH_REASON_LENGTH), blamed)
         if not (curable or error.row.retry_elsewhere):
             return (*self._end(Stage.FAILED, str(error.reason), error=error), blamed)
         busy = error.row.retry_after_s > 0  # the worker is healthy and busy

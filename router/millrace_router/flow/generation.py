@@ -217,6 +217,10 @@ class Generation:
             self._workers[sub] = worker = self._backend.registry.workers[replica.address]
             self._weights, self.version = worker.weights, worker.info.weights_version
             request = self._request(replica.index)
+            computes = sub is SubRequest.PREFILL or source is None
+            if computes and not self.flow.outputs and self.slo.ttft_s < math.inf:
+                left_s = self.job.received + self.slo.ttft_s - self._loop.time()
+                request.ttft_limit_ms = max(round(left_s * 1000), 1)
             if sub is SubRequest.DECODE and self.slo.tpot_s < math.inf:
                 request.tpot_limit_ms = max(round(self.slo.tpot_s * 1000), 1)
             if worker.info.packed_prompts:
@@ -224,7 +228,6 @@ class Generation:
             else:  # a worker of an earlier version
                 request.token_ids.extend(prompt)
             length = len(prompt)
-            computes = sub is SubRequest.PREFILL or source is None
             outputs = 0 if sub is SubRequest.PREFILL else min(self.flow.remaining, replica.expected_output)
             worker.note_sent(
                 replica.index, *((length - decision.cached_tokens, 0) if computes else (0, length)), outputs
@@ -389,5 +392,4 @@ class _LinkedSubRequest:
         self._flow.wait(self._sub, over, now)
 
     def on_failure(self, error: MillraceError) -> None:
-        loop = asyncio.get_running_loop()
-        self._generation.perform(self._flow.sub_failed(self._sub, error, loop.time()))
+        self._generation.perform(self._flow.sub_failed(self._sub, error, asyncio.get_running_loop().time()))

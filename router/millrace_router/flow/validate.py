@@ -108,8 +108,7 @@ def check_text_length(text: str, longest_token: int, model: worker_pb2.WorkerInf
 
 def check_size(size: int, most: int) -> None:
     if size > most:
-        message = f"the request has {size} bytes; the limit is {most}"
-        raise MillraceError(Reason.MESSAGE_TOO_LARGE, message)
+        raise MillraceError(Reason.MESSAGE_TOO_LARGE, f"the request has {size} bytes; the limit is {most}")
 
 
 def fit(ask: Ask, prompt_tokens: int, model: worker_pb2.WorkerInfo) -> common_pb2.SamplingParams:

@@ -80,8 +80,7 @@ class Parameters:
 
     def _closing(self) -> tuple[str, str]:
         """What ends a string: it belongs to the same lexeme up to the first special token."""
-        closing = f"{dsml.PARAMETER_END}\n"
-        parts = self._text(closing).split(" ", 1)
+        parts = self._text(f"{dsml.PARAMETER_END}\n").split(" ", 1)
         return (parts[0], parts[1]) if len(parts) > 1 else (parts[0], "")
 
     def _terminal(self, name: str, body: str) -> None:

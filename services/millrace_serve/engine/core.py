@@ -109,6 +109,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     keep_s: int = 0  # its pages are evicted after others for so long, from its end on
     warms: bool = False  # of the worker itself: it tells nothing of the outputs that clients want
     tpot_limit_s: float = 0.0  # chunks of prompts beside its output tokens are so short that steps keep it; 0: none
+    ttft_limit_s: float = 0.0  # from arrival at this worker to its first token, which is late then; 0: never
     # EXPORT: its leading pages may come from another worker; it waits for KvOffered or KvFailed
     fetches_prefix: bool = False
 

@@ -41,11 +41,6 @@ class WorkerTimeouts(Config):
         return 2 * self.stall
 
     @property
-    def max_lease(self) -> float:
-        """Prefill: held pages, renewals included."""
-        return 10 * self.lease
-
-    @property
     def heartbeat(self) -> float:
         """Prefill: between two messages of a Fetch stream, so that neither its silence nor its lease ends it."""
         return min(self.stall / 5, self.lease / 3)
@@ -142,7 +137,6 @@ def _context_of(values: JsonObject) -> int:
     if values.get("engine") == EngineKind.SIM or not values.get("model"):
         return SIM_CONTEXT
     try:
-        facts = read_object(Path(values["model"]) / "config.json")
-        return int(facts["max_position_embeddings"])
+        return int(read_object(Path(values["model"]) / "config.json")["max_position_embeddings"])
     except (ValueError, KeyError, TypeError):
         return SIM_CONTEXT

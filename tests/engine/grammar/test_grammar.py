@@ -222,8 +222,7 @@ def test_running_sequence_takes_part_in_every_step(option: str, draft_tokens: in
     driver = GrammarDriver(Role.UNIFIED, settings=settings, **config)
     driver.submit(request(1, [20, 21], **{"max_tokens": 20, **OPTIONS[option]}))
     driver.finish_compiling()
-    driver.submit(request(2, [20, 22], max_tokens=30))
-    driver.submit(request(3, [23] * 40, max_tokens=4))
+    driver.submit(request(2, [20, 22], max_tokens=30), request(3, [23] * 40, max_tokens=4))
     for room, steps in spoken(driver, 60).items():
         sure = steps[: len(steps) - draft_tokens]
         assert sure == list(range(sure[0], sure[0] + len(sure))), f"request {room}: {steps}"
@@ -351,8 +350,7 @@ def test_what_cannot_go_with_a_grammar(fields: dict[str, object]) -> None:
 def test_aborts_and_deadlines_do_not_wait_for_a_compilation() -> None:
     driver = GrammarDriver(Role.UNIFIED)
     driver.compiler.gate.clear()
-    driver.submit(constrained(1, [20, 21], timeout_s=5.0))
-    driver.submit(constrained(2, [20, 22], timeout_s=5.0))
+    driver.submit(constrained(1, [20, 21], timeout_s=5.0), constrained(2, [20, 22], timeout_s=5.0))
     driver.submit(request(3, [20, 23]))
     driver.tell(Abort(RequestId(1, 0)))
     driver.run()

@@ -93,8 +93,7 @@ def test_turns_go_round_and_nothing_starves(role: Role) -> None:
 def test_long_prompt_is_preempted_between_its_chunks() -> None:
     driver = Driver(Role.UNIFIED, num_pages=9, max_prefill_tokens=2, context_parallel_tokens=8)
     batches = recorded(driver.engine)
-    driver.submit(request(1, [20, 21, 22], max_tokens=24))
-    driver.submit(request(2, list(range(30, 50)), max_tokens=3))
+    driver.submit(request(1, [20, 21, 22], max_tokens=24), request(2, list(range(30, 50)), max_tokens=3))
     driver.run()
     driver.check_whole()
     assert driver.scheduler.outbox.counters["preemptions"] == 1

@@ -2,19 +2,23 @@
 
 import random
 from collections.abc import Iterator
+from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 from engine.harness import Clock, request
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from millrace_common.step_times import KEPT, LOSS, SOON, StepTimes, tokens_left
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import LeaseEnded, RequestId, Route, Submit
 from millrace_serve.engine.grammar.grammars import Grammars
+from millrace_serve.engine.schedule import waiting
 from millrace_serve.engine.schedule.factory import make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.schedule.plan import StepOutput
+from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_testing.examples import examples
 
 # V3's widths, 32 experts: 30 layers on an H100, and 61 on an H200
@@ -90,8 +94,10 @@ def load(seconds: float, short_rate: float, long_rate: float) -> Iterator[tuple[
             now += rng.expovariate(rate)
 
 
-def first_tokens(arrivals: list[tuple[float, int]], role: Role, route: Route, times: StepTimes) -> list[float]:
-    """Seconds to each one, on a device that takes `times`."""
+def first_tokens(
+    arrivals: list[tuple[float, int]], role: Role, route: Route, times: StepTimes, limit_s: float = 0.0
+) -> list[float]:
+    """Seconds to each one, on a device that takes `times`. `limit_s`: of TTFT."""
     clock, room = Clock(), iter(range(1, len(arrivals) + 1))
     config = EngineConfig(num_pages=20_000, max_model_len=1 << 17, max_waiting=5000, max_prefill_tokens=STEP)
     facts = ModelFacts(32_000, frozenset((1,)))
@@ -101,7 +107,7 @@ def first_tokens(arrivals: list[tuple[float, int]], role: Role, route: Route, ti
         while todo and todo[-1][0] <= clock.now:
             came, tokens = todo.pop()
             one = request(number := next(room), [20 + number] * tokens, route, max_tokens=1)
-            scheduler.handle(Submit(one))
+            scheduler.handle(Submit(msgspec.structs.replace(one, ttft_limit_s=limit_s)))
             took[one.id] = -came
         plan = scheduler.schedule()
         if plan is None and not todo:
@@ -113,9 +119,7 @@ def first_tokens(arrivals: list[tuple[float, int]], role: Role, route: Route, ti
         rows = len(plan.decode) + sum(chunk.samples for chunk in plan.chunks)
         tokens, ones = np.full((rows, 1), 7), np.ones(rows, np.int64)
         scheduler.commit(plan, StepOutput(tokens, ones, ones * 0, tokens[:, :0]))
-        events = scheduler.take_events()
-        ended = [*events.outputs, *(part.first for part in events.chunks if part.first)]
-        for output in ended:
+        for output in scheduler.take_events().outputs:
             took[output.id] += clock.now
             if route is Route.EXPORT:
                 scheduler.handle(LeaseEnded(output.id))
@@ -133,3 +137,54 @@ def test_short_prompts_do_not_wait_for_long_ones(
     alone = first_tokens([one for one in arrivals if one[1] == SHORT], role, route, TIMES[gpu])
     short = [s for s, (_, tokens) in zip(took, arrivals, strict=True) if tokens == SHORT]
     assert np.quantile(short, 0.99) < 5 * np.quantile(alone, 0.99)
+
+
+@pytest.mark.parametrize(("role", "route"), [(Role.UNIFIED, Route.LOCAL), (Role.PREFILL, Route.EXPORT)])
+def test_late_prompts_take_few_others_down_with_them(role: Role, route: Route) -> None:
+    """A third more comes than can be computed."""
+    arrivals = [one for one in load(30, 45, 0.01) if one[1] == SHORT]
+    ages = [np.array(first_tokens(arrivals, role, route, TIMES["H100"], limit_s)) for limit_s in (0.0, 1.0)]
+    in_time = [int((took <= 1.0).sum()) for took in ages]
+    assert in_time[1] > 0.5 * len(arrivals) > 3 * in_time[0]
+
+
+# ---------------------------------------------------------------------------------------------- late prompts
+
+newcomers = st.tuples(
+    st.integers(-1, 0),  # priority, the smaller one first
+    st.integers(0, 2),  # class of length
+    st.sampled_from([0.0, 2.0, 5.0, 20.0]),  # TTFT limit; 0: none
+    st.sampled_from([0.0, 99.0]),  # seconds that it takes
+    st.booleans(),  # whether it was preempted
+    st.integers(0, 2),  # how many get pages then
+)
+LATE, LOOSE = (0, 0, 2.0, 99.0, False, 0), (0, 0, 0.0, 0.0, False, 0)
+
+
+@mock.patch.object(waiting, "PASSES", 2)
+@examples(200)
+@example(
+    [LATE, *[(-1, *LATE[1:]), LOOSE, (*LOOSE[:-1], 3)] * 2]
+)  # one late prompt of a higher priority after the other
+@given(st.lists(newcomers, max_size=80))
+def test_late_prompts_wait_for_those_that_can_be_in_time_and_not_for_long(arrivals: list) -> None:
+    queue, bounds = waiting.WaitingQueue(), dict[Sequence, int]()
+    for now, (priority, kind, limit_s, takes_s, preempted, admitted) in enumerate([*arrivals, (0, 0, 0, 0, False, 99)]):
+        one = msgspec.structs.replace(request(now, [20]), ttft_limit_s=limit_s)
+        seq = Sequence(one, (priority, now), 9, frozenset(), [], now)
+        seq.preempted = preempted
+        queue.push(seq, kind, takes_s)
+        while admitted and (head := queue.head(begins=now)):
+            admitted -= 1
+            assert head.order[0] == min(seq.order[0] for seq in queue), "of the highest priority"
+            alike = sorted(seq for seq in queue if seq.order[0] == head.order[0])
+            assert head is next(seq for seq in alike if seq.late is head.late), "the first of its kind"
+            for place, seq in enumerate(alike):
+                if seq.late and seq not in bounds:
+                    assert 0 < seq.request.ttft_limit_s / 2 < now - seq.arrived and not seq.preempted
+                    bounds[seq] = (place + 1) * waiting.PASSES + place
+                if seq in bounds and seq is not head:
+                    bounds[seq] -= 1
+                    assert bounds[seq] >= 0
+            queue.admit(head)
+    assert not len(queue)

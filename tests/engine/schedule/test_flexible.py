@@ -89,8 +89,7 @@ def test_exports_leave_half_of_the_pool_and_others_pass_them() -> None:
     driver = Driver(Role.FLEXIBLE, num_pages=21, max_running=8, max_prefill_tokens=100)
     for room in (1, 2, 3):
         driver.submit(request(room, [20 + room] * 16, Route.EXPORT))  # 4 pages each, of 10
-    driver.submit(request(4, [30] * 16, Route.LOCAL, max_tokens=2))
-    driver.submit(request(5, [31] * 16, Route.IMPORT, max_tokens=2))
+    driver.submit(request(4, [30] * 16, Route.LOCAL, max_tokens=2), request(5, [31] * 16, Route.IMPORT, max_tokens=2))
     driver.tell(KvOffered(RequestId(5, 0)))
     driver.run()
     load = driver.engine.load()

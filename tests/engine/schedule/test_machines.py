@@ -90,6 +90,7 @@ class Machine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         timeout=timeouts,
         fetches_prefix=st.booleans(),
+        ttft_limit_s=st.sampled_from([0.0, 0.1, 4.0]),
     )
     def submit(
         self,
@@ -100,10 +101,12 @@ class Machine(RuleBasedStateMachine):
         priority: int,
         timeout,
         fetches_prefix: bool,
+        ttft_limit_s: float,
     ) -> None:
         route = data.draw(st.sampled_from(self.role.routes))
         made = self.make(route, tokens, prior, sampling, priority, timeout)
-        self.driver.submit(msgspec.structs.replace(made, fetches_prefix=fetches_prefix and route is Route.EXPORT))
+        fetches = fetches_prefix and route is Route.EXPORT
+        self.driver.submit(msgspec.structs.replace(made, fetches_prefix=fetches, ttft_limit_s=ttft_limit_s))
 
     def make(self, route: Route, tokens: list[int], prior: int, sampling: dict, priority: int, timeout) -> Request:
         self.rooms += 1

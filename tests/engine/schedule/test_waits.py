@@ -31,8 +31,7 @@ def test_prompt_in_the_queue_waits_until_its_turn(role: Role, route: Route) -> N
     """Chunks of 6 tokens: the second prompt of 24 comes after four steps, each as long as a look is due after."""
     driver = Driver(role, num_pages=40)
     first, second = prompts(24, route)
-    driver.submit(first)
-    driver.submit(second)
+    driver.submit(first, second)
     told = [wait for _ in range(9) for wait in step(driver)]
     assert told == [Wait(second.id), Wait(second.id, over=True)]
 
@@ -40,8 +39,7 @@ def test_prompt_in_the_queue_waits_until_its_turn(role: Role, route: Route) -> N
 def test_wait_of_an_aborted_request_is_told_no_more() -> None:
     driver = Driver(Role.UNIFIED, num_pages=40)
     first, second = prompts(24)
-    driver.submit(first)
-    driver.submit(second)
+    driver.submit(first, second)
     assert step(driver) + step(driver) + step(driver) == [Wait(second.id)]
     driver.tell(Abort(second.id))
     assert not [wait for _ in range(9) for wait in step(driver)]
@@ -49,8 +47,7 @@ def test_wait_of_an_aborted_request_is_told_no_more() -> None:
 
 def test_who_goes_on_soon_is_told_of_nobody() -> None:
     driver = Driver(Role.UNIFIED, num_pages=40)
-    for one in prompts(6, count=3):
-        driver.submit(one)
+    driver.submit(*prompts(6, count=3))
     assert not [wait for _ in range(20) for wait in step(driver, LOOK_S / 4)]
 
 
@@ -71,8 +68,7 @@ def test_import_without_pages_waits_for_them() -> None:
 
 def test_preempted_sequence_waits() -> None:
     driver = Driver(Role.UNIFIED, num_pages=12)
-    for one in prompts(12, max_tokens=20):
-        driver.submit(one)
+    driver.submit(*prompts(12, max_tokens=20))
     told = []
     while driver.engine.has_work():
         told += step(driver, LOOK_S / 2)
@@ -151,8 +147,7 @@ def test_newcomer_within_the_promised_room_preempts_nobody() -> None:
     for room_id in range(1, LEAST):
         length, outputs = 5 + room_id * 7 % 20, 10 + room_id * 11 % 40
         while driver.engine.load().room < length + min(outputs - 1, driver.engine.load().expected_output):
-            driver.clock.now += 0.1
-            driver.step()
+            step(driver, 0.1)
         driver.submit(request(room_id, [20 + room_id] * length, max_tokens=outputs, ignore_eos=True))
         driver.step()
         served += 1
@@ -163,8 +158,7 @@ def test_newcomer_within_the_promised_room_preempts_nobody() -> None:
 def test_capacity_of_a_decode_worker_ends_soon_after_its_slots() -> None:
     driver = Driver(Role.DECODE, num_pages=65, max_running=8, max_waiting=50)
     assert driver.engine.load().capacity == 10
-    for one in prompts(4, Route.IMPORT, count=10):
-        driver.submit(one)
+    driver.submit(*prompts(4, Route.IMPORT, count=10))
     driver.step()
     assert driver.engine.load().capacity == 0
     driver.submit(request(99, [20] * 4, Route.IMPORT, max_tokens=2))
@@ -178,8 +172,7 @@ def test_prefill_worker_takes_what_it_computes_in_seconds() -> None:
     (one,) = prompts(24, Route.EXPORT, count=1)
     driver.submit(one)
     for _ in range(4):
-        driver.clock.now += 1.0
-        driver.step()
+        step(driver, 1.0)
     load = driver.engine.load()
     assert load.room == int(load.prompt_tokens_per_s * QUEUE_S) - load.waiting_tokens
     for room_id in range(5, 15):
@@ -198,11 +191,9 @@ def test_worker_that_decodes_tells_the_speed_of_a_sequence(drafts: int, tokens: 
         for one in prompts(4, count=3, max_tokens=60):
             driver.submit(msgspec.structs.replace(one, id=RequestId(one.id.room + first, 0)))
         while any(seq.silent for seq in driver.here.live.values()):
-            driver.clock.now += 7.0
-            driver.step()
+            step(driver, 7.0)
         for late in (0.0, 3.0, -0.4, 0.0, 0.2, -0.2, 0.0, 0.0, 0.0):
-            driver.clock.now += 0.5 + late
-            driver.step()
+            step(driver, 0.5 + late)
         assert driver.engine.load().output_tokens_per_s == pytest.approx(tokens / 0.5, rel=0.05)
         driver.run()
         driver.clock.now += 100.0

@@ -70,7 +70,9 @@ async def test_beside_fixed_roles(cluster: Callable) -> None:
     assert flexible.sources[0].epoch == prefill.epoch
 
 
-async def test_the_limit_of_the_tenant_goes_to_who_generates(cluster: Callable) -> None:
-    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), routing={"slo": {"tpot": 0.04}})
+async def test_each_limit_of_the_tenant_goes_to_who_can_keep_it(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), routing={"slo": {"ttft": 30.0, "tpot": 0.04}})
     assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
-    assert [made.prefills[0].submitted[0].tpot_limit_ms, made.decodes[0].submitted[0].tpot_limit_ms] == [0, 40]
+    prefill, decode = made.prefills[0].submitted[0], made.decodes[0].submitted[0]
+    assert (prefill.tpot_limit_ms, decode.tpot_limit_ms, decode.ttft_limit_ms) == (0, 40, 0)
+    assert 0 < prefill.ttft_limit_ms <= 30_000, "what is left of it"

@@ -55,8 +55,7 @@ class Drafter:
         params = SampleParams(temperature, newest, temperature, temperature, seeds)  # there are no filters
         for draft in range(1, step.num_queries):
             if draft > 1:
-                inputs = draft_inputs(state, step, draft - 1)
-                hidden = self._model.forward_mtp(inputs, hidden, self._kv)
+                hidden = self._model.forward_mtp(draft_inputs(state, step, draft - 1), hidden, self._kv)
             logits = self._model.logits(hidden)
             tokens = sample_tokens(logits, params, newest + draft, filters=False)
             state.last_tokens[:, draft].index_copy_(0, slots, tokens)

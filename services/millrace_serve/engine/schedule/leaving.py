@@ -14,11 +14,12 @@ from millrace_serve.engine.schedule.outbox import Outbox
 from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.requests import EngineRequests
 from millrace_serve.engine.schedule.sequence import KvWriter, Phase, Sequence, Trust
+from millrace_serve.engine.schedule.speeds import Speeds
 
 
 class Leaving(abc.ABC):
-    def __init__(self, config: EngineConfig, requests: EngineRequests, pages: Pages) -> None:
-        self.config, self.requests, self.pages = config, requests, pages
+    def __init__(self, config: EngineConfig, requests: EngineRequests, pages: Pages, speeds: Speeds) -> None:
+        self.config, self.requests, self.pages, self.speeds = config, requests, pages, speeds
         self.outbox = Outbox()
         self.outputs = Outputs()
         self.host = HostCopies(pages.cache)
@@ -104,9 +105,11 @@ class Leaving(abc.ABC):
             del self.requests.live[seq.id]
 
     def _enqueue(self, seq: Sequence) -> None:
-        left = 0 if seq.imports else len(seq.tokens)
+        left, most = 0 if seq.imports else len(seq.tokens), self.config.max_prefill_tokens
         left -= self.pages.num_cached(seq) * self.pages.size if self.config.length_class(left) else 0
-        self.requests.waiting.push(seq, self.config.length_class(left))
+        # in steps that are full of other prompts, too
+        takes_s = self.speeds.times.prompt_s(left + most, 0, most)
+        self.requests.waiting.push(seq, self.config.length_class(left), takes_s)
 
     def _end_parking(self, seq: Sequence) -> None:
         """The lease of its published pages has ended."""

@@ -12,7 +12,6 @@ its own.
 import abc
 import math
 from collections.abc import Iterator
-from operator import attrgetter
 
 from millrace_common.step_times import tokens_left
 
@@ -27,8 +26,7 @@ from millrace_serve.engine.schedule.speeds import Speeds
 
 class Prompts(Leaving):
     def __init__(self, config: EngineConfig, requests: EngineRequests, pages: Pages, speeds: Speeds) -> None:
-        super().__init__(config, requests, pages)
-        self.speeds = speeds
+        super().__init__(config, requests, pages, speeds)
         # Of the next step; the engine sets all:
         self.turn: ContextParallelTurn | None = None  # whether it has a shared chunk
         self.limit_s = math.inf  # TPOT of sequences of all replicas
@@ -38,9 +36,9 @@ class Prompts(Leaving):
         self._joined: list[Sequence] = []  # got a slot that no plan has named yet
         self._blocked = False  # the head of the queue lacked pages when it was last tried
 
-    @abc.abstractmethod
     def _head(self) -> Sequence | None:
-        """The next sequence of the queue that may get pages."""
+        """The next sequence of the queue that may get pages. It will begin behind the launched steps."""
+        return self.requests.waiting.head(self._has_turn, self.speeds.done_at(self.requests.clock()))
 
     @abc.abstractmethod
     def _admit_head(self, seq: Sequence, budget: int) -> bool:
@@ -57,7 +55,7 @@ class Prompts(Leaving):
             self._blocked = True
             return False
         self.outbox.admitted(seq, self.requests.clock())
-        self.requests.waiting.discard(seq)
+        self.requests.waiting.admit(seq)
         return True
 
     def _take_off(self, seq: Sequence) -> None:
@@ -93,7 +91,7 @@ class Prompts(Leaving):
         while (head := self._head()) and self._admit_head(head, self._room()):
             if head.phase is Phase.RUNNING and not head.filling:
                 self._joined.append(head)
-        prompts, most = sorted(self._own_prompts(), key=attrgetter("order")), self.config.max_prefill_tokens
+        prompts, most = sorted(self._own_prompts()), self.config.max_prefill_tokens
         places = [(seq.num_computed, seq.num_left) for seq in prompts]
         shares = self.speeds.times.divide(places, self._chunk_tokens, most)
         for seq, tokens in zip(prompts, shares, strict=True):

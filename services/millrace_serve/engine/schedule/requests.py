@@ -41,8 +41,7 @@ class EngineRequests:
     def enrol(self, request: Request) -> Sequence | Failure | None:
         """Return a new sequence, in no queue yet; or why it is refused; or None for a repeated submission."""
         if request.id in self.live:
-            message = "ignored the second submission of request %s"
-            log.warning(message, request.id, extra=PER_REQUEST)
+            log.warning("ignored the second submission of request %s", request.id, extra=PER_REQUEST)
             return None
         failure = refusal(request, self._config, self._facts, self._role)
         if failure is None and self.room() <= 0:

@@ -234,9 +234,6 @@ class Scheduler(Streams):
 
     # ------------------------------------------------------------------------------------------ admission
 
-    def _head(self) -> Sequence | None:
-        return self.requests.waiting.head(self._has_turn)
-
     def _has_turn(self, seq: Sequence, length_class: int) -> bool:
         """An export that waits for the end of leases lets others pass, whose reads may end them."""
         if seq.exports and not self._publisher.has_room(seq, self._prefilling):

@@ -22,6 +22,7 @@ The bounds of a running sequence (docs/explanation/engine.md) hold for the time 
 import enum
 import math
 from dataclasses import dataclass, field
+from typing import Self
 
 from millrace_common.page_hash import page_hashes
 from millrace_common.transitions import Transitions
@@ -91,6 +92,8 @@ class Sequence:
     phase: Phase = Phase.WAITING
     kv: KvWriter = KvWriter.OWN
     trust: Trust = Trust.PROVEN
+    late_at: float = math.inf  # on the scheduler's clock: a prompt that begins later will miss its TTFT limit
+    late: bool = False  # so found in the queue
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     prefix: CachedPrefix | None = None
@@ -109,6 +112,9 @@ class Sequence:
     num_accepted: int = 0  # of these
     num_published: int = 0  # pages announced in KvChunks
     num_offered: int = 0  # leading pages that another worker serves
+
+    def __lt__(self, other: Self) -> bool:
+        return self.order < other.order
 
     def __post_init__(self) -> None:
         self.id, self.tokens = self.request.id, list(self.request.token_ids)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from operator import attrgetter
 
 from millrace_common.step_times import AIM, RECOVER
 
@@ -14,8 +13,6 @@ from millrace_serve.engine.schedule.prompts import Prompts
 from millrace_serve.engine.schedule.requests import EngineRequests
 from millrace_serve.engine.schedule.sequence import Phase, Sequence
 from millrace_serve.engine.schedule.speeds import Speeds
-
-_order = attrgetter("order")
 
 
 class Streams(Prompts):
@@ -33,7 +30,7 @@ class Streams(Prompts):
 
     def _join_ready(self) -> None:
         while self._ready and self.pages.has_slot():
-            seq = min(self._ready, key=_order)
+            seq = min(self._ready)
             del self._ready[seq]
             self.pages.run(seq)
             self._decoding[seq] = None
@@ -50,11 +47,11 @@ class Streams(Prompts):
         cache = self.pages.cache
         stuck = [seq for seq in short if seq.num_reserved >= seq.capacity]
         while cache.available < len(stuck) and not self.leaving:
-            victim = max((*self._ready, *self._local_prompts(), *self._decoding), key=_order)
+            victim = max((*self._ready, *self._local_prompts(), *self._decoding))
             self._preempt(victim)
             stuck, short = ([seq for seq in group if seq is not victim] for group in (stuck, short))
         if cache.available < len(stuck):
-            stuck = sorted(stuck, key=_order)[: cache.available]
+            stuck = sorted(stuck)[: cache.available]
         for seq in stuck:
             self.pages.grow(seq, 1)
         plan.grown = stuck + self._grow_further(short) if q > 1 else stuck

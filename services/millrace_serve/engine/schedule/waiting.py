@@ -1,23 +1,31 @@
-"""The queue in front of a scheduler: by priority, then by arrival. A request is skipped only while its kind may not get
+"""The queue in front of a scheduler: by priority, then by arrival. A request is skipped while its kind may not get
 pages: a prompt that may not be exported yet, or a long prompt behind others. And what is told of those that wait.
+
+A prompt that will miss its TTFT limit waits for those of its priority that can be in time. But PASSES of these in a row
+are the most: then the late one that came first is next. So a late prompt waits for at most (k + 1) x PASSES + k others
+of its priority, where k came earlier and wait too. The bound does not count while its kind may get no pages.
 """
 
 import heapq
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from millrace_serve.engine.core import Wait
 from millrace_serve.engine.schedule.sequence import Phase, Sequence
 
+PASSES = 8
 LOOK_S = 0.5  # between two looks at what waits: shorter waits are told to nobody
 
 
 class WaitingQueue:
     def __init__(self) -> None:
-        # heaps, by whether their prompts are exported, and by their length
-        self._heaps: dict[tuple[bool, int], list[tuple[tuple[int, int], Sequence]]] = {}
+        # of those that are not late and of those that are, by whether their prompts are exported, and by their length
+        self._heaps: dict[tuple[bool, int], tuple[list[Sequence], list[Sequence]]] = {}
         # tokens of each, as they were when it came; heaps keep entries of discarded sequences until they surface
         self._members: dict[Sequence, int] = {}
         self.num_tokens = 0
+        self._passes = Counter[int]()  # of each priority, since its latest late one
 
     def __len__(self) -> int:
         return len(self._members)
@@ -25,20 +33,38 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._members)
 
-    def push(self, seq: Sequence, length_class: int) -> None:
-        heapq.heappush(self._heaps.setdefault((seq.exports, length_class), []), (seq.order, seq))
+    def push(self, seq: Sequence, length_class: int, takes_s: float) -> None:
+        """`takes_s`: from its beginning to its first token. It may be less, as tiers and other workers may have some of
+        its pages. So it is not late before half of its limit. Once preempted it never is.
+        """
+        limit_s = math.inf if seq.preempted else seq.request.ttft_limit_s or math.inf
+        seq.late, seq.late_at = False, seq.arrived + limit_s - min(takes_s, limit_s / 2)
+        heapq.heappush(self._heaps.setdefault((seq.exports, length_class), ([], []))[0], seq)
         self._members[seq] = len(seq.tokens)
         self.num_tokens += len(seq.tokens)
 
-    def head(self, has_turn: Callable[[Sequence, int], bool] = lambda seq, length_class: True) -> Sequence | None:
-        """The first one that has its turn, of the first ones of each kind."""
-        firsts = []
-        for (_, length_class), heap in self._heaps.items():
-            while heap and heap[0][1] not in self._members:
-                heapq.heappop(heap)
-            if heap and has_turn(heap[0][1], length_class):
-                firsts.append(heap[0])
-        return min(firsts)[1] if firsts else None
+    def head(
+        self, has_turn: Callable[[Sequence, int], bool] = lambda seq, length_class: True, begins: float = -math.inf
+    ) -> Sequence | None:
+        """The first one that has its turn, of the first ones of each kind; it may begin at `begins`."""
+        firsts = list[Sequence]()
+        for (_, length_class), (timely, late) in self._heaps.items():
+            while timely and (timely[0] not in self._members or timely[0].late_at < begins):
+                timely[0].late = True
+                heapq.heappush(late, heapq.heappop(timely))
+            while late and late[0] not in self._members:
+                heapq.heappop(late)
+            firsts += (seq for seq in (*timely[:1], *late[:1]) if has_turn(seq, length_class))
+        return min(firsts, key=self._place, default=None)
+
+    def _place(self, seq: Sequence) -> tuple[int, bool, Sequence]:
+        priority = seq.order[0]
+        return priority, seq.late == (self._passes[priority] < PASSES), seq
+
+    def admit(self, seq: Sequence) -> None:
+        """It gets pages."""
+        self._passes[seq.order[0]] = 0 if seq.late else self._passes[seq.order[0]] + 1
+        self.discard(seq)
 
     def discard(self, seq: Sequence) -> None:
         self.num_tokens -= self._members.pop(seq, 0)

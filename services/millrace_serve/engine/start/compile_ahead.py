@@ -244,8 +244,7 @@ def small_model(setup: RankSetup) -> DeepseekV3:
     """Three layers, of which the last two share their weights; only the last one leaves out rows (`sampled_only`).
     An MTP layer comes on top of them, and writes its KV where the last one does.
     """
-    config = small_config(setup.model)
-    model = DeepseekV3(setup.random_weights(), config, setup.dims, setup.thresholds)
+    model = DeepseekV3(setup.random_weights(), small_config(setup.model), setup.dims, setup.thresholds)
     whole = copy.copy(model.layers[-1])
     whole.sampled_only = False
     model.layers.insert(-1, whole)

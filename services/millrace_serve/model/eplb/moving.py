@@ -163,8 +163,7 @@ def moves_between(before: np.ndarray, after: np.ndarray) -> list[Move]:
     for target in (before != after).ravel().nonzero()[0].tolist():
         (sources,) = (old == after.flat[target]).nonzero()
         own = sources[sources // slots == target // slots]
-        source = own[0] if len(own) else sources[target % len(sources)]
-        moves.append((int(source), target))
+        moves.append((int(own[0] if len(own) else sources[target % len(sources)]), target))
     return moves
 
 

@@ -49,6 +49,7 @@ def request(wire: worker_pb2.EngineRequest, route: core.Route, fetches_prefix: b
         cache_salt=wire.cache_salt,
         keep_s=wire.keep_s,
         tpot_limit_s=wire.tpot_limit_ms / 1000,
+        ttft_limit_s=wire.ttft_limit_ms / 1000,
         fetches_prefix=fetches_prefix,
     )
 
@@ -162,16 +163,8 @@ def core_memory(wire: kv_pb2.RankMemory) -> MemoryHandle:
 
 
 def wire_layout(layout: KvLayout) -> common_pb2.KvLayout:
-    return common_pb2.KvLayout(
-        page_size=layout.page_size,
-        num_layers=layout.num_layers,
-        dtype=layout.dtype,
-        latent_width=layout.latent_width,
-        rope_width=layout.rope_width,
-        page_bytes=layout.page_bytes,
-        model=layout.model_hash,
-        fingerprint=layout.fingerprint,
-    )
+    names = "page_size", "num_layers", "dtype", "latent_width", "rope_width", "page_bytes", "fingerprint"
+    return common_pb2.KvLayout(model=layout.model_hash, **{name: getattr(layout, name) for name in names})
 
 
 def wire_load(load: core.Load) -> worker_pb2.ReplicaLoad:

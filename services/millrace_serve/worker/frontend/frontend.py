@@ -57,8 +57,7 @@ class Frontend:
         self.config = config
         self.epoch = epoch
         self.registry = CollectorRegistry()
-        rows = catalogue.WORKER + catalogue.PROCESS
-        self.metrics = catalogue.Metrics(rows, self.registry)
+        self.metrics = catalogue.Metrics(catalogue.WORKER + catalogue.PROCESS, self.registry)
         self.metrics.started.set_to_current_time()
         self.identity = identity_of(config.tls, self.metrics)
         self.secret = deployment_secret.read(config.secret)
