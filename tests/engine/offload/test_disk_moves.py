@@ -296,7 +296,7 @@ def test_folder_that_hangs_keeps_weights_from_nothing(tmp_path: Path, monkeypatc
     for name in ("store", "__init__"):
 
         def hangs(folder: PageFolder, *args: object, name: str = name) -> None:
-            assert answers.wait(60), "the engine waits"
+            assert answers.wait(HANG_S), "the engine waits"
             real[name](folder, *args)
 
         real[name] = getattr(PageFolder, name)
@@ -320,7 +320,7 @@ def test_folder_that_hangs_keeps_weights_from_nothing(tmp_path: Path, monkeypatc
     assert not host.disk.close(), "a move may still read the host's memory"
     engine.keep_in(tmp_path, 1 << 30, patient=False)
     answers.set()
-    host.disk.store.opened.result(60)
+    host.disk.store.opened.result(HANG_S)
     assert first.ask(3, [9, *PROMPT]) == 0
     assert first.settle().counters["disk_pages/store"] >= 5
     engine.close()
