@@ -18,7 +18,7 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -33,12 +33,11 @@ SMALL_TOKENS = 16  # up to so many tokens the read of the weight dominates, and 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
     target: str  # `import.path:function`, with the signature of the op; empty: the reference
-    needs: str = ""  # a library that must be installed, or what it must offer: `import.path:function`
+    needs: str = ""  # a library that must be installed
     min_size: int = 0
     max_size: int = 1 << 62
     when: str = ""  # `import.path:function` of (size, shape), where sizes alone do not decide
     capability: str = "sm90"  # one of these; "sm80+": this one and newer ones
-    status: Literal["measured", "untested", "compared"] = "measured"  # compared: benches time it, nothing chooses it
 
     def runs_on(self, capability: str) -> bool:
         if self.capability.endswith("+") and capability.startswith("sm"):
@@ -58,23 +57,13 @@ def _ours(target: str, max_size: int = 1 << 62, when: str = "", on: str = PLAIN)
     return (KernelChoice(f"millrace_kernels.triton.{target}", "triton", max_size=max_size, when=when, capability=on),)
 
 
-def _flashinfer(
-    function: str, needs: str, status: Literal["untested", "compared"], capability: str = "sm90"
-) -> KernelChoice:
-    target = f"millrace_kernels.lib.flashinfer_gemm:{function}"
-    return KernelChoice(target, f"flashinfer.gemm:{needs}", capability=capability, status=status)
-
-
 TABLE: dict[str, tuple[KernelChoice, ...]] = {
     # dense
     "fp8.quant_groups": _ours("quant:quant_groups", on=E4M3),
     "fp8.fp8_linear": (
         *_ours("fp8_linear:fp8_linear", 256, "millrace_kernels.triton.fp8_linear:is_measured", E4M3),
         KernelChoice("millrace_kernels.lib.deep_gemm:fp8_linear", needs="deep_gemm"),
-        _flashinfer("fp8_linear_cutlass", "gemm_fp8_nt_groupwise", "untested", "sm100 sm103 sm120 sm121"),
         *_ours("fp8_linear:fp8_linear", on=E4M3),
-        _flashinfer("fp8_linear_trtllm", "gemm_fp8_nt_groupwise", "compared", "sm100 sm103"),
-        _flashinfer("fp8_linear_sm90", "fp8_blockscale_gemm_sm90", "compared"),
     ),
     "fp8.compile_ahead": (KernelChoice("millrace_kernels.lib.deep_gemm:compile_ahead", needs="deep_gemm"),),
     "fp8.small_linear": _ours("small_linear:small_linear", on=E4M3),
@@ -173,16 +162,14 @@ def implementation(op: str, device: torch.device, size: int = 0, shape: tuple[in
         return None
     target = _forced.get(op, _preferred.get(op))
     if target is None:
-        rows = _available(op, capability(device), False)
+        rows = _available(op, capability(device))
         target = next((choice.target for choice in rows if choice.serves(size, shape)), "")
     return _load(target) if target else None
 
 
 def choices(op: str, device: torch.device) -> tuple[KernelChoice, ...]:
-    """The rows of `op` that can run on `device`, best first: right capability, library there. Those that are there for
-    comparison are among them.
-    """
-    return _available(op, capability(device), True)
+    """The rows of `op` that can run on `device`, best first: right capability, library there."""
+    return _available(op, capability(device))
 
 
 def prefer(libraries: Sequence[str], device: torch.device) -> None:
@@ -219,7 +206,7 @@ def forced(**targets: str) -> Iterator[None]:
 
 def _of_library(op: str, library: str, device: torch.device) -> str:
     """The target of the library's row of `op` on this device; empty: it has none."""
-    rows = _available(op, capability(device), False)
+    rows = _available(op, capability(device))
     return next((row.target for row in rows if row.needs == library), "")
 
 
@@ -230,25 +217,16 @@ def _load(target: str) -> Kernel:
 
 
 @functools.cache
-def _available(op: str, capability: str, compared: bool) -> tuple[KernelChoice, ...]:
-    rows = [row for row in TABLE.get(op, ()) if row.runs_on(capability) and (compared or row.status != "compared")]
-    found = tuple(row for row in rows if _has(row.needs))
-    for row in found:
-        if row.status == "untested":
-            log.warning("%s was never tested on %s", row.target, capability)
-    return found
+def _available(op: str, capability: str) -> tuple[KernelChoice, ...]:
+    return tuple(row for row in TABLE.get(op, ()) if row.runs_on(capability) and _has(row.needs))
 
 
 @functools.cache
 def _has(library: str) -> bool:
-    """Whether the library imports, and has the function named after a colon; logs once when it does not."""
-    path, _, function = library.partition(":")
-    if not path:
-        return True
+    """Whether the library imports; logs once when it does not."""
     try:
-        module = importlib.import_module(path)
-        if function:
-            getattr(module, function)
+        if library:
+            importlib.import_module(library)
     except Exception as error:  # a library may fail in any way, above all when it meets another CUDA
         log.warning("%s cannot be used, the next best library runs: %s: %s", library, type(error).__name__, error)
         return False

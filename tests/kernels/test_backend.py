@@ -44,7 +44,6 @@ def test_first_row_that_serves_the_size_wins(on_gpu: torch.device) -> None:
     backend.TABLE[OP] = (
         KernelChoice("math:hypot", max_size=16),
         KernelChoice("math:pow", min_size=64, capability="sm100"),
-        KernelChoice("math:log", min_size=64, status="compared"),
         KernelChoice("math:fmod", min_size=64),
     )
     assert implementation(OP, on_gpu, 16)(3, 4) == 5
@@ -154,40 +153,3 @@ def test_kernels_without_e4m3_run_on_older_gpus(on_other_gpu: torch.device) -> N
 @pytest.mark.parametrize("capability", ["sm75"])
 def test_where_triton_lacks_bf16_references_run(on_other_gpu: torch.device) -> None:
     assert not any(targets(op, on_other_gpu) for op in backend.TABLE)
-
-
-def offer(monkeypatch: pytest.MonkeyPatch, *functions: str) -> None:
-    """A FlashInfer with these products."""
-    gemm = types.ModuleType("flashinfer.gemm")
-    for name in functions:
-        setattr(gemm, name, print)
-    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
-    monkeypatch.setitem(sys.modules, "flashinfer.gemm", gemm)
-
-
-@pytest.mark.parametrize(("capability", "compared"), [("sm100", ["fp8_linear_trtllm"]), ("sm120", [])])
-def test_untested_rows_are_chosen_where_the_library_offers_them(
-    on_other_gpu: torch.device, compared: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    offer(monkeypatch, "gemm_fp8_nt_groupwise")
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            run = implementation("fp8.fp8_linear", on_other_gpu, 300, (256, 256))
-            assert run is not None and run.__name__ == "fp8_linear_cutlass"
-    assert len([record for record in caplog.records if "was never tested on sm1" in record.getMessage()]) == 1
-    found = [target.rpartition(":")[2] for target in targets("fp8.fp8_linear", on_other_gpu)]
-    assert found == ["fp8_linear", "fp8_linear_cutlass", "fp8_linear", *compared]
-
-
-def test_what_is_there_to_be_compared_is_listed_and_never_chosen(
-    on_gpu: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert implementation("fp8.fp8_linear", on_gpu, 300, (256, 256)) is not None
-    assert not any("flashinfer" in record.getMessage() for record in caplog.records)
-    offer(monkeypatch, "fp8_blockscale_gemm_sm90")
-    listed = [target.rpartition(":")[2] for target in targets("fp8.fp8_linear", on_gpu)]
-    assert listed[-1:] == ["fp8_linear_sm90"]
-    for num in (17, 300, 4096):
-        run = implementation("fp8.fp8_linear", on_gpu, num, (256, 256))
-        assert run is not None and run.__name__ != "fp8_linear_sm90"

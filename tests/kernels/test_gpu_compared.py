@@ -4,10 +4,9 @@ import pytest
 import torch
 from millrace_bench.kernels.absorb import Weights
 from millrace_bench.kernels.compared import flashinfer_mla, flashinfer_moe, fp8_heads
-from millrace_kernels import backend, fp8
+from millrace_kernels import backend
 from millrace_kernels.backend import forced
 from millrace_kernels.fp8 import Fp8
-from millrace_kernels.lib import flashinfer_gemm
 from millrace_kernels.mla_absorb import absorb_q, project_v
 from millrace_kernels.mla_decode import mla_decode
 from millrace_kernels.moe_experts import reference_experts
@@ -21,7 +20,6 @@ from millrace_testing.tolerances import ATTENTION_TOLERANCE, FP8_EXPERTS_TOLERAN
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]  # FlashInfer compiles CUTLASS for minutes
 DEVICE = torch.device("cuda")
 REFERENCES = dict.fromkeys(backend.TABLE, "")
-DENSE = "flashinfer.gemm.gemm_base:get_fp8_blockscale_gemm_runner_sm90"
 EXPERTS = "flashinfer.fused_moe.core:get_cutlass_fused_moe_module"
 PRODUCTS = {"grouped": ("deep_gemm",), "batched": ("flashinfer.gemm", "flashinfer.gemm.gemm_base:get_gemm_module")}
 
@@ -37,21 +35,6 @@ def needs(library: str, getter: str = "", *args: object) -> None:
 def hopper() -> None:
     if backend.capability(DEVICE) != "sm90":
         pytest.skip("they are for sm90")
-
-
-@pytest.mark.parametrize("deep_gemm", ["1", "0"], ids=["deep_gemm", "cutlass"])
-@pytest.mark.parametrize(("n", "k"), [(2112, 7168), (7168, 2048), (24576, 1536)])
-@pytest.mark.parametrize("num", [0, 1, 7, 31, 32, 128, 1000])
-def test_dense_products_of_flashinfer(
-    num: int, n: int, k: int, deep_gemm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs("flashinfer.gemm", DENSE)
-    monkeypatch.setenv("TRTLLM_DG_ENABLED", deep_gemm)
-    x = fp8.quant_groups(torch.randn(num, k, device=DEVICE).bfloat16())
-    weight = fp8.quant_blocks(torch.randn(n, k, device=DEVICE))
-    with forced(**REFERENCES):
-        wanted = fp8.fp8_linear(x, weight, torch.bfloat16)
-    assert_close(flashinfer_gemm.fp8_linear_sm90(x, weight, torch.bfloat16), wanted)
 
 
 @pytest.mark.parametrize("product", PRODUCTS)

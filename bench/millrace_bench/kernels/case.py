@@ -36,13 +36,11 @@ def nbytes(*tensors: Tensor) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def candidates(op: str, call: Call, device: torch.device, size: int = 0, compared: bool = False) -> dict[str, Call]:
-    """`call` with each implementation of `op` in the table that serves `size` here, measured or not, or with its
-    reference; and with those that are only compared, if they are wanted. A module's second one is named with its
-    function.
+def candidates(op: str, call: Call, device: torch.device, size: int = 0) -> dict[str, Call]:
+    """`call` with each implementation of `op` in the table that serves `size` here, or with its reference. A module's
+    second one is named with its function.
     """
-    rows = [row for row in backend.choices(op, device) if compared or row.status != "compared"]
-    served = [row.target for row in rows if row.min_size <= size <= row.max_size]
+    served = [row.target for row in backend.choices(op, device) if row.min_size <= size <= row.max_size]
     found: dict[str, Call] = {}
     for target in served:
         label = _label(target)

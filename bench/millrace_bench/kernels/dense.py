@@ -5,10 +5,8 @@ own and 32 experts of 256.
 """
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import torch
 from millrace_kernels.backend import SMALL_TOKENS
@@ -37,7 +35,6 @@ TP8, EP8 = (
     for rank in ("tp8", "ep8")
 )
 TINY = (Product("tiny", 256, 256),)
-FLASHINFER = "lib.flashinfer_gemm"
 NORM_WIDTHS, ACT_WIDTHS = (7168, 1536, 512), (2304, 2048, 256)
 SMALL, LARGE = (1, 4, SMALL_TOKENS), (64, 128, 4096)
 # Not its shape, which the source leaves open; the ratio of its two times, 81.0 and 53.6 us, is what compares.
@@ -61,10 +58,10 @@ def cases(device: torch.device) -> Iterator[Case]:
 def _of_products(tokens: tuple[int, ...], products: tuple[Product, ...], device: torch.device) -> Iterator[Case]:
     for num in tokens:
         for product in products:
-            yield of_product(num, product, device)
+            yield _of_product(num, product, device)
 
 
-def of_product(num: int, product: Product, device: torch.device, compared: bool = False) -> Case:
+def _of_product(num: int, product: Product, device: torch.device) -> Case:
     """An FP8 weight: by the op that `linear` takes for so many tokens, and as a bfloat16 weight by cuBLAS."""
     n, k, small = product.n, product.k, num <= SMALL_TOKENS
     op = "fp8.small_linear" if small else "fp8.fp8_linear"
@@ -72,21 +69,13 @@ def of_product(num: int, product: Product, device: torch.device, compared: bool 
     def make() -> dict[str, Call]:
         x, weight = _draw(num, k, device), quant_blocks(_draw(n, k, device))
         plain = torch.empty_like(weight.data, dtype=torch.bfloat16).normal_()
-        calls = candidates(op, _fp8_call(x, weight, small), device, num, compared)
-        if FLASHINFER in calls:
-            calls["flashinfer cutlass"] = functools.partial(_with_cutlass, calls[FLASHINFER])
+        calls = candidates(op, _fp8_call(x, weight, small), device, num)
         return calls | {"bf16 weight": lambda: linear(x, plain)}
 
     moved = n * k + num * k * (2 if small else 1) + 2 * num * n
     anchor_us, anchor = next(((us, whose) for at, us, whose in product.anchors if at == num), (None, ""))
     shape = f"T={num} {n}x{k} {product.name}"
     return Case(op, shape, make, moved, 2 * num * n * k, anchor_us, anchor, math="bf16" if small else "fp8")
-
-
-def _with_cutlass(call: Call) -> object:
-    """FlashInfer's product, whose kernel is CUTLASS's if the environment forbids its DeepGEMM at the call."""
-    with patch.dict(os.environ, TRTLLM_DG_ENABLED="0"):
-        return call()
 
 
 def _int8(num: int, product: Product, device: torch.device) -> Case:
