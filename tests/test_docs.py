@@ -147,7 +147,6 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.e2e
 @pytest.mark.long
-@pytest.mark.xdist_group("e2e")
 def test_readme_commands_run_as_written(served: None) -> None:
     found = blocks(None)
     assert len(found) >= 3 and any(block["output"] for block in found)

@@ -323,7 +323,6 @@ SMALL = "--widths tiny --layers 1 --kinds greedy seeded --loads 40/4x2@4 --distu
 
 @pytest.mark.e2e
 @pytest.mark.long
-@pytest.mark.xdist_group("e2e")
 def test_two_systems_through_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of the first system read another word in one answer of the second fault. AIPerf fails."""
     conclude, runs = Control.conclude, iter(range(4))
@@ -351,7 +350,6 @@ def test_two_systems_through_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.e2e
 @pytest.mark.long
-@pytest.mark.xdist_group("e2e")
 @pytest.mark.skipif(not AIPERF.exists(), reason="aiperf is not installed (make peers)")
 def test_aiperf_counts_what_we_count(tmp_path: Path) -> None:
     options = "--server millrace-pair --widths tiny --layers 1 --loads 40/20@3 40/8x2@3 --seconds 3 --slo ttft=60"

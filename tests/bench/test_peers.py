@@ -43,7 +43,6 @@ async def test_clients_and_the_worker(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.xdist_group("e2e")
 async def test_clients_and_our_router() -> None:
     async with system(SystemSettings(), 1) as ours:
         for api, address in (("http", ours.http[0]), ("grpc", ours.grpc[0])):

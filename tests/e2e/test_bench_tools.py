@@ -39,7 +39,7 @@ def needs(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not tool(name).exists(), reason=f"{name} is not installed (make peers)")
 
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("e2e"), pytest.mark.timeout(2 * TOOL_S)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * TOOL_S)]
 
 
 # The simulated model says tokens of the tokenizer only: without text neither tool counts an answer.

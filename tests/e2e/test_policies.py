@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from millrace.v1 import admin_pb2, worker_pb2
 from millrace_cli.cluster import ClusterSpec
-from millrace_testing import HANG_S
 from millrace_testing.client import Client
 from millrace_testing.inside_cluster import InsideCluster
 from millrace_testing.sim import expected, prompt_of
@@ -28,9 +27,8 @@ async def ask_and_settle(client: Client, name: str, prompt: list[int]) -> list[i
     """The next request meets an idle decode worker, and the router knows that it is."""
     before = await decoded(client)
     tokens = (await client.generate(prompt, name=name, max_tokens=8, ignore_eos=True)).tokens
-    async with asyncio.timeout(HANG_S):
-        while await decoded(client) < before + len(tokens) - 1:  # perhaps without the first
-            await asyncio.sleep(0.01)
+    while await decoded(client) < before + len(tokens) - 1:  # perhaps without the first
+        await asyncio.sleep(0.01)
     await client.wait_whole()
     return tokens
 
@@ -45,9 +43,8 @@ async def ask_and_report(client: Client, name: str, prompt: list[int], max_token
 
 async def reported(client: Client, prompt_tokens: int) -> int:
     """What prefill workers were given, once they report at least so many tokens."""
-    async with asyncio.timeout(HANG_S):
-        while (found := await prompts_computed(client, PREFILL)) < prompt_tokens:
-            await asyncio.sleep(0.01)
+    while (found := await prompts_computed(client, PREFILL)) < prompt_tokens:
+        await asyncio.sleep(0.01)
     return found
 
 
@@ -70,11 +67,10 @@ async def prompts_computed(client: Client, role: int) -> int:
 
 async def _until_measured(client: Client) -> None:
     """Ask until a replica knows how long its steps with prompts take."""
-    async with asyncio.timeout(HANG_S):
-        for length in itertools.count(100, 50):
-            if any(worker.load.replicas[0].step_times.token_s for worker in await client.wait_whole()):
-                return
-            await ask_and_settle(client, f"measure {length}", prompt_of(length))
+    for length in itertools.count(100, 50):
+        if any(worker.load.replicas[0].step_times.token_s for worker in await client.wait_whole()):
+            return
+        await ask_and_settle(client, f"measure {length}", prompt_of(length))
 
 
 async def test_an_idle_decode_worker_runs_prompts_with_the_same_tokens() -> None:
@@ -126,14 +122,13 @@ async def _until_known(
     client: Client, family: list[int], condition: Callable[[dict[str, int]], bool], flush: bool = False
 ) -> None:
     """Ask for one token after the family until the router knows what it should of the prefill workers."""
-    async with asyncio.timeout(HANG_S):
-        for number in itertools.count():
-            if flush:
-                await client.wait_whole()
-                await client.admin.FlushCaches(admin_pb2.FlushCachesRequest())
-            name = f"look {flush} {number}"
-            await ask_and_report(client, name, [*family, 7], max_tokens=1)
-            rows = (await decision(client, name)).selections[0].candidates
-            if condition({row.address: row.cached_tokens for row in rows}):
-                return
-            await asyncio.sleep(0.05)
+    for number in itertools.count():
+        if flush:
+            await client.wait_whole()
+            await client.admin.FlushCaches(admin_pb2.FlushCachesRequest())
+        name = f"look {flush} {number}"
+        await ask_and_report(client, name, [*family, 7], max_tokens=1)
+        rows = (await decision(client, name)).selections[0].candidates
+        if condition({row.address: row.cached_tokens for row in rows}):
+            return
+        await asyncio.sleep(0.05)

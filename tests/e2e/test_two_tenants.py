@@ -242,15 +242,13 @@ async def test_bodies_that_one_holds_refuse_nobody_else(house: House) -> None:
     body = json.dumps({"model": "tiny", "prompt": "a fox", "max_tokens": 2}).encode()
     padded = body + b" " * (HELD // 2)
     async with contextlib.AsyncExitStack() as stack:
-        async with asyncio.timeout(HANG_S):
-            while (await house.post(ANNA, "/v1/completions", padded)).status_code != 429:
-                await stack.enter_async_context(held_body(house, ANNA, HELD // 3))
+        while (await house.post(ANNA, "/v1/completions", padded)).status_code != 429:
+            await stack.enter_async_context(held_body(house, ANNA, HELD // 3))
         answer = await house.post(BERT, "/v1/completions", padded)
         assert answer.status_code == 200, answer.text
         await house.works(BERT)
-    async with asyncio.timeout(HANG_S):
-        while (await house.post(ANNA, "/v1/completions", padded)).status_code == 429:
-            await asyncio.sleep(0.02)
+    while (await house.post(ANNA, "/v1/completions", padded)).status_code == 429:
+        await asyncio.sleep(0.02)
 
 
 async def test_rates_are_of_one_tenant(house: House) -> None:

@@ -18,6 +18,7 @@ from millrace_serve.engine.core import (
     FinishReason,
     KvChunk,
     KvReserved,
+    LeaseEnded,
     Request,
     RequestId,
     Route,
@@ -152,6 +153,12 @@ class Driver:
             self.reserved[reserved.id] = reserved
         self.check_pages()
         return events
+
+    def end_leases(self) -> None:
+        self.run()
+        for id in [*self.parts, *self.served]:
+            self.tell(LeaseEnded(id))
+        self.run()
 
     def run(self, max_steps: int = 1000) -> int:
         """Step until nothing is left to do or to copy; returns the number of steps."""

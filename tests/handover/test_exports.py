@@ -32,11 +32,13 @@ FINAL = SequenceOutput(ID, 0, [TokenOutput(1)], FinishReason.STOP)
 
 
 class Bench:
-    def __init__(self, **timeouts: float) -> None:
+    def __init__(self, expects: int | None = None, **timeouts: float) -> None:
         self.sent: list[tuple[int, LeaseEnded | ServePrefix]] = []
         self.metrics = catalogue.Metrics(catalogue.WORKER, CollectorRegistry())
         send = lambda replica, message: self.sent.append((replica, message))  # noqa: E731
         self.exports = Exports(WorkerTimeouts(**{"stall": 10.0, "lease": 500.0, **timeouts}), self.metrics, send)
+        if expects is not None:
+            self.exports.expect(ID, expects)
 
     @property
     def ended(self) -> list[tuple[int, RequestId]]:
@@ -123,8 +125,7 @@ async def test_leases_that_nobody_fetches_expire_one_by_one() -> None:
 
 @run
 async def test_prompt_that_fails_ends_every_fetch_with_its_reason() -> None:
-    bench = Bench()
-    bench.exports.expect(ID, 0)
+    bench = Bench(expects=0)
     bench.publish(0, last=False)
     fetch = asyncio.create_task(bench.fetch())
     await asyncio.sleep(0)
@@ -135,8 +136,7 @@ async def test_prompt_that_fails_ends_every_fetch_with_its_reason() -> None:
 
 @run
 async def test_part_behind_the_abort_gives_its_pages_back() -> None:
-    bench = Bench()
-    bench.exports.expect(ID, 1)
+    bench = Bench(expects=1)
     assert bench.exports.fail(ID, ABORTED) and not bench.exports.fail(ID, ABORTED)
     bench.publish(0, last=True)
     assert bench.ended[0] == (1, ID) and len(bench.ended) == 2  # the engine holds the pages only with the last chunk
@@ -145,8 +145,7 @@ async def test_part_behind_the_abort_gives_its_pages_back() -> None:
 
 @run
 async def test_final_first_token_gives_pages_back_and_reaches_fetches() -> None:
-    bench = Bench()
-    bench.exports.expect(ID, 2)
+    bench = Bench(expects=2)
     bench.publish(0, last=False)
     early = asyncio.create_task(bench.fetch())
     await asyncio.sleep(1)

@@ -94,45 +94,27 @@ async def test_stream_whose_channel_was_closed_before_it_began_ends() -> None:
 
 async def test_a_peer_that_dies_while_nobody_imports_is_dropped() -> None:
     """Else its pool would stay mapped, and a successor on the same device would not find the memory."""
-    dropped: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
-    peers = Peers(lambda rank, agent: dropped.put_nowait((rank, agent)))
-    async with worker() as (server, loads, address):
-        peer = peers.get(address, "e")
-        await loads.put("e")
-        peer.agents.add((3, "agent"))
+    async with reached() as (peers, peer, dropped, server, _):
         await server.stop(0)
-        assert await asyncio.wait_for(dropped.get(), HANG_S) == (3, "agent")
-        assert peers.get(peer.address, "e") is not peer
-        await peers.close()
+        assert await dropped.get() == (3, "agent") and peers.get(peer.address, "e") is not peer
 
 
 async def test_peer_that_is_silent_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace_serve.handover.peers.SILENCE_S", 0.1)
-    dropped: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
-    peers = Peers(lambda rank, agent: dropped.put_nowait((rank, agent)))
-    async with worker() as (_, loads, address):
-        peer = peers.get(address, "e")
-        peer.agents.add((3, "agent"))
-        await loads.put("e")
-        assert await asyncio.wait_for(dropped.get(), HANG_S) == (3, "agent") and peer.dropped
-        await peers.close()
+    async with reached() as (_, peer, dropped, *_):
+        assert await dropped.get() == (3, "agent") and peer.dropped
 
 
 async def test_peer_that_has_forgotten_its_weights_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be asleep, and others wait for the memory of its GPUs, which stays taken while a page is mapped."""
     monkeypatch.setattr("millrace_serve.handover.peers.SILENCE_S", 3600.0)  # it is dropped for what it says
-    dropped: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
-    peers = Peers(lambda rank, agent: dropped.put_nowait((rank, agent)))
-    async with worker() as (_, loads, address):
-        peer = peers.get(address, "e")
-        peer.agents.add((3, "agent"))
+    async with reached() as (_, peer, dropped, _, loads):
         for _ in range(2):
             await loads.put("e")
             await loads.join()
             assert dropped.empty()
         await loads.put("another")  # whose stream is cancelled as soon as it arrives
-        assert await asyncio.wait_for(dropped.get(), HANG_S) == (3, "agent") and peer.dropped
-        await peers.close()
+        assert await dropped.get() == (3, "agent") and peer.dropped
 
 
 async def test_answer_of_a_process_ends_the_peers_before_it_at_its_address() -> None:
@@ -159,6 +141,19 @@ class Loads(worker_pb2_grpc.WorkerServiceServicer):
             epoch = await self.epochs.get()
             yield worker_pb2.LoadSnapshot(epoch=epoch)
             self.epochs.task_done()
+
+
+@contextlib.asynccontextmanager
+async def reached() -> AsyncIterator[tuple[Peers, Peer, asyncio.Queue[tuple[int, str]], Server, asyncio.Queue[str]]]:
+    """A peer that has said its epoch, of what is dropped; and what `worker` has."""
+    dropped: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+    peers = Peers(lambda rank, agent: dropped.put_nowait((rank, agent)))
+    async with worker() as (server, loads, address):
+        peer = peers.get(address, "e")
+        peer.agents.add((3, "agent"))
+        await loads.put("e")
+        yield peers, peer, dropped, server, loads
+        await peers.close()
 
 
 @contextlib.asynccontextmanager

@@ -28,7 +28,6 @@ from millrace_serve.worker.launcher import Launcher, OnExit
 from millrace_serve.worker.rank import process
 from millrace_serve.worker.rank.parts import RankSpec
 
-from millrace_testing import HANG_S
 from millrace_testing.hasty import hasty_servers
 from millrace_testing.procs import SIM, Worker
 
@@ -76,10 +75,9 @@ class Serving:
 
     async def ready(self) -> None:
         """A thread cannot be ended before it listens, so a worker that is not ready cannot stop."""
-        async with asyncio.timeout(HANG_S):
-            while self.frontend.lifecycle.state is not State.READY:
-                assert self.running, self._life.result()
-                await asyncio.sleep(0.005)
+        while self.frontend.lifecycle.state is not State.READY:
+            assert self.running, self._life.result()
+            await asyncio.sleep(0.005)
 
     async def _serve(self, config: WorkerConfig) -> int:
         server = main._server(self.frontend)

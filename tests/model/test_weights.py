@@ -18,6 +18,7 @@ from torch import Tensor
 CPU = torch.device("cpu")
 GATE = "model.layers.1.mlp.gate.weight"
 Q_B = "model.layers.0.self_attn.q_b_proj.weight"
+SCALES = Q_B + "_scale_inv"
 EXPERT = "model.layers.2.mlp.experts.3.down_proj.weight"
 
 
@@ -93,23 +94,26 @@ def test_ranks_hold_slices_of_the_whole(random_fp8: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("form", "change", "words"),
     [
-        (lambda t: t.pop(Q_B), [Q_B, "missing", "[768, 128]"]),
-        (lambda t: t.pop(EXPERT), [EXPERT, "missing", "[256, 128]"]),
-        (lambda t: t.update({Q_B: t[Q_B][:-1].clone()}), [Q_B, "[767, 128]", "[768, 128]"]),
-        (lambda t: t.update({EXPERT: t[EXPERT].T.contiguous()}), [EXPERT, "[128, 256]", "[256, 128]"]),
-        (lambda t: t.update({GATE: t[GATE].to(torch.int8)}), [GATE, "I8", "BF16"]),
-        (lambda t: t.update({Q_B: t[Q_B].to(torch.float8_e4m3fn)}), [Q_B, "F8_E4M3", "BF16"]),
-        (lambda t: t.update({"model.layers.4.extra.weight": torch.zeros(1)}), ["model.layers.4.extra.weight"]),
-        (lambda t: t.update({"model.norm.bias": torch.zeros(1)}), ["model.norm.bias", "does not describe"]),
+        ("bf16", lambda t: t.pop(Q_B), [Q_B, "missing", "[768, 128]"]),
+        ("bf16", lambda t: t.pop(EXPERT), [EXPERT, "missing", "[256, 128]"]),
+        ("bf16", lambda t: t.update({Q_B: t[Q_B][:-1].clone()}), [Q_B, "[767, 128]", "[768, 128]"]),
+        ("bf16", lambda t: t.update({EXPERT: t[EXPERT].T.contiguous()}), [EXPERT, "[128, 256]", "[256, 128]"]),
+        ("bf16", lambda t: t.update({GATE: t[GATE].to(torch.int8)}), [GATE, "I8", "BF16"]),
+        ("bf16", lambda t: t.update({Q_B: t[Q_B].to(torch.float8_e4m3fn)}), [Q_B, "F8_E4M3", "BF16"]),
+        ("bf16", lambda t: t.update({"model.layers.4.extra.weight": torch.zeros(1)}), ["model.layers.4.extra.weight"]),
+        ("bf16", lambda t: t.update({"model.norm.bias": torch.zeros(1)}), ["model.norm.bias", "does not describe"]),
+        ("fp8", lambda t: t.pop(SCALES), [SCALES, "missing", "[6, 1]"]),
+        ("fp8", lambda t: t.pop(EXPERT + "_scale_inv"), [EXPERT + "_scale_inv", "missing", "[2, 1]"]),
+        ("fp8", lambda t: t.update({SCALES: torch.zeros(6, 2)}), [SCALES, "[6, 2]", "[6, 1]"]),
+        ("fp8", lambda t: t.update({SCALES: torch.zeros(6, 1).bfloat16()}), [SCALES, "BF16", "F32"]),
     ],
 )
 def test_refusals_name_the_tensor(
-    random_bf16: Path, tmp_path: Path, change: Callable[[Tensors], object], words: list[str]
+    form: str, tmp_path: Path, change: Callable[[Tensors], object], words: list[str], request: pytest.FixtureRequest
 ) -> None:
-    path = variant(random_bf16, tmp_path / "bad", change)
-    _refused(path, words)
+    _refused(variant(request.getfixturevalue(f"random_{form}"), tmp_path / "bad", change), words)
 
 
 def test_every_rank_notices_a_bad_expert_of_another(random_bf16: Path, tmp_path: Path) -> None:
@@ -117,22 +121,6 @@ def test_every_rank_notices_a_bad_expert_of_another(random_bf16: Path, tmp_path:
     for rank in range(2):
         with pytest.raises(CheckpointError, match=EXPERT):
             load(path, ParallelDims(rank=rank, tp=2))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda t: t.pop(Q_B + "_scale_inv"), [Q_B + "_scale_inv", "missing", "[6, 1]"]),
-        (lambda t: t.pop(EXPERT + "_scale_inv"), [EXPERT + "_scale_inv", "missing", "[2, 1]"]),
-        (lambda t: t.update({Q_B + "_scale_inv": torch.zeros(6, 2)}), [Q_B + "_scale_inv", "[6, 2]", "[6, 1]"]),
-        (lambda t: t.update({Q_B + "_scale_inv": torch.zeros(6, 1).bfloat16()}), [Q_B + "_scale_inv", "BF16", "F32"]),
-    ],
-)
-def test_fp8_scales_are_checked(
-    random_fp8: Path, tmp_path: Path, change: Callable[[Tensors], object], words: list[str]
-) -> None:
-    path = variant(random_fp8, tmp_path / "bad", change)
-    _refused(path, words)
 
 
 def test_mtp_layer_that_nobody_loads_may_be_missing(random_bf16: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 from _pytest.mark import ParameterSet
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import from_rpc_error
-from millrace_testing import HANG_S
 from millrace_testing.fake_router import FakeLink, request
 from millrace_testing.paths import TINY
 from millrace_testing.procs import gone, workers
@@ -43,9 +42,8 @@ async def test_lost_rank_is_named_and_leaves_nothing(
         family, members = worker.family(), sorted(worker.ranks(), key=lambda rank: (rank.create_time(), rank.pid))
         running = request([*range(20, 40)], max_tokens=4000)
         link.submit(running)
-        async with asyncio.timeout(HANG_S):
-            while len(link.tokens(running)) < PACE:
-                await asyncio.sleep(0.02)
+        while len(link.tokens(running)) < PACE:
+            await asyncio.sleep(0.02)
         members[victim].send_signal(how)
         failure = (await link.finish(running)).failure
         assert failure.reason == Reason.WORKER_LOST and f"rank {victim} " in failure.message, failure

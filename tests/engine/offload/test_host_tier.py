@@ -71,12 +71,6 @@ class Tiered(Driver):
         self.end_leases()
         assert not self.cache._tree.match(PROMPT, 3, b"")
 
-    def end_leases(self) -> None:
-        self.run()
-        for id in self.parts:
-            self.tell(LeaseEnded(id))
-        self.run()
-
     def end(self) -> None:
         self.held = False
         self.end_leases()

@@ -1,7 +1,7 @@
 """Long prompts whose chunks all replicas compute together: tokens, logprobs and KV are those of one rank alone."""
 
-import threading
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine.drafting import CPU, GREEDY, SEEDED, questions
 from engine.harness import SETTINGS, Driver, FakeReplicas, eager, request
+from engine.joined import together
 from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
 from millrace_serve.engine.core import Abort, LeaseEnded, Request, RequestId, Route, Submit
 from millrace_serve.engine.engine import Engine
@@ -21,7 +22,7 @@ from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.context_parallel.split import Split
 from millrace_serve.model.parallel import ParallelDims
-from millrace_testing import HANG_S, paths
+from millrace_testing import paths
 from millrace_testing.oracle import oracle_outputs
 from model.ranks import run_jobs
 from msgspec import structs
@@ -78,7 +79,7 @@ def test_turns_go_round_and_nothing_starves(role: Role) -> None:
                     one.submit(LeaseEnded(output.id))
                 done[rank].setdefault(output.id.room, (step, []))[1].extend(t.token_id for t in output.tokens)
 
-    run_threads(replica, 3)
+    together([partial(replica, rank) for rank in range(3)])
     for rank, prompts in enumerate(SIM_PROMPTS):
         for room, length, _ in prompts:
             tokens = oracle_outputs(sim_request(room, length).token_ids, sim_request(room, length).sampling, SETTINGS)
@@ -130,14 +131,6 @@ def recorded(one: Engine) -> list[HostBatch]:
     launch, batches = one._runner.launch, []
     one._runner.launch = lambda batch: (batches.append(batch), launch(batch))[1]
     return batches
-
-
-def run_threads(function, count: int) -> None:
-    threads = [threading.Thread(target=function, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_S)
 
 
 # ------------------------------------------------------------------------------------------------ the model

@@ -163,9 +163,7 @@ LATE, LOOSE = (0, 0, 2.0, 99.0, False, 0), (0, 0, 0.0, 0.0, False, 0)
 
 @mock.patch.object(waiting, "PASSES", 2)
 @examples(200)
-@example(
-    [LATE, *[(-1, *LATE[1:]), LOOSE, (*LOOSE[:-1], 3)] * 2]
-)  # one late prompt of a higher priority after the other
+@example([LATE, *[(-1, *LATE[1:]), LOOSE, (*LOOSE[:-1], 3)] * 2])  # late ones of a higher priority, one by one
 @given(st.lists(newcomers, max_size=80))
 def test_late_prompts_wait_for_those_that_can_be_in_time_and_not_for_long(arrivals: list) -> None:
     queue, bounds = waiting.WaitingQueue(), dict[Sequence, int]()

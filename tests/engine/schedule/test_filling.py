@@ -3,7 +3,7 @@
 import pytest
 from engine.harness import Driver, fill_pages, request
 from millrace_serve.engine.config import Role
-from millrace_serve.engine.core import Abort, FinishReason, LeaseEnded, RequestId, Route
+from millrace_serve.engine.core import Abort, FinishReason, RequestId, Route
 from millrace_serve.engine.schedule.sequence import Phase, Sequence
 
 PROMPT = list(range(20, 34))  # 14 tokens: 3 full pages of 4, and 2 tokens
@@ -40,12 +40,6 @@ class Filling(Driver):
         self.scheduler._filled(seq, num_pages)
         self.engine._stale = True
         return seq
-
-    def end_leases(self) -> None:
-        self.run()
-        for id in self.parts:
-            self.tell(LeaseEnded(id))
-        self.run()
 
     def finish_all(self) -> None:
         self.end_leases()

@@ -35,10 +35,7 @@ def fetcher(prompt: list[int] = PROMPT, **config: object) -> Driver:
 
 
 def finish(driver: Driver) -> None:
-    driver.run()
-    for id in driver.parts:
-        driver.tell(LeaseEnded(id))
-    driver.run()
+    driver.end_leases()
     driver.check_whole()
 
 

@@ -1,12 +1,13 @@
 """Replicas that step together and followers that copy their leader, over threads."""
 
 import dataclasses
-import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine.harness import SETTINGS, TINY, Clock, FakeConnection, FakeReplicas, request
+from engine.joined import together
 from millrace_common.pace import FEW, LEAST_S
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Role
@@ -22,7 +23,6 @@ from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimRunner
 from millrace_serve.engine.step.batch import HostBatch, StepBatch
 from millrace_serve.model.context_parallel.split import Split
-from millrace_testing import HANG_S
 
 
 def test_alone_agrees_with_itself():
@@ -95,11 +95,7 @@ def test_idle_replica_steps_as_long_as_another_works():
         assert not engine.has_work() and engine.wait_s() == 0  # another one calls
         engine.check_idle()
 
-    threads = [threading.Thread(target=replica, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_S)
+    together([partial(replica, rank) for rank in range(2)])
     assert len(outputs[0]) == 5 and outputs[1] == [] and steps == [21, 21]
     assert [agreed for _, *agreed in counts[0]] == [[(3, 0), False]] + [[(1, 0), True]] * 4
     assert counts[1] == [(0, *agreed) for _, *agreed in counts[0]]
