@@ -57,7 +57,7 @@ class Exports:
         self, timeouts: WorkerTimeouts, metrics: Metrics, send: Callable[[int, LeaseEnded | ServePrefix], None]
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.leases = LeaseTable(timeouts.lease, 10 * timeouts.lease, loop.time, self._on_ended)
+        self.leases = LeaseTable(timeouts.lease, 10 * timeouts.lease, loop.time, self._on_ended)  # renewals included
         self._timeouts = timeouts
         self._metrics = metrics
         self._send = send
