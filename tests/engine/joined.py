@@ -22,6 +22,10 @@ def together(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
         return [future.result(timeout=HANG_S) for future in [pool.submit(job) for job in jobs]]
 
 
+def ranks_together(job: Callable[[int], Any], count: int) -> list[Any]:
+    return together([lambda rank=rank: job(rank) for rank in range(count)])
+
+
 def join_all(tp: int, hosts: str) -> list[Lockstep]:
     """The ranks of a worker in threads; one letter per rank names its host."""
 

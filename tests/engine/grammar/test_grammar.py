@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from engine.drafted_masks import bits_of, check_masks
 from engine.harness import SETTINGS, Driver, FakeConnection, FakeReplicas, fill_pages, first_output, request
-from engine.schedule.test_context_parallel import run_threads
+from engine.joined import ranks_together
 from millrace_common.grammar.checker import CompilerStarved, NobodyWaits
 from millrace_common.grammar.source import GrammarError
 from millrace_common.reasons import Reason
@@ -244,7 +244,7 @@ def test_replicas_wait_for_the_grammar_of_one() -> None:
         driver.scheduler.schedule = lambda: (awaited[rank].append(not driver.engine._in_flight), schedule())[1]
         found[rank] = spoken(driver, 30)[rank]
 
-    run_threads(replica, 2)
+    ranks_together(replica, 2)
     assert awaited[0] == awaited[1] == [True] * 9 + [False] * 12 + [True] * 9
     assert [steps == list(range(steps[0], steps[0] + len(steps))) for steps in found] == [True, True]
 

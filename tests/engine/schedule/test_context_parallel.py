@@ -1,7 +1,6 @@
 """Long prompts whose chunks all replicas compute together: tokens, logprobs and KV are those of one rank alone."""
 
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 from engine.drafting import CPU, GREEDY, SEEDED, questions
 from engine.harness import SETTINGS, Driver, FakeReplicas, eager, request
-from engine.joined import together
+from engine.joined import ranks_together
 from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
 from millrace_serve.engine.core import Abort, LeaseEnded, Request, RequestId, Route, Submit
 from millrace_serve.engine.engine import Engine
@@ -79,7 +78,7 @@ def test_turns_go_round_and_nothing_starves(role: Role) -> None:
                     one.submit(LeaseEnded(output.id))
                 done[rank].setdefault(output.id.room, (step, []))[1].extend(t.token_id for t in output.tokens)
 
-    together([partial(replica, rank) for rank in range(3)])
+    ranks_together(replica, 3)
     for rank, prompts in enumerate(SIM_PROMPTS):
         for room, length, _ in prompts:
             tokens = oracle_outputs(sim_request(room, length).token_ids, sim_request(room, length).sampling, SETTINGS)

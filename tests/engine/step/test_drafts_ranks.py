@@ -5,7 +5,8 @@ answers, and those of tensor-parallel ranks, are test_parity_ranks.py's.
 from engine import drafting
 from engine.drafting import Arrivals, serve
 from engine.harness import SETTINGS, TINY, FakeReplicas, request
-from engine.schedule.test_context_parallel import recorded, run_threads
+from engine.joined import ranks_together
+from engine.schedule.test_context_parallel import recorded
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import Request
 from millrace_serve.engine.engine import Engine
@@ -38,7 +39,7 @@ def test_replicas_take_the_number_of_drafts_of_the_largest() -> None:
         batches[rank] = recorded(one)
         said[rank] = drafting.tokens(serve(one, SIM[rank], 90))
 
-    run_threads(replica, 2)
+    ranks_together(replica, 2)
     alone = [drafting.tokens(serve(sim_engine(0), arrivals, 100)) for arrivals in SIM]
     assert said == alone and all(alone)
     seen = set()

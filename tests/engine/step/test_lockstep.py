@@ -1,13 +1,12 @@
 """Replicas that step together and followers that copy their leader, over threads."""
 
 import dataclasses
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine.harness import SETTINGS, TINY, Clock, FakeConnection, FakeReplicas, request
-from engine.joined import together
+from engine.joined import ranks_together
 from millrace_common.pace import FEW, LEAST_S
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Role
@@ -95,7 +94,7 @@ def test_idle_replica_steps_as_long_as_another_works():
         assert not engine.has_work() and engine.wait_s() == 0  # another one calls
         engine.check_idle()
 
-    together([partial(replica, rank) for rank in range(2)])
+    ranks_together(replica, 2)
     assert len(outputs[0]) == 5 and outputs[1] == [] and steps == [21, 21]
     assert [agreed for _, *agreed in counts[0]] == [[(3, 0), False]] + [[(1, 0), True]] * 4
     assert counts[1] == [(0, *agreed) for _, *agreed in counts[0]]
