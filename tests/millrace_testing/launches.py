@@ -34,7 +34,7 @@ def noted() -> Iterator[set[Variant]]:
     def implementation(
         op: str, device: torch.device, size: int = 0, shape: tuple[int, ...] = ()
     ) -> Callable[..., Any] | None:
-        rows = [] if getattr(plain, "now", False) else backend._available(op, ON, False)
+        rows = [] if getattr(plain, "now", False) else backend._available(op, ON)
         target = next((row.target for row in rows if row.serves(size, shape)), "")
         return with_reference(backend._load(target)) if ".triton." in target else None
 
