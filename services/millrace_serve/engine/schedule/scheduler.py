@@ -354,7 +354,7 @@ class Scheduler(Streams):
     def load(self) -> Load:
         requests, pool = self.requests, self.pages.cache.pool
         filling = sum(seq.filling for seq in self._prefilling)
-        begun = sum(len(seq.tokens) - seq.num_computed for seq in self._prefilling)
+        begun = sum(seq.num_left for seq in self._prefilling)
         waiting_tokens = requests.waiting.num_tokens + begun
         return Load(
             running=len(self._prefilling) - filling + len(self._decoding),

@@ -50,16 +50,16 @@ class WaitingQueue:
         firsts = list[Sequence]()
         for (_, length_class), (timely, late) in self._heaps.items():
             while timely and (timely[0] not in self._members or timely[0].late_at < begins):
-                timely[0].late = True
-                heapq.heappush(late, heapq.heappop(timely))
+                if (seq := heapq.heappop(timely)) in self._members:
+                    seq.late = True
+                    heapq.heappush(late, seq)
             while late and late[0] not in self._members:
                 heapq.heappop(late)
             firsts += (seq for seq in (*timely[:1], *late[:1]) if has_turn(seq, length_class))
         return min(firsts, key=self._place, default=None)
 
     def _place(self, seq: Sequence) -> tuple[int, bool, Sequence]:
-        priority = seq.order[0]
-        return priority, seq.late == (self._passes[priority] < PASSES), seq
+        return seq.order[0], seq.late == (self._passes[seq.order[0]] < PASSES), seq
 
     def admit(self, seq: Sequence) -> None:
         """It gets pages."""
