@@ -5,7 +5,6 @@ without TLS, whose processes know each other by the deployment's secret.
 import asyncio
 import json
 import os
-import re
 import ssl
 import sys
 import urllib.request
@@ -89,10 +88,8 @@ async def test_token_through_mutual_tls_with_a_key_and_a_trace(
     ports = cluster.processes["router"].announced() or {}
     metrics = urllib.request.urlopen(f"http://127.0.0.1:{ports['metrics']}/metrics", timeout=HANG_S).read().decode()
     assert 'millrace_tenant_requests_total{status="ok",tenant="team-a"} 3.0' in metrics
-    for stage in ("queue", "route", "prefill", "first_token", "decode", "total"):
+    for stage in ("queue", "route", "prefill", "kv_transfer", "first_token", "decode", "total"):
         assert f'millrace_stage_seconds_count{{stage="{stage}"}} 3.0' in metrics
-    # A decode worker's first output may overtake the prefill worker's: nothing is left to wait for then.
-    assert re.search(r'millrace_stage_seconds_count\{stage="kv_transfer"\} [123]\.0', metrics)
     logs = [process.log_path.read_text() for process in cluster.processes.values()]
     assert all(logs) and not any(SECRET in log or "BEGIN" in log for log in logs)
 

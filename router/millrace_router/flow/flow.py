@@ -217,11 +217,10 @@ class Flow:
         """The sub-request is over without a proper end: its worker refused, failed or went away."""
         if sub not in self.open:
             return NOTHING
-        waited = sub in self.waiting
         self.open.discard(sub)
         if sub is SubRequest.PREFILL and self.stage is Stage.DECODE:
             return NOTHING  # the decode worker has the whole KV
-        if waited and error.reason is Reason.KV_EXPIRED:
+        if sub in self.waiting and error.reason is Reason.KV_EXPIRED:
             return self._fail(error, frozenset(), now)  # the prompt's pages were held as long as they can be
         return self._fail(error, _BOTH if error.reason in _TWO_SIDED else frozenset({sub}), now)
 
@@ -247,6 +246,8 @@ class Flow:
         """An output that moves the stage or closes the sub-request."""
         finish = out.finish_reason
         if sub is SubRequest.DECODE and out.token_ids and self.stage is not Stage.DECODE:
+            if SubRequest.PREFILL in self.open:
+                self._move(Stage.HANDOVER, now)  # it took no time, and counts as that
             self._move(Stage.DECODE, now)  # it has the KV
         if finish == common_pb2.FINISH_REASON_ERROR:
             failure = out.failure

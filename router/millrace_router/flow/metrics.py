@@ -41,14 +41,13 @@ def observe_generation(metrics: Metrics, generation: Generation) -> None:
     """
     now = asyncio.get_running_loop().time()
     began, received = generation.flow.began, generation.job.received
-    decode = began.get(Stage.DECODE)
     spans = {
         "route": (received, began[Stage.QUEUED]),
         "queue": (began[Stage.QUEUED], began.get(Stage.PREFILL)),
         "prefill": (began.get(Stage.PREFILL), generation.tokens_at),
-        "kv_transfer": (began.get(Stage.HANDOVER), decode),
+        "kv_transfer": (began.get(Stage.HANDOVER), began.get(Stage.DECODE)),
         "first_token": (received, generation.tokens_at),
-        "decode": (decode, now),
+        "decode": (began.get(Stage.DECODE), now),
         "total": (received, now),
     }
     for stage, (start, end) in spans.items():

@@ -238,6 +238,7 @@ async def test_a_first_token_may_come_from_the_decode_worker_alone(pair: Cluster
     assert (await pair.generate(PROMPT)).tokens() == expected(PROMPT, 8)
     await pair.quiet()
     assert pair.prefills[0].aborted, "the prefill sub-request never ended by itself"
+    assert in_stages(pair) == {*STAGES}, "a handover that takes no time counts"
 
 
 async def test_a_late_first_token_of_the_prefill_worker_is_taken(pair: Cluster) -> None:
