@@ -10,6 +10,7 @@ a token. So a test can say exactly which tokens the client must see, whatever di
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import random
 import signal
 import sys
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PREFILL, DECODE = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE
 SLOW_PREFILL = ("sim.token_s=0.0004",)  # 0.8 s for 2,000 tokens
 SLOW_DECODE = ("sim.step_s=0.01",)
+TOKENS = 400  # 4 s of these steps
 
 
 def spec(*worker_set: str, prefill: int = 2, decode: int = 2, router_set: tuple[str, ...] = ()) -> ClusterSpec:
@@ -62,19 +64,35 @@ def faulty_command(role: str) -> list[str]:
     return server_command(role) if role == "router" else [sys.executable, "-m", "millrace_testing.faulty_worker", role]
 
 
-async def client_of(cluster: ControlledCluster) -> Client:
+def client_of(cluster: ControlledCluster) -> Client:
     return Client(cluster.grpc_address, cluster.admin_address)
 
 
 async def busy(client: Client, role: int, what: Callable[[admin_pb2.WorkerStatus], bool]) -> str:
     """Address of a worker of `role` for which `what` is true, as soon as there is one."""
-    for _ in range(2000):
+    while True:
         workers = (await client.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
         for worker in workers:
             if worker.info.role == role and worker.load.replicas and what(worker):
                 return worker.address
         await asyncio.sleep(0.005)
-    raise AssertionError("nobody became busy")
+
+
+@contextlib.asynccontextmanager
+async def always_busy(client: Client, prompt_tokens: int = 2000, max_tokens: int = 20) -> AsyncIterator[None]:
+    """Three requests for each worker, one set after the other: a test that comes late finds some under way."""
+    over, seeds = asyncio.Event(), itertools.count(1000)
+
+    async def ask() -> None:
+        while not over.is_set():
+            prompt = make_prompt(next(seeds), prompt_tokens)
+            await finish(asyncio.create_task(client.generate(prompt, max_tokens=max_tokens)), prompt, max_tokens)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(6):
+            group.create_task(ask())
+        yield
+        over.set()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -112,35 +130,40 @@ async def finish(task: asyncio.Task[Answer], prompt: list[int], max_tokens: int)
     return answer
 
 
+@contextlib.asynccontextmanager
+async def streams_that_survive(cluster: ControlledCluster, client: Client) -> AsyncIterator[None]:
+    """Streams on all decode workers. They see each token once, and those of the body's victim are tried again."""
+    before, prompts = await retries(cluster), [make_prompt(seed, 50) for seed in range(6)]
+    answers = [Answer() for _ in prompts]
+
+    async def run(prompt: list[int], answer: Answer) -> Answer:
+        async for chunk in client.stream(prompt, max_tokens=TOKENS):
+            collect(answer, chunk)
+        return answer
+
+    tasks = [asyncio.create_task(run(p, a)) for p, a in zip(prompts, answers, strict=True)]
+    await until(lambda: all(len(answer.tokens) >= 30 for answer in answers), what="30 tokens each")
+    yield
+    for prompt, task in zip(prompts, tasks, strict=True):
+        await finish(task, prompt, TOKENS)
+    assert (await more_retries(cluster, before)).keys() == {"WORKER_LOST"}
+
+
 async def test_prefill_worker_dies_while_it_computes(two_of_each: ControlledCluster) -> None:
     cluster, before = two_of_each, await retries(two_of_each)
-    async with await client_of(cluster) as client:
-        prompt = make_prompt(1)
-        task = asyncio.create_task(client.generate(prompt, max_tokens=20))
-        victim = name_of(cluster, await busy(client, PREFILL, lambda worker: worker.load.replicas[0].running > 0))
-        await cluster.kill(victim)
-        await finish(task, prompt, 20)
-        assert (await more_retries(cluster, before))["WORKER_LOST"] == 1
+    async with client_of(cluster) as client:
+        async with always_busy(client):
+            victim = name_of(cluster, await busy(client, PREFILL, lambda worker: worker.load.replicas[0].running > 0))
+            await cluster.kill(victim)
+        assert (await more_retries(cluster, before))["WORKER_LOST"] >= 1  # those that were there
         await cluster.restart(victim)
 
 
 async def test_decode_worker_dies_in_the_middle_of_a_stream(two_of_each: ControlledCluster) -> None:
-    cluster, before = two_of_each, await retries(two_of_each)
-    async with await client_of(cluster) as client:
-        prompts = [make_prompt(seed, 300) for seed in range(20, 26)]
-        answers = [Answer() for _ in prompts]
-
-        async def run(prompt: list[int], answer: Answer) -> Answer:
-            async for chunk in client.stream(prompt, max_tokens=200):
-                collect(answer, chunk)
-            return answer
-
-        tasks = [asyncio.create_task(run(p, a)) for p, a in zip(prompts, answers, strict=True)]
-        await until(lambda: all(len(answer.tokens) >= 30 for answer in answers), what="30 tokens each")
-        await cluster.kill("decode-0")
-        for prompt, task in zip(prompts, tasks, strict=True):
-            await finish(task, prompt, 200)
-        assert (await more_retries(cluster, before))["WORKER_LOST"] >= 1  # those that were there
+    cluster = two_of_each
+    async with client_of(cluster) as client:
+        async with streams_that_survive(cluster, client):
+            await cluster.kill("decode-0")
         await cluster.restart("decode-0")
         await cluster.wait_routable()
         await client.wait_whole()
@@ -151,7 +174,7 @@ async def test_lease_expires_while_the_decode_worker_stalls() -> None:
     settings = (*SLOW_PREFILL, "timeouts.lease=0.3")
     async with (
         ControlledCluster(spec(*settings, prefill=1, decode=1, router_set=("timeouts.silence=10",))) as cluster,
-        await client_of(cluster) as client,
+        client_of(cluster) as client,
     ):
         prompt = make_prompt(3)
         task = asyncio.create_task(client.generate(prompt, max_tokens=20))
@@ -174,7 +197,7 @@ async def test_decode_worker_whose_reads_fail_in_a_row_ends(tmp_path: Path, monk
     monkeypatch.setenv("PYTHONPATH", ":".join(str(ROOT / path) for path in PATHS))
     monkeypatch.setenv(FLAG, str(fault))
     faulty = dataclasses.replace(spec(prefill=1, decode=1), command=faulty_command)
-    async with ControlledCluster(faulty) as cluster, await client_of(cluster) as client:
+    async with ControlledCluster(faulty) as cluster, client_of(cluster) as client:
         answer = await client.generate(make_prompt(1, 200), max_tokens=5)
         assert answer.tokens == expected(make_prompt(1, 200), 5)
         fault.write_text("all reads")
@@ -196,7 +219,7 @@ async def test_decode_worker_whose_reads_fail_in_a_row_ends(tmp_path: Path, monk
 
 async def test_client_goes_away_at_any_moment(two_of_each: ControlledCluster) -> None:
     """Queued, while some prompt is computed or on its way, after the first tokens and after more."""
-    async with await client_of(two_of_each) as client:
+    async with client_of(two_of_each) as client:
 
         async def one(seed: int) -> None:
             call = client.stream(make_prompt(seed, 500), max_tokens=400)
@@ -210,8 +233,9 @@ async def test_client_goes_away_at_any_moment(two_of_each: ControlledCluster) ->
                     await call.read()
             call.cancel()
 
-        for start in range(0, 30, 10):
-            await asyncio.gather(*(one(seed) for seed in range(start, start + 10)))
+        async with always_busy(client, prompt_tokens=500):
+            for start in range(0, 30, 10):
+                await asyncio.gather(*(one(seed) for seed in range(start, start + 10)))
         await client.wait_whole()
         prompt = make_prompt(7, 500)
         await finish(asyncio.create_task(client.generate(prompt, max_tokens=30)), prompt, 30)
