@@ -29,8 +29,7 @@ from millrace_testing.client import Answer, Client, collect, until
 from millrace_testing.cluster import ControlledCluster
 from millrace_testing.faulty_worker import FLAG
 from millrace_testing.oracle import oracle_outputs
-from millrace_testing.paths import ROOT
-from millrace_testing.procs import PATHS
+from millrace_testing.procs import PYTHONPATH
 from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -194,7 +193,7 @@ async def test_lease_expires_while_the_decode_worker_stalls() -> None:
 async def test_decode_worker_whose_reads_fail_in_a_row_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its supervisor has to start it anew. The single prefill worker, which may be at fault too, goes on."""
     fault = tmp_path / "kv-fault"
-    monkeypatch.setenv("PYTHONPATH", ":".join(str(ROOT / path) for path in PATHS))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     monkeypatch.setenv(FLAG, str(fault))
     faulty = dataclasses.replace(spec(prefill=1, decode=1), command=faulty_command)
     async with ControlledCluster(faulty) as cluster, client_of(cluster) as client:

@@ -11,8 +11,7 @@ from millrace_cli.cluster import ClusterSpec, server_command
 from millrace_testing.client import Client, until
 from millrace_testing.cluster import ControlledCluster
 from millrace_testing.faulty_worker import HANG
-from millrace_testing.paths import ROOT
-from millrace_testing.procs import PATHS, ranks_of
+from millrace_testing.procs import PYTHONPATH, ranks_of
 
 SILENT = "rank 0 hangs: no sign of its process for 2"
 
@@ -21,7 +20,7 @@ SILENT = "rank 0 hangs: no sign of its process for 2"
 async def test_streams_leave_a_decode_worker_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hanging = tmp_path / "hanging"
     monkeypatch.setenv(HANG, str(hanging))
-    monkeypatch.setenv("PYTHONPATH", ":".join(str(ROOT / folder) for folder in PATHS))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     spec = ClusterSpec(
         decode=2,
         engine="sim",

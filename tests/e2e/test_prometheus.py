@@ -25,13 +25,12 @@ from millrace_dashboards.promql import CATALOGUE
 from millrace_rpc.client import channel
 from millrace_testing.cluster import ControlledCluster
 from millrace_testing.faulty_worker import FLAG
-from millrace_testing.paths import ROOT
+from millrace_testing.procs import PYTHONPATH
 from millrace_testing.prometheus import Prometheus, Target, free_port, needs_prometheus
 
 pytestmark = [needs_prometheus]
 
 KEY = "sk-prometheus-4c1f-0123456789abcdef"
-PATHS = ("proto", "kernels", "services", "router", "bench", "tests")
 OF = Deployment("test", "tiny", "blue")
 THRESHOLDS = Thresholds(
     window="8s",
@@ -137,7 +136,7 @@ def targets(cluster: ControlledCluster) -> dict[str, Target]:
 async def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[System]:
     keys, fault = tmp_path / "keys.json", tmp_path / "kv-fault"
     keys.write_text(json.dumps({"keys": [{"name": "team-a", "key": KEY}]}))
-    monkeypatch.setenv("PYTHONPATH", ":".join(str(ROOT / path) for path in PATHS))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     monkeypatch.setenv(FLAG, str(fault))
     spec = ClusterSpec(
         command=command,

@@ -10,8 +10,7 @@ from millrace.v1 import admin_pb2, worker_pb2, worker_pb2_grpc
 from millrace_cli.cluster import ClusterSpec, LocalCluster, server_command
 from millrace_rpc.client import channel
 from millrace_testing.client import Client
-from millrace_testing.paths import ROOT
-from millrace_testing.procs import PATHS
+from millrace_testing.procs import PYTHONPATH
 from millrace_testing.sim import expected, prompt_of
 
 PAGE = 64
@@ -28,7 +27,7 @@ def patient(role: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the processes."""
-    monkeypatch.setenv("PYTHONPATH", ":".join(str(ROOT / folder) for folder in PATHS))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
 
 
 async def cached_blocks(address: str) -> set[bytes]:

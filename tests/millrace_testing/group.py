@@ -29,7 +29,7 @@ from millrace_chart.render import NAMESPACE, Object, find_helm, objects, templat
 from millrace_testing import namespaces
 from millrace_testing.charts import files_of, of_kind
 from millrace_testing.paths import ROOT, TINY
-from millrace_testing.procs import PATHS
+from millrace_testing.procs import PYTHONPATH
 
 SETS = tuple(f"workers.group.{item}" for item in ("role=unified", "kind=lws", "size=2", "dp=2", "gpus=0"))
 MOUNTS = """
@@ -257,7 +257,7 @@ def environment(container: Object, variables: dict[str, str]) -> dict[str, str]:
         else:
             env[item["name"]] = expand(item["value"], env)
     image = {"PATH": f"{Path(sys.executable).parent}:{os.defpath}", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    return {**image, "PYTHONPATH": ":".join(str(ROOT / path) for path in PATHS), **env}
+    return {**image, "PYTHONPATH": PYTHONPATH, **env}
 
 
 def expand(text: str, env: dict[str, str]) -> str:

@@ -28,8 +28,7 @@ from millrace_rpc.client import channel
 from millrace_testing import HANG_S
 from millrace_testing.faulty_worker import HANG
 from millrace_testing.namespaces import Namespaces
-from millrace_testing.paths import ROOT
-from millrace_testing.procs import ranks_of
+from millrace_testing.procs import PYTHONPATH, ranks_of
 from millrace_testing.proxy import Proxy
 from millrace_testing.shared_disk import SharedDisk
 
@@ -52,8 +51,7 @@ class Node:
         self._host, self._enter = host, enter
         self._sets = list(sets)
         self.hanging = folder / f"{name}-hangs"
-        path = ":".join(str(ROOT / part) for part in ("proto", "kernels", "services", "router", "bench", "tests"))
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, HANG: str(self.hanging)}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, HANG: str(self.hanging)}
         self._process = Process(name, folder, env)
         self._ports: dict[str, int] = {}
 

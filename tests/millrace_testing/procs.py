@@ -23,7 +23,7 @@ from millrace_rpc.client import channel
 from millrace_testing import HANG_S
 from millrace_testing.paths import ROOT
 
-PATHS = ("proto", "kernels", "services", "router", "bench", "tests")
+PYTHONPATH = ":".join(str(ROOT / part) for part in ("proto", "kernels", "services", "router", "bench", "tests"))
 SIM = ("engine=sim",)
 
 
@@ -40,7 +40,7 @@ class Worker:
         versions: Mapping[str, int] | None = None,
     ) -> None:
         """`patient`: as patient_worker.py. `versions`: as versioned_worker.py."""
-        paths = [*(str(ROOT / path) for path in PATHS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [PYTHONPATH, *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(paths)}
         self.process = Process(name or f"{role}-{id(self):x}", folder, env)
         self.role = role
