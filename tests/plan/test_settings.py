@@ -1,6 +1,7 @@
 """What `auto` becomes: for every role, goal, layout and GPU, and in a worker's configuration."""
 
 import itertools
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ from millrace_bench.v3 import SPARSE, V3, write_folder
 from millrace_common.config import load
 from millrace_serve.engine.config import GIB, Role
 from millrace_serve.model.config import ModelConfig
-from millrace_serve.plan.settings import AUTO_KEYS, Goal, Setup, decide, most_drafts, value_of
+from millrace_serve.plan.settings import AUTO_KEYS, Goal, Setup, decide, most_drafts
 from millrace_serve.worker import config as worker_config
 from millrace_serve.worker.config import WorkerConfig
 
 MODEL = ModelConfig(num_hidden_layers=61, num_nextn_predict_layers=1, **V3)
 GPUS, LAYOUTS = ("H100", "H200", "B200", ""), ((1, 8), (8, 1), (1, 1), (2, 1), (2, 4), (1, 32))
+CONTEXT_PARALLEL = "limits.context_parallel_tokens"
 SETUPS = list(itertools.product(GPUS, LAYOUTS, Role, Goal))
 
 
@@ -59,6 +61,8 @@ def test_choices_as_measured() -> None:
     assert chosen(dp=2)["chunk_graph_tokens"] == 1024 and chosen(tp=2, dp=1)["chunk_graph_tokens"] == 2048
     assert chosen(role=Role.PREFILL)["redundant_experts"] == 1 and chosen()["redundant_experts"] == 0
     assert chosen(role=Role.PREFILL, dp=1)["redundant_experts"] == 0, "there are no other ranks"
+    long = {(role, dp) for role in Role for dp in (1, 2, 8, 32) if chosen(role=role, dp=dp)[CONTEXT_PARALLEL]}
+    assert long == {(Role.PREFILL, 2), (Role.PREFILL, 8)}
 
 
 def test_what_a_model_lacks_is_not_chosen() -> None:
@@ -66,6 +70,7 @@ def test_what_a_model_lacks_is_not_chosen() -> None:
     assert plain["limits.draft_tokens"] == 0 == chosen(drafts=0)["limits.draft_tokens"]
     sparse = chosen(model=MODEL.model_copy(update=SPARSE), goal=Goal.THROUGHPUT)
     assert sparse["kv_dtype"] == "auto" and sparse["chunk_graph_tokens"] == 0
+    assert chosen(model=MODEL.model_copy(update=SPARSE), role=Role.PREFILL)[CONTEXT_PARALLEL] == 0
     narrow = MODEL.model_copy(update={"moe_intermediate_size": 1408})
     assert not chosen(model=narrow, tp=8, dp=1)["expert_tp"], "176 columns are no whole blocks of 128"
     assert chosen(goal=Goal.THROUGHPUT, bf16=False)["kv_dtype"] == "auto"
@@ -84,7 +89,7 @@ def v3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_auto_is_what_an_absent_key_is(key: str, where: str, v3: Path) -> None:
     items = [where, f"model={v3}", "tp=2"]
     said, absent = load(WorkerConfig, None, [*items, f"{key}=auto"]), load(WorkerConfig, None, items)
-    assert value_of(said, key) == value_of(absent, key)
+    assert attrgetter(key)(said) == attrgetter(key)(absent)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +100,7 @@ def test_auto_is_what_an_absent_key_is(key: str, where: str, v3: Path) -> None:
         ("graphs", "off"),
         ("chunk_graph_tokens", 0),
         ("limits.max_prefill_tokens", 77),
+        (CONTEXT_PARALLEL, 0),
         ("limits.draft_tokens", 0),
         ("limits.draft_batches", (1, 1)),
         ("expert_tp", False),
@@ -106,7 +112,7 @@ def test_auto_is_what_an_absent_key_is(key: str, where: str, v3: Path) -> None:
 def test_what_is_set_stays(key: str, value: Any, v3: Path) -> None:
     items = [f"model={v3}", "device=cuda", "tp=2", "goal=throughput"]
     text = str(list(value)) if isinstance(value, tuple) else str(value)
-    assert value_of(load(WorkerConfig, None, [*items, f"{key}={text}"]), key) == value
+    assert attrgetter(key)(load(WorkerConfig, None, [*items, f"{key}={text}"])) == value
 
 
 @pytest.mark.parametrize(

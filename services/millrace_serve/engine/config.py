@@ -47,7 +47,7 @@ class Limits(DraftLimits):
     # Prompt tokens per step over all sequences; decode tokens come on top.
     max_prefill_tokens: Annotated[int, OrAuto()] = Field(2048, ge=1)
     # Uncached tokens of a prompt from which on all replicas compute it together, with half of their steps; 0: never.
-    context_parallel_tokens: int = Field(0, ge=0)
+    context_parallel_tokens: Annotated[int, OrAuto()] = Field(0, ge=0)
     # Pages that prompts may hold until their lease ends; None: the pool, on a flexible worker half of it.
     max_held_pages: int | None = Field(None, ge=1)
     prefix_cache: bool = True

@@ -3,11 +3,12 @@ plan` prints it beside what fits.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from millrace_serve.plan import predict
 from millrace_serve.plan.facts import shape_of
 from millrace_serve.plan.predict import Prediction, StepRanks
-from millrace_serve.plan.settings import FP8_KV, PlannedConfig, Setting, Setup, value_of
+from millrace_serve.plan.settings import FP8_KV, PlannedConfig, Setting, Setup
 
 ROWS, CONTEXTS = (1, 8, 32, 64, 128, 256), (1024, 2048, 4096, 8192)
 NO_RUN = "no run to predict from"
@@ -17,7 +18,7 @@ def settings(config: PlannedConfig, choices: Sequence[Setting]) -> str:
     """A line of each setting of a worker's configuration. A value that differs from the plan's was set."""
     lines = []
     for choice in choices:
-        value = value_of(config, choice.key)
+        value = attrgetter(choice.key)(config)
         why = choice.why if value == choice.value else f"set; the plan has {_text(choice.value)}"
         lines.append(f"{choice.key:<26}{_text(value):<16}{why}")
     return "\n".join(lines)

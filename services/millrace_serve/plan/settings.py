@@ -4,7 +4,6 @@ A worker's configuration is filled in from here (worker/config.py), and `millrac
 """
 
 import enum
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +81,7 @@ def decide(setup: Setup) -> tuple[Setting, ...]:
         Setting("graphs", "auto", f"{_gains('graphs', setup)}; the buckets of engine/step/graphs.py"),
         _prompt_graphs(setup),
         _prefill_tokens(setup),
+        _context_parallel(setup),
         *_drafts(setup),
         _expert_tp(setup),
         _spare_experts(setup),
@@ -92,8 +92,8 @@ def decide(setup: Setup) -> tuple[Setting, ...]:
 
 AUTO_KEYS = (
     *("kv_dtype", "limits.max_running", "graphs", "chunk_graph_tokens", "limits.max_prefill_tokens"),
-    *("limits.draft_tokens", "limits.draft_batches", "expert_tp", "redundant_experts", "memory_fraction"),
-    "limits.host_cache_gib",
+    *("limits.context_parallel_tokens", "limits.draft_tokens", "limits.draft_batches", "expert_tp"),
+    *("redundant_experts", "memory_fraction", "limits.host_cache_gib"),
 )
 
 
@@ -120,6 +120,14 @@ def _prefill_tokens(setup: Setup) -> Setting:
     by_role = {Role.PREFILL: PREFILL_TOKENS, Role.UNIFIED: MIXED_TOKENS, Role.FLEXIBLE: MIXED_TOKENS}
     tokens = by_role[setup.role][setup.goal] if setup.role in by_role else MIXED_TOKENS[Goal.BALANCED]
     return Setting("limits.max_prefill_tokens", tokens, f"by role and goal; {NOT_MEASURED} against others")
+
+
+def _context_parallel(setup: Setup) -> Setting:
+    """From the shortest prompt on that was measured, over the replicas of one host."""
+    key = "limits.context_parallel_tokens"
+    wanted = setup.role is Role.PREFILL and 1 < setup.dp <= NODE and not setup.model.index_topk
+    tokens = min(gain.most for gain in gains_of(key, setup.gpu)) if wanted else 0
+    return Setting(key, tokens, f"for long prompts, over dp of one host; first token {_gains(key, setup)}")
 
 
 def _drafts(setup: Setup) -> tuple[Setting, Setting]:
@@ -197,11 +205,6 @@ def filled(values: Mapping[str, Json], choices: Iterable[Setting]) -> JsonObject
     return result
 
 
-def value_of(config: object, key: str) -> Json:
-    """Of a key of AUTO_KEYS in a configuration."""
-    return functools.reduce(getattr, key.split("."), config)
-
-
 def setup_of(values: Mapping[str, Json], gpu: str, pod_memory: int = 0) -> Setup | None:
     """What the plan of a configuration's raw values follows from. None: some of them are faulty, or there is no
     config.json that can be read; the validation or the start says so. `pod_memory`: bytes that this pod's limit allows.
@@ -212,8 +215,8 @@ def setup_of(values: Mapping[str, Json], gpu: str, pod_memory: int = 0) -> Setup
         return Setup(
             model=model,
             gpu=gpu,
-            tp=_ranks(values.get("tp", 1)),
-            dp=_ranks(values.get("dp", 1)),
+            tp=max(int(values.get("tp", 1)), 1),
+            dp=max(int(values.get("dp", 1)), 1),
             role=Role(values.get("role", Role.DECODE)),
             goal=Goal(values.get("goal", Goal.BALANCED)),
             drafts=most_drafts(values, folder, model),
@@ -222,13 +225,6 @@ def setup_of(values: Mapping[str, Json], gpu: str, pod_memory: int = 0) -> Setup
         )
     except (KeyError, TypeError, ValueError, OSError):
         return None
-
-
-def _ranks(value: Json) -> int:
-    """Raises ValueError."""
-    if int(value) < 1:
-        raise ValueError(f"{value} ranks: must be at least 1")
-    return int(value)
 
 
 def most_drafts(values: Mapping[str, Json], folder: Path, model: ModelConfig) -> int:
