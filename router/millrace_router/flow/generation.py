@@ -151,7 +151,8 @@ class Generation:
         self._again = None
         want = self._want()
         self._spans.waits(self._loop.time())
-        self._ticket = Ticket(self.job.place, want, self._serve, self._refuse, paid=self.flow.attempt >= 0)
+        late_at = self.job.received + self.slo.ttft_s / 2  # the rest is for workers
+        self._ticket = Ticket(self.job.place, want, self._serve, self._refuse, self.flow.attempt >= 0, late_at)
         self._backend.admission.enter(self._ticket)
 
     def _refuse(self, error: MillraceError) -> None:
@@ -218,8 +219,8 @@ class Generation:
             self._weights, self.version = worker.weights, worker.info.weights_version
             request = self._request(replica.index)
             computes = sub is SubRequest.PREFILL or source is None
-            if computes and not self.flow.outputs and self.slo.ttft_s < math.inf:
-                left_s = self.job.received + self.slo.ttft_s - self._loop.time()
+            left_s = self.job.received + self.slo.ttft_s - self._loop.time()
+            if computes and not self.flow.outputs and 0 < left_s < math.inf:  # a late one has its turn by the queue
                 request.ttft_limit_ms = max(round(left_s * 1000), 1)
             if sub is SubRequest.DECODE and self.slo.tpot_s < math.inf:
                 request.tpot_limit_ms = max(round(self.slo.tpot_s * 1000), 1)

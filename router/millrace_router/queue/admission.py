@@ -6,8 +6,8 @@
    Before a rate was measured, the least wait counts (first_waits.py), also of those who wait already.
 2. `enter` takes a ticket. The first ticket is served at once if a placement exists.
 3. `pump` serves in fair order. It is called whenever capacity or workers may have appeared; nothing polls. A ticket
-   without a placement does not block the next ones, up to `look_ahead` of them. After some of them one worker's room is
-   kept for it, and the number of overtakings is bounded (Ticket.blocks).
+   without a placement does not block the next ones, up to LOOK_AHEAD of them. After some of them one worker's room is
+   kept for it. Tickets that have become late go after most others (FairQueue.turn_late).
 4. `leave` withdraws a ticket (cancel, deadline). `closed` refuses new requests (drain); waiting ones are still served.
    A retried request enters again at its first place, and the queue's size does not refuse it.
 """
@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
@@ -96,13 +96,11 @@ class Admission:
         longest_s: float,  # that a ticket may wait
         places: WorkerCapacity,
         on_size: Callable[[int], None],
-        look_ahead: int = LOOK_AHEAD,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._size, self._longest_s = size, longest_s
         self._places = places
         self._on_size = on_size
-        self._look_ahead = look_ahead
         self._clock = clock
         self._arrivals = itertools.count()
         self._queue = FairQueue()
@@ -195,18 +193,22 @@ class Admission:
         self.due = False
         if not self._pumping and len(self):
             self._run(self._serve_one)
-            if len(self) and not self._rate.measured:
+            if len(self):
                 self._refuse_late()
 
     def _refuse_late(self) -> None:
         """Refuse now what would be refused when it has waited for as long as is allowed."""
         now = self._clock()
-        _, late = self._first.look(self._queue.in_order(), math.inf, self._places.pace(), now)
+        turned = self._queue.turn_late(now)
+        late: Iterable[tuple[Ticket, float]] = ((it, self.wait_of(it.place, 0) or 0.0) for it in reversed(turned))
+        if not self._rate.measured:
+            _, late = self._first.look(self._queue.in_order(), math.inf, self._places.pace(), now)
         for ticket, seconds in late:
-            if ticket.waiting:
+            left = self._longest_s - (now - ticket.entered)
+            if ticket.waiting and seconds > left:
                 self._queue.remove(ticket)
                 self._on_size(len(self))
-                ticket.refuse(_too_late(seconds, max(self._longest_s - (now - ticket.entered), 0.0)))
+                ticket.refuse(_too_late(seconds, max(left, 0.0)))
 
     def _run(self, serve_one: Callable[[], bool]) -> None:
         self._pumping = True
@@ -222,7 +224,7 @@ class Admission:
         now = self._clock()
         before: list[Ticket] = []
         kept = ""
-        for ticket in itertools.islice(self._queue.in_order(), self._look_ahead):
+        for ticket in itertools.islice(self._queue.in_order(), LOOK_AHEAD):
             try:
                 want = replace(ticket.want, kept=kept) if kept else ticket.want
                 decision = self._places.choose(want) if only is None or ticket is only else None
@@ -235,7 +237,7 @@ class Admission:
                     other.overtaken += 1
                 self._serve(ticket, decision, now, waited=ticket is not only or len(self) > 1)
                 return True
-            if ticket is only or ticket.blocks(now):
+            if ticket is only:
                 return False
             before.append(ticket)
             if not kept and ticket.overtaken >= KEEP_AFTER:

@@ -2,21 +2,23 @@
 
 Each tenant of a priority has `spent`: the tokens it was given there, divided by its weight. The tenant that has spent
 the least goes next, its tickets in the order of their arrival; a retry (`paid`) goes before all of its priority.
-docs/explanation/admission.md has the reasons.
+Late tickets go on as another tenant with a part of the weight: most others of their tenant go before them, and they
+never wait for ever. docs/explanation/admission.md has the reasons.
 """
 
 import heapq
+import itertools
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from millrace_rpc.errors import MillraceError
 
 from millrace_router.policy.choose import Decision
 from millrace_router.policy.snapshot import PlacementRequest
 
-PATIENCE = 64  # tickets that may overtake the first ticket before it holds the queue; doubles with every hold
-HOLD_S = 0.5  # length of such a hold
+LATE = 1 / 8  # of a tenant's weight, for its late tickets
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Place:
     arrival: int
     tenant: str = "default"
     weight: float = 1.0
+    late: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -38,24 +41,10 @@ class Ticket:
     serve: Callable[[Decision], None]
     refuse: Callable[[MillraceError], None]
     paid: bool = False  # a retry
+    late_at: float = math.inf  # by the clock of the queue
     waiting: bool = False
     entered: float = 0.0  # when, by the clock of the queue
     overtaken: int = 0
-    patience: int = PATIENCE
-    held_until: float | None = None
-
-    def blocks(self, now: float) -> bool:
-        """Whether no other ticket may be served before this one for a while, so that capacity that returns in small
-        pieces accumulates for it. A ticket that no worker can serve holds the queue ever more rarely.
-        """
-        if self.overtaken < self.patience:
-            return False
-        if self.held_until is None:
-            self.held_until = now + HOLD_S
-        if now < self.held_until:
-            return True
-        self.overtaken, self.patience, self.held_until = 0, 2 * self.patience, None
-        return False
 
 
 @dataclass(slots=True)
@@ -71,15 +60,15 @@ class _Level:
 
     def __init__(self) -> None:
         self.paid: dict[int, Ticket] = {}
-        self.tenants: dict[str, _Tenant] = {}
+        self.tenants: dict[tuple[str, bool], _Tenant] = {}
         self.reached = 0.0  # the least `spent` of the waiting tenants; never falls
         self.tokens = 0
         self.size = 0
 
     def tenant(self, place: Place) -> _Tenant:
-        found = self.tenants.get(place.tenant)
+        found = self.tenants.get((place.tenant, place.late))
         if found is None:
-            found = self.tenants[place.tenant] = _Tenant(place.weight, self.reached)
+            found = self.tenants[place.tenant, place.late] = _Tenant(place.weight, self.reached)
         found.weight = place.weight
         return found
 
@@ -101,7 +90,7 @@ class _Level:
         if ticket.paid:
             del self.paid[ticket.place.arrival]
             return
-        tenant = self.tenants[ticket.place.tenant]
+        tenant = self.tenants[ticket.place.tenant, ticket.place.late]
         del tenant.tickets[ticket.place.arrival]
         tenant.tokens -= ticket.want.tokens
 
@@ -116,10 +105,8 @@ class _Level:
     def in_order(self) -> Iterator[Ticket]:
         """The tickets in the order of service, if all of them could be served."""
         yield from (self.paid[arrival] for arrival in sorted(self.paid))
-        heads: list[tuple[float, int, _Tenant, Iterator[Ticket]]] = []
-        for tenant in self.tenants.values():
-            if tenant.tickets:
-                heads.append((tenant.spent, next(iter(tenant.tickets)), tenant, iter(tenant.tickets.values())))
+        waiting = (tenant for tenant in self.tenants.values() if tenant.tickets)
+        heads = [(one.spent, next(iter(one.tickets)), one, iter(one.tickets.values())) for one in waiting]
         heapq.heapify(heads)
         while heads:
             spent, first, tenant, tickets = heapq.heappop(heads)
@@ -155,6 +142,17 @@ class FairQueue:
         if not ticket.paid:
             self.charge(ticket.place, ticket.want.tokens)
 
+    def turn_late(self, now: float) -> list[Ticket]:
+        """Give the tickets their places that have become late since the last call."""
+        tenants = [one for level in self._levels.values() for (_, late), one in level.tenants.items() if not late]
+        lines = (itertools.takewhile(lambda it: it.late_at <= now, one.tickets.values()) for one in tenants)
+        found = list(itertools.chain.from_iterable(lines))
+        for ticket in found:
+            self.remove(ticket)
+            ticket.place = replace(ticket.place, weight=ticket.place.weight * LATE, late=True)
+            self.add(ticket)
+        return found
+
     def charge(self, place: Place, tokens: int) -> None:
         """Add tokens to the tenant's `spent`; a negative number gives back."""
         self._levels[place.priority].spend(place, tokens)
@@ -166,18 +164,20 @@ class FairQueue:
 
     def tokens_before(self, place: Place, tokens: int) -> float:
         """Tokens that are served before a newcomer of so many, if no other ticket arrives: all of higher priorities,
-        and of its own priority the share of each tenant while its own tenant's waiting tickets are served.
+        and of its own priority the share of each tenant while its own tenant's waiting tickets are served. More tickets
+        that are in time arrive before a late one, while some wait.
         """
         before = float(sum(level.tokens for priority, level in self._levels.items() if priority > place.priority))
         level = self._levels[place.priority]
-        own = level.tenants.get(place.tenant)
+        own = level.tenants.get((place.tenant, place.late))
         waiting = own.tokens if own is not None else 0
         start = max(own.spent, level.reached) if own is not None else level.reached
         served_at = start + waiting / place.weight  # what it will have spent when it is the newcomer's turn
         before += waiting + sum(ticket.want.tokens for ticket in level.paid.values())
-        for tenant in level.tenants.values():
-            if tenant is not own:
-                before += min(tenant.tokens, max(served_at - tenant.spent, 0.0) * tenant.weight)
+        for name, tenant in level.tenants.items():
+            share = max(served_at - tenant.spent, 0.0) * tenant.weight if tenant is not own else 0.0
+            goes_on = tenant.tickets and place.late and name == (place.tenant, False)
+            before += share if goes_on else min(tenant.tokens, share)
         return before
 
     def victims(self, place: Place, newcomers: int, room: int) -> list[Ticket] | None:
@@ -188,7 +188,7 @@ class FairQueue:
         found: list[Ticket] = []
         for priority in sorted(p for p in self._levels if p <= place.priority):
             level = self._levels[priority]
-            own = level.tenants.get(place.tenant)
+            own = level.tenants.get((place.tenant, place.late))
             limit = (len(own.tickets) if own is not None else 0) + newcomers if priority == place.priority else 0
             left = {name: list(tenant.tickets.values()) for name, tenant in level.tenants.items() if tenant.tickets}
             while len(found) < room and left:

@@ -76,3 +76,6 @@ async def test_each_limit_of_the_tenant_goes_to_who_can_keep_it(cluster: Callabl
     prefill, decode = made.prefills[0].submitted[0], made.decodes[0].submitted[0]
     assert (prefill.tpot_limit_ms, decode.tpot_limit_ms, decode.ttft_limit_ms) == (0, 40, 0)
     assert 0 < prefill.ttft_limit_ms <= 30_000, "what is left of it"
+    late = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), routing={"slo": {"ttft": 1e-9}})
+    assert (await late.generate(PROMPT)).tokens() == expected(PROMPT, 8)
+    assert not late.prefills[0].submitted[0].ttft_limit_ms, "the router's queue has let others go first"

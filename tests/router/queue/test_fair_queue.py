@@ -1,12 +1,13 @@
 """The order of the queue: priorities, fair shares, retries, who gives way, and what a newcomer has before it."""
 
 import itertools
+import math
+from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace_router.policy.snapshot import PlacementRequest
-from millrace_router.queue.fair_queue import HOLD_S, PATIENCE, FairQueue, Place, Ticket
+from millrace_router.queue.fair_queue import LATE, FairQueue, Place, Ticket
 from millrace_testing.examples import examples
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
@@ -19,9 +20,13 @@ class Line:
         self.queue = FairQueue()
         self._arrivals = itertools.count()
 
-    def add(self, tenant: str = "a", tokens: int = 10, priority: int = 0, paid: bool = False) -> Ticket:
+    def add(
+        self, tenant: str = "a", tokens: int = 10, priority: int = 0, paid: bool = False, late_at: float = math.inf
+    ) -> Ticket:
         place = Place(priority, next(self._arrivals), tenant, WEIGHTS.get(tenant, 1.0))
-        ticket = Ticket(place, PlacementRequest(tokens), serve=lambda _: None, refuse=lambda _: None, paid=paid)
+        ticket = Ticket(
+            place, PlacementRequest(tokens), serve=lambda _: None, refuse=lambda _: None, paid=paid, late_at=late_at
+        )
         self.queue.add(ticket)
         return ticket
 
@@ -132,7 +137,7 @@ def test_a_flood_delays_a_tenant_by_its_share_alone(
 
 
 EVENT = st.tuples(
-    st.sampled_from(["add", "add", "retry", "serve", "remove", "charge"]),
+    st.sampled_from(["add", "add", "retry", "serve", "remove", "charge", "late"]),
     st.sampled_from("abc"),
     st.integers(-1, 1),
     st.integers(1, 40),
@@ -146,7 +151,12 @@ def test_nothing_is_lost(events: list[tuple[str, str, int, int]]) -> None:
     line, waiting = Line(), []
     for event, tenant, priority, tokens in events:
         if event in ("add", "retry"):
-            waiting.append(line.add(tenant, tokens, priority, paid=event == "retry"))
+            waiting.append(line.add(tenant, tokens, priority, paid=event == "retry", late_at=float(tokens)))
+        elif event == "late":
+            line.queue.turn_late(float(tokens))
+            in_time = [it for it in reversed(waiting) if not (it.paid or it.place.late)]
+            firsts = {(it.place.priority, it.place.tenant): it.late_at for it in in_time}
+            assert all(late_at > tokens for late_at in firsts.values())
         elif event == "charge":
             line.queue.charge(Place(priority, 0, tenant, WEIGHTS[tenant]), tokens)
         elif waiting and event == "remove":
@@ -159,8 +169,8 @@ def test_nothing_is_lost(events: list[tuple[str, str, int, int]]) -> None:
             same = [t for t in waiting if t.place.priority == ticket.place.priority]
             if not ticket.paid:
                 assert not any(t.paid for t in same)
-                mine = [t for t in same if t.place.tenant == ticket.place.tenant]
-                assert all(t.place.arrival > ticket.place.arrival for t in mine)
+                mine = [t for t in same if replace(t.place, arrival=0) == replace(ticket.place, arrival=0)]
+                assert ticket.place.late or all(t.place.arrival > ticket.place.arrival for t in mine)
         assert len(line.queue) == len(waiting)
         assert line.queue.tokens == sum(ticket.want.tokens for ticket in waiting)
         order = list(line.queue.in_order())
@@ -215,16 +225,17 @@ def test_tenants_without_tickets_and_debts_are_forgotten() -> None:
         line.serve()
     line.add("tenant 0")
     line.serve()  # which had as much as all the others
-    assert list(line.queue._levels[0].tenants) == ["tenant 0"]
+    assert list(line.queue._levels[0].tenants) == [("tenant 0", False)]
 
 
-@pytest.mark.parametrize("holds", [1, 3])
-def test_patience_doubles_with_every_hold(holds: int) -> None:
-    ticket, now = Line().add(), 0.0
-    for hold in range(holds):
-        ticket.overtaken += PATIENCE * 2**hold - 1
-        assert not ticket.blocks(now)
-        ticket.overtaken += 1
-        assert ticket.blocks(now) and ticket.blocks(now + 0.9 * HOLD_S)
-        now += HOLD_S
-        assert not ticket.blocks(now) and not ticket.blocks(now)
+def test_most_others_of_their_tenant_go_before_late_tickets() -> None:
+    """So an overload leaves some of a tenant's requests in time; another tenant's share is nearly what it was."""
+    line = Line()
+    late = [line.add("a", late_at=1.0) for _ in range(3)]
+    assert line.queue.turn_late(0.9) == [] and line.queue.turn_late(1.0) == late
+    others = [line.add(name) for name in 40 * ("a", "d")]
+    order = line.serve_all()
+    places = [order.index(ticket) for ticket in late]
+    assert places == sorted(places) and places[1] - places[0] == places[2] - places[1] == 1 + 2 / LATE
+    first = [ticket.place.tenant for ticket in order[: places[2]]]
+    assert first.count("a") == (1 + LATE) * first.count("d") and order[-1] is others[-1]
