@@ -79,7 +79,8 @@ class Job:
             want = PlacementRequest(
                 tokens, left, slo=slo, session=request.session, page_size=PAGE, attempt=flow.attempt + 1
             )
-            self.ticket = Ticket(self.place, want, self.serve, self.refuse, paid=flow.attempt >= 0)
+            late_at = self.arrival + slo.ttft_s / 2
+            self.ticket = Ticket(self.place, want, self.serve, self.refuse, flow.attempt >= 0, late_at)
             self.fleet.admission.enter(self.ticket)
 
     def refuse(self, error: MillraceError) -> None:
