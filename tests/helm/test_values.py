@@ -121,6 +121,8 @@ def test_autoscaler_begins_with_its_minimum(name: str) -> None:
         scaled = targets[target["apiVersion"], target["kind"], target["name"]]
         least = scaler["spec"].get("minReplicas", scaler["spec"].get("minReplicaCount"))
         assert scaled["spec"]["replicas"] == least
+        metrics = scaler["spec"].get("metrics", ())
+        assert not [metric for metric in metrics if metric["type"] == "Resource"], "a sidecar may have no request"
 
 
 @pytest.mark.helm
@@ -166,7 +168,7 @@ def egress(name: str, *more: str) -> dict[str, Any]:
 def test_what_each_kind_of_pod_may_reach() -> None:
     assert egress("policies") == {}, "off by default"
     found = egress("egress")
-    dns = [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
+    dns = [{"port": port, "protocol": protocol} for port in (53, 5353) for protocol in ("UDP", "TCP")]
     shared = []
     for name, rules in found.items():
         *_, resolvers, collector = rules
@@ -201,7 +203,7 @@ def test_egress_without_tracing_and_with_named_peers() -> None:
     router, download = (found[f"demo-millrace-egress-{name}"] for name in ("router", "download"))
     assert router[1]["to"] == [{"ipBlock": {"cidr": "10.0.0.0/32"}}]
     assert download[0]["to"] == [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
-    assert all(rules[-1] == {"ports": [{"port": 7}]} and len(rules[-2]["ports"]) == 2 for rules in found.values())
+    assert all(rules[-1] == {"ports": [{"port": 7}]} and len(rules[-2]["ports"]) == 4 for rules in found.values())
 
 
 @pytest.mark.helm
