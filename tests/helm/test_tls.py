@@ -144,7 +144,8 @@ def test_clients_of_generated_certificates_need_none(variant: str | None) -> Non
     assert not public or "require_client_cert" not in public
     (test,) = (spec for where, spec in pods(items) if where == "Pod/demo-millrace-test")
     arguments = test["containers"][0]["args"]
-    assert "--ca" in arguments and ("--cert" in arguments) is (public is None)
+    assert ("--served" if variant == "secrets" else "--ca") in arguments
+    assert ("--cert" in arguments) is (public is None)
     (mounted,) = (volume["secret"] for volume in test["volumes"] if volume["name"] == "tls")
     if not public or variant:
         return

@@ -3,10 +3,10 @@
 1. the router answers /ready
 2. count the KV bytes that all decode workers have read
 3. a prompt that nobody has seen: an answer with tokens
-4. count again, until there are more: without them it was never disaggregated. --no-transfer: a release of unified
-   workers has nothing to count
+4. count again, until there are more: without them it was never disaggregated. --no-transfer: nothing is counted where
+   one worker may compute prompt and answer
 
-Standard library only. The key of --key-env's variable is sent; --ca, --cert and --tls-key are PEM files.
+Standard library only. The key in MILLRACE_API_KEY is sent; --ca, --served, --cert and --tls-key are PEM files.
 """
 
 import argparse
@@ -94,8 +94,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", required=True)
     parser.add_argument("--timeout", type=float, default=120.0)
     parser.add_argument("--no-transfer", action="store_true")
-    parser.add_argument("--key-env", default="MILLRACE_API_KEY")
     parser.add_argument("--ca")
+    parser.add_argument("--served", help="the router's own certificate: whatever its names and its authority are")
     parser.add_argument("--cert")
     parser.add_argument("--tls-key")
     return parser.parse_args(argv)
@@ -103,13 +103,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    context = None
-    if options.ca:
-        context = ssl.create_default_context(cafile=options.ca)
-        if options.cert:
-            context.load_cert_chain(options.cert, options.tls_key)
+    trusted = options.ca or options.served
+    context = ssl.create_default_context(cafile=trusted) if trusted else None
+    if context and options.served:
+        context.check_hostname = False
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    if context and options.cert:
+        context.load_cert_chain(options.cert, options.tls_key)
     try:
-        print(f"ok: {check(options, asker(context, os.environ.get(options.key_env, '')))}")  # noqa: T201
+        print(f"ok: {check(options, asker(context, os.environ.get('MILLRACE_API_KEY', '')))}")  # noqa: T201
     except OSError as error:
         print(f"failed: {error}", file=sys.stderr)  # noqa: T201
         return 1
