@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from millrace_chart.render import CHART, ROOT
+from millrace_chart.render import CHART, ROOT, values
 
 REQUIREMENTS = ROOT / "requirements"
 ENGINES = {"docker": ("docker", "build"), "podman": ("podman", "build", "--format", "docker")}  # OCI has no HEALTHCHECK
@@ -33,7 +32,7 @@ class Image:
     @property
     def reference(self) -> str:
         """Repository and tag, without a registry."""
-        return f"{_values()['images'][self.key]['repository']}:{version()}{self.suffix}"
+        return f"{values()['images'][self.key]['repository']}:{version()}{self.suffix}"
 
     def build(self, engine: str, registry: str) -> list[str]:
         device = ["--build-arg", f"DEVICE={self.device}"] if self.device else []
@@ -51,11 +50,6 @@ WORKERS = {
 @cache
 def version() -> str:
     return str(yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"])
-
-
-@cache
-def _values() -> Any:
-    return yaml.safe_load((CHART / "values.yaml").read_text())
 
 
 def _join(registry: str, reference: str) -> str:

@@ -70,6 +70,12 @@ def fabrics() -> list[str]:
 
 
 @cache
+def values() -> Any:
+    """Return values.yaml. The result is cached: callers must not change it."""
+    return yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+@cache
 def template(files: tuple[Path, ...], sets: tuple[str, ...] = (), which: str = "helm") -> str:
     """Render the manifests. `sets` are KEY=JSON or KEY=TEXT, as for --set. Raises ChartError when Helm refuses."""
     arguments = ["template", RELEASE, str(CHART), "--namespace", NAMESPACE, "--set", EDITED]
@@ -128,7 +134,7 @@ def _is_file(key: str) -> bool:
 
 def written() -> Iterator[tuple[Path, str]]:
     """Yield every file that `make golden` writes, with its text. Those of the chart are first: Helm needs them."""
-    yield SCHEMA, schema.text(fabrics())
+    yield SCHEMA, schema.text(fabrics(), values())
     yield CHART / "files" / "gpus.yaml", GPUS.read_text()
     for name in presets():
         yield GOLDEN / f"{name}.yaml", golden(name)

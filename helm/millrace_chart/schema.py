@@ -47,6 +47,7 @@ KEY: Schema = {  # of a label or an annotation
 LABELS: Schema = {"type": "object", "propertyNames": KEY, "additionalProperties": LABEL}
 ANNOTATIONS: Schema = {"type": "object", "propertyNames": KEY, "additionalProperties": TEXT}
 NAMED: Schema = {"type": "object", "required": ["name"]}  # Kubernetes defines and checks the rest
+DEVICE: Schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]+$"}  # the name of an RDMA device, or its first letters
 REPLICAS: Schema = {"type": ["integer", "null"], "minimum": 0}
 ROLES = ("prefill", "decode", "unified", "flexible")
 
@@ -91,7 +92,7 @@ DRAIN = closed(preStop=SECONDS, timeout=SECONDS)
 PDB = closed(enabled=BOOL, maxUnavailable=AMOUNT)
 AMOUNTS: Schema = {
     "type": "object",
-    "additionalProperties": {"type": ["string", "number"], "pattern": "^[0-9]+(\\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?$"},
+    "additionalProperties": {"type": ["string", "number"], "pattern": "^[0-9]+(\\.[0-9]+)?(m|[kMGTP]|[KMGTP]i)?$"},
 }
 RESOURCES = closed(requests=AMOUNTS, limits=AMOUNTS)
 JOBS = closed(
@@ -208,21 +209,11 @@ SECRET = closed(secretName=NAME, key={"type": "string", "pattern": "^[-._a-zA-Z0
 RAY = closed(
     auth=SECRET,
     ports=closed(
-        gcs=PORT,
-        nodeManager=PORT,
-        objectManager=PORT,
-        runtimeEnv=PORT,
-        dashboardAgent=PORT,
-        metrics=PORT,
+        **dict.fromkeys(("gcs", "nodeManager", "objectManager", "runtimeEnv", "dashboardAgent", "metrics"), PORT),
         dashboardAgentGrpc=PORT,
         workers=closed(min=PORT, max=PORT),
     ),
 )
-
-
-DEVICE: Schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]+$"}  # the name of an RDMA device, or its first letters
-
-
 WORKER["type"] = ["object", "null"]  # with anyOf every message would begin with "must validate at least one schema"
 
 
@@ -279,8 +270,25 @@ GATEWAY = closed(
 )
 
 
-def values_schema(fabrics: list[str]) -> Schema:
-    """Return the whole schema. `fabrics` are the names in files/fabrics.yaml."""
+def whole(schema: Schema, given: Any, definitions: Schema) -> Schema:
+    """Return the schema of a value of values.yaml, which is `given` there. Helm takes away a key that is null. So those
+    keys are required for which nothing is no value: not what may be empty, or null.
+    """
+    section = definitions.get(schema.get("$ref", "").rpartition("/")[2], schema)
+    if not (isinstance(given, dict) and given and "properties" in section):
+        return schema
+    made = {key: whole(child, given.get(key), definitions) for key, child in section["properties"].items()}
+    return {**section, "properties": made, "required": [key for key in made if _needed(given.get(key), made[key])]}
+
+
+def _needed(given: Any, schema: Schema) -> bool:
+    if isinstance(given, dict | list):
+        return bool(given) and "properties" in schema
+    return given not in (None, "") and "null" not in schema.get("type", ())
+
+
+def values_schema(fabrics: list[str], given: Any) -> Schema:
+    """Return the whole schema. `fabrics` are the names in files/fabrics.yaml, `given` is values.yaml."""
     values = closed(
         nameOverride=NAME,
         fullnameOverride=NAME,
@@ -323,8 +331,9 @@ def values_schema(fabrics: list[str]) -> Schema:
     )
     values["properties"]["global"] = ANY_OBJECT  # Helm's own
     definitions = {"image": IMAGE, "model": MODEL, "scheduling": SCHEDULING, "worker": WORKER, **config_schemas()}
+    values = whole(values, given, definitions)
     return {"$schema": "http://json-schema.org/draft-07/schema#", **values, "definitions": definitions}
 
 
-def text(fabrics: list[str]) -> str:
-    return json.dumps(values_schema(fabrics), indent=1) + "\n"
+def text(fabrics: list[str], given: Any) -> str:
+    return json.dumps(values_schema(fabrics, given), indent=1) + "\n"

@@ -98,7 +98,7 @@ def next_chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chart = tmp_path_factory.mktemp("next") / "millrace"
     shutil.copytree(CHART, chart)
     about = yaml.safe_load((chart / "Chart.yaml").read_text())
-    (chart / "Chart.yaml").write_text(yaml.safe_dump({**about, "version": "99.0.0", "appVersion": "99.0.0"}))
+    (chart / "Chart.yaml").write_text(yaml.safe_dump({**about, "version": "99.0.0+next", "appVersion": "99.0.0"}))
     return chart
 
 
@@ -111,7 +111,8 @@ def test_upgrade_to_the_next_chart_is_taken(name: str, next_chart: Path) -> None
     for item in (EDITED, *sets, "labels.team=b", "workerDefaults.config.timeouts.lease=31"):
         arguments += ["--set", item]
     after = objects(run([*arguments, "--values", str(file)]))
-    assert of_kind(after, "Deployment", "StatefulSet")
+    found = of_kind(after, "Deployment", "StatefulSet")
+    assert found and not [problem for item in found for problem in kube_schema.check(item)]
     assert not list(refused(rendered(name), after))
 
 

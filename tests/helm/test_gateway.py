@@ -4,7 +4,6 @@ import pytest
 import yaml
 from millrace_chart.render import Object, objects, template
 from millrace_dashboards.promql import CATALOGUE
-from millrace_testing import kube_schema
 from millrace_testing.charts import CPU, NO_DASHBOARDS, of_kind
 
 pytestmark = pytest.mark.helm
@@ -19,22 +18,6 @@ ROUTER = "demo-millrace-router"
 
 def made(*sets: str) -> list[Object]:
     return objects(template((CPU,), (NO_DASHBOARDS, *sets)))
-
-
-@pytest.mark.parametrize(
-    "sets",
-    [
-        (*HTTP, *GRPC, *NAMES),
-        (*HTTP, *GRPC, *NAMES, *TLS, *POLICY),
-        (*HTTP, *TLS, *POLICY, "gateway.backendTLS.caConfigMap=ca"),
-        (*HTTP, *POOL),
-    ],
-)
-def test_route_is_taken_by_an_api_server(sets: tuple[str, ...]) -> None:
-    kinds = ("HTTPRoute", "GRPCRoute", "BackendTLSPolicy", "InferencePool")
-    found = of_kind(made(*sets), *kinds)
-    assert found
-    assert [problem for item in found for problem in kube_schema.check(item)] == []
 
 
 def only(items: list[Object], kind: str) -> Object:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from millrace_chart import images, mirror
 from millrace_chart.images import ROUTER, WORKERS, Image
-from millrace_chart.render import ROOT, ChartError, objects, template
+from millrace_chart.render import ROOT, objects, template
 from millrace_testing.charts import CPU, VARIANTS, of_kind, pods, rendered
 
 REGISTRY = "registry.example/acme"
@@ -122,15 +122,6 @@ def client(source: str, *sets: str) -> str:
 )
 def test_client_that_downloads(source: str, sets: tuple[str, ...], image: str) -> None:
     assert client(source, *sets) == image
-
-
-@pytest.mark.helm
-@pytest.mark.parametrize("source", ["hf", "oci"])
-def test_another_client_needs_a_tag_of_its_own(source: str) -> None:
-    with pytest.raises(
-        ChartError, match=r"images\.download\.tag: required with the repository acme/client, which is not "
-    ):
-        client(source, "images.download.repository=acme/client")
 
 
 @pytest.mark.helm

@@ -39,7 +39,7 @@ def test_routers_and_workers_take_what_a_pod_can_have(where: str) -> None:
     spec = spec_of(items, where)
     main = spec["containers"][0]
     env = {entry["name"]: entry for entry in main["env"]}
-    assert env["PLAIN"] == {"name": "PLAIN", "value": "1"}
+    assert env["PLAIN"] == {"name": "PLAIN", "value": "16777216"}
     assert env["TOKEN"]["valueFrom"] == {"secretKeyRef": {"name": "tokens", "key": "token"}}
     assert env["NODE"]["valueFrom"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
     assert main["envFrom"] == [{"configMapRef": {"name": "more"}}]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ import pytest
 import yaml
 from millrace_bench.v3 import V3
 from millrace_chart.config_schema import OWNED, config_schemas
-from millrace_chart.render import CHART, ChartError, presets, template
+from millrace_chart.render import CHART, ChartError, presets, template, values
 from millrace_serve.engine.config import Role
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.plan.settings import Goal, Setup, decide
-from millrace_testing.charts import CPU, FILES, GROUPS, VARIANTS, of_kind, pods, rendered
+from millrace_testing.charts import CPU, FILES, GIVEN, VARIANTS, of_kind, pods, rendered
 
 pytestmark = pytest.mark.helm
 REFUSED: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "refusals.yaml").read_text())
@@ -105,11 +106,19 @@ def test_pool_with_the_name_of_another_object_is_refused() -> None:
     assert not free
 
 
-def test_part_of_an_expert_need_not_divide_the_experts() -> None:
-    ranks = ("workers.decode.size=9", "workers.decode.dp=1", "workers.decode.tp=72")
-    with pytest.raises(ChartError, match=r"model\.routedExperts 256 cannot be divided"):
-        template((GROUPS,), ranks)
-    assert template((GROUPS,), (*ranks, "workers.decode.config.expert_tp=true"))
+def test_blank_value_is_the_empty_one() -> None:
+    """`labels:` with nothing behind it. Helm takes such a key away."""
+
+    def empty(node: dict[str, Any], at: str = "") -> Iterator[str]:
+        for key, value in node.items():
+            if value in ("", {}, []):
+                yield f"{at}{key}"
+            elif isinstance(value, dict):
+                yield from empty(value, f"{at}{key}.")
+
+    blank = tuple(f"{key}=null" for key in empty(values()) if key not in ("secret.secretName", "images.registry"))
+    assert {"labels=null", "router.scheduling.affinity=null", "images.worker.digest=null"} <= set(blank)
+    assert rendered("cpu-tiny", *blank, GIVEN) == rendered("cpu-tiny", GIVEN)
 
 
 @pytest.mark.parametrize("of", OWNED)

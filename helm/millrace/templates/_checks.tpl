@@ -1,9 +1,9 @@
 {{/* Combinations that cannot work, each with a message that names the values. Included by every workload. */}}
 
 {{- define "millrace.bytes" -}}
-{{- $text := toString . -}}
-{{- $units := dict "m" 0.001 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "k" 1000 "M" 1000000 "G" 1000000000 "T"
-  1000000000000 -}}
+{{- $text := include "millrace.text" . -}}
+{{- $units := dict "m" 0.001 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 "k" 1000 "M" 1000000
+  "G" 1000000000 "T" 1000000000000 "P" 1000000000000000 -}}
 {{- $unit := regexFind "[A-Za-z]*$" $text -}}
 {{- mulf (regexFind "^[0-9.]+" $text | float64) (ternary 1 (get $units $unit) (eq $unit "")) 1000 | int64 -}}
 {{- end -}}
@@ -34,7 +34,8 @@
 {{- range $resource, $amount := default dict .resources.requests -}}
 {{- if hasKey $limits $resource -}}
 {{- if gt (include "millrace.bytes" $amount | int64) (include "millrace.bytes" (get $limits $resource) | int64) -}}
-{{- fail (printf "%s.resources.requests.%s: %v is above the limit %v" $.name $resource $amount (get $limits $resource)) -}}
+{{- fail (printf "%s.resources.requests.%s: %s is above the limit %s" $.name $resource (include "millrace.text" $amount) (include
+  "millrace.text" (get $limits $resource))) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -153,8 +154,8 @@
 {{- with $pool.resources.limits -}}
 {{- if .memory -}}
 {{- if ge (include "millrace.bytes" $pool.shm | int64) (include "millrace.bytes" .memory | int64) -}}
-{{- fail (printf "%s.shm: %s is not below resources.limits.memory %s, which it counts towards" $at $pool.shm (toString
-  .memory)) -}}
+{{- fail (printf "%s.shm: %s is not below resources.limits.memory %s, which it counts towards" $at (include
+  "millrace.text" $pool.shm) (include "millrace.text" .memory)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -183,7 +184,7 @@
 {{- if and (ne $pool.gang.kind "none") (not $pool.gang.queue) -}}
 {{- fail (printf "%s.gang.queue: required with gang.kind=%s" $at $pool.gang.kind) -}}
 {{- end -}}
-{{- if and $pool.hostNetwork (gt (int $pool.replicas) 1) (not $pool.scheduling.affinity.podAntiAffinity) (eq (int $pool.gpus)
+{{- if and $pool.hostNetwork (gt (int $pool.replicas) 1) (not (default dict $pool.scheduling.affinity).podAntiAffinity) (eq (int $pool.gpus)
   0) -}}
 {{- fail (printf "%s.hostNetwork: two pods of one node would share ports; give scheduling.affinity.podAntiAffinity" $at) -}}
 {{- end -}}
@@ -202,7 +203,7 @@
 
 {{/* With limits, decode workers run prompts, which would be launched op by op. */}}
 {{- define "millrace.checkPromptGraphs" -}}
-{{- $limits := default dict .Values.router.config.routing | dig "slo" dict -}}
+{{- $limits := default dict (default dict .Values.router.config).routing | dig "slo" dict -}}
 {{- range include "millrace.pools" . | fromJson -}}
 {{- $rows := default dict .config | dig "chunk_graph_tokens" "auto" | toString -}}
 {{- if and (eq .role "decode") (gt (int .gpus) 0) (eq $rows "0") $limits -}}
@@ -309,8 +310,8 @@
 {{- $storage := get (default dict .resources.limits) "ephemeral-storage" -}}
 {{- if and (eq $disk.kind "emptyDir") $storage (ge (include "millrace.bytes" $disk.size | int64) (include
   "millrace.bytes" $storage | int64)) -}}
-{{- fail (printf "%s.size: %s is not below resources.limits.ephemeral-storage %v, which it counts towards" $at (toString
-  $disk.size) $storage) -}}
+{{- fail (printf "%s.size: %s is not below resources.limits.ephemeral-storage %s, which it counts towards" $at (include
+  "millrace.text" $disk.size) (include "millrace.text" $storage)) -}}
 {{- end -}}
 {{- if and (eq $disk.kind "pvc") (not $disk.claim) -}}
 {{- fail (printf "%s.claim: required with kind=pvc" $at) -}}
@@ -352,12 +353,12 @@
 {{- fail "router.service.nodePorts: needs type NodePort or LoadBalancer, not ClusterIP" -}}
 {{- end -}}
 {{- range $key := list "externalTrafficPolicy" "healthCheckNodePort" -}}
-{{- if hasKey $.spec $key -}}
+{{- if hasKey (default dict $.spec) $key -}}
 {{- fail (printf "router.service.spec.%s: needs type NodePort or LoadBalancer, not ClusterIP" $key) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- range $key, $_ := .spec -}}
+{{- range $key, $_ := (default dict .spec) -}}
 {{- if and (ne $.type "LoadBalancer") (or (hasPrefix "loadBalancer" $key) (eq $key "allocateLoadBalancerNodePorts")) -}}
 {{- fail (printf "router.service.spec.%s: needs type LoadBalancer, not %s" $key $.type) -}}
 {{- end -}}
@@ -365,6 +366,10 @@
 {{- end -}}
 
 {{- define "millrace.checks" -}}
+{{- $full := include "millrace.fullname" . -}}
+{{- if not (regexMatch "^[a-z][-a-z0-9]*$" $full) -}}
+{{- fail (printf "fullnameOverride: required, because Services cannot be called %s-router: a name begins with a letter and has no dot" $full) -}}
+{{- end -}}
 {{- include "millrace.checkPairs" . -}}
 {{- include "millrace.checkModel" (dict "name" "model" "model" .Values.model) -}}
 {{- include "millrace.checkCache" . -}}

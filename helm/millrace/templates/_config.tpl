@@ -31,7 +31,7 @@ app.kubernetes.io/name={{ include "millrace.name" . }},app.kubernetes.io/instanc
   "admin_http" (printf "%s:%d" $router.adminHost (int $ports.adminHttp))
   "metrics" (printf "%s:%d" $any (int $ports.metrics))
   "health" (printf "%s:%d" $any (int $ports.health))
-  "tracing" .Values.tracing
+  "tracing" (merge (dict "endpoint" (default "" .Values.tracing.endpoint)) .Values.tracing)
   "log_level" .Values.logLevel
   "timeouts" (dict "drain" $router.drain.timeout)
   "discovery" (dict "kind" "kubernetes" "kubernetes" (dict
@@ -41,7 +41,7 @@ app.kubernetes.io/name={{ include "millrace.name" . }},app.kubernetes.io/instanc
 {{- if ne .Values.tls.mode "off" -}}
 {{- $_ := set $config "tls" (include "millrace.tlsConfig" . | fromYaml) -}}
 {{- if or .Values.tls.publicSecret (eq .Values.tls.mode "generated") -}}
-{{- $folder := ternary "/etc/millrace/public-tls" "/etc/millrace/tls" (ne .Values.tls.publicSecret "") -}}
+{{- $folder := ternary "/etc/millrace/public-tls" "/etc/millrace/tls" (not (empty .Values.tls.publicSecret)) -}}
 {{- $_ := set $config "public_tls" (dict "cert" (print $folder "/tls.crt") "key" (print $folder "/tls.key")) -}}
 {{- end -}}
 {{- end -}}
@@ -50,7 +50,7 @@ app.kubernetes.io/name={{ include "millrace.name" . }},app.kubernetes.io/instanc
 {{- $_ := set $config "api_keys" (printf "/etc/millrace/keys/%s" $.Values.apiKeys.key) -}}
 {{- $_ := set $config "api_keys_plaintext" $.Values.apiKeys.allowPlaintext -}}
 {{- end -}}
-{{- mustMergeOverwrite (deepCopy $router.config) $config | toYaml -}}
+{{- mustMergeOverwrite (deepCopy (default dict $router.config)) $config | toYaml -}}
 {{- end -}}
 
 {{- define "millrace.routerFiles" -}}
@@ -88,7 +88,7 @@ start.sh: |
   "launcher" (ternary "ray" "local" (gt (int $pool.size) 1))
   "secret" (printf "/etc/millrace/secret/%s" $root.Values.secret.key)
   "cache_dir" (printf "/var/cache/millrace/%s" $pool.image.version)
-  "tracing" $root.Values.tracing
+  "tracing" (merge (dict "endpoint" (default "" $root.Values.tracing.endpoint)) $root.Values.tracing)
   "log_level" $root.Values.logLevel
   "timeouts" (dict "drain" $pool.drain.timeout) -}}
 {{- if ne $root.Values.tls.mode "off" -}}

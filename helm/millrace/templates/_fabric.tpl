@@ -20,8 +20,8 @@
 {{- $nics := ternary 0 (mul $gpus (default 1 $preset.nicsPerGpu)) (default false $preset.tcp) -}}
 {{- dict
   "resources" (ternary $resources $own.resources (kindIs "invalid" $own.resources))
-  "annotations" (mustMerge (deepCopy $own.annotations) (default dict $preset.annotations))
-  "env" (mustMerge (deepCopy $own.env) $env)
+  "annotations" (mustMerge (deepCopy (default dict $own.annotations)) (default dict $preset.annotations))
+  "env" (mustMerge (deepCopy (default dict $own.env)) $env)
   "capabilities" (ternary $preset.capabilities $own.capabilities (kindIs "invalid" $own.capabilities))
   "volumes" (default list $preset.volumes)
   "mounts" (default list $preset.mounts)
@@ -29,7 +29,7 @@
   "needs" (default list $preset.needs)
   "nics" (ternary $nics (int $own.nics) (or (eq (int $own.nics) 0) (default false $preset.tcp)))
   "devices" (default (default list $preset.devices) $own.devices)
-  "exclude" $own.exclude
+  "exclude" (default list $own.exclude)
   "link" (default (default "" $preset.link) $own.link)
   "net" (default "" $preset.net)
   "apart" (default false $preset.apart)
@@ -70,7 +70,7 @@ podAntiAffinity:
     - topologyKey: kubernetes.io/hostname
       labelSelector:
         matchLabels:
-          app.kubernetes.io/instance: {{ .root.Release.Name }}
+          app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
           app.kubernetes.io/component: {{ ternary "decode" "prefill" (eq .component "prefill") }}
 {{- end }}
 {{- end -}}
@@ -145,7 +145,7 @@ requiredDuringSchedulingIgnoredDuringExecution:
 {{- if and (hasKey $preset "groups") (gt (int $.pool.size) 1) -}}
 {{- fail (printf "%s.size: must be 1 with fabric.preset=%s, whose NICs the image's NCCL cannot use between pods" $at .) -}}
 {{- end -}}
-{{- $networks := hasKey $own.annotations "networking.gke.io/interfaces" -}}
+{{- $networks := hasKey (default dict $own.annotations) "networking.gke.io/interfaces" -}}
 {{- if and $preset.gpus (ne (int $.pool.gpus) (int $preset.gpus)) (not $networks) -}}
 {{- fail (printf
   "%s.gpus: must be %d with fabric.preset=%s, which gives a pod as many networks; or say which in fabric.annotations" $at

@@ -13,7 +13,7 @@ helm.sh/hook-delete-policy: before-hook-creation
 restartPolicy: OnFailure
 automountServiceAccountToken: false
 {{- with $jobs.serviceAccountName }}
-serviceAccountName: {{ . }}
+serviceAccountName: {{ . | quote }}
 {{- end }}
 {{- with .root.Values.imagePullSecrets }}
 imagePullSecrets: {{ toJson . }}
@@ -74,9 +74,9 @@ spec:
       env:
         {{- $own := include "millrace.downloadEnv" $model }}
         {{- $own | nindent 8 }}
-        {{- include "millrace.env" (dict "at" "jobs" "own" $own "env" (mustMerge (deepCopy $jobs.env) $trust)) | nindent 8 }}
+        {{- include "millrace.env" (dict "at" "jobs" "own" $own "env" (mustMerge (deepCopy (default dict $jobs.env)) $trust)) | nindent 8 }}
       {{- if and $model.secretName (ne $model.source "oci") }}
-      envFrom: [{secretRef: {name: {{ $model.secretName }}}}]
+      envFrom: [{secretRef: {name: {{ $model.secretName | quote }}}}]
       {{- end }}
       securityContext:
         {{- include "millrace.containerSecurity" . | nindent 8 }}
@@ -95,16 +95,16 @@ spec:
         {{- end }}
   volumes:
     - name: model
-      persistentVolumeClaim: {claimName: {{ $model.claim }}}
+      persistentVolumeClaim: {claimName: {{ $model.claim | quote }}}
     - name: tmp
       emptyDir: {sizeLimit: 16Gi}
     {{- if and $model.secretName (eq $model.source "oci") }}
     - name: registry
-      secret: {secretName: {{ $model.secretName }}, items: [{key: .dockerconfigjson, path: config.json}]}
+      secret: {secretName: {{ $model.secretName | quote }}, items: [{key: .dockerconfigjson, path: config.json}]}
     {{- end }}
     {{- with $jobs.caBundle.configMapName }}
     - name: ca
-      configMap: {name: {{ . }}, items: [{key: {{ $jobs.caBundle.key }}, path: ca.crt}]}
+      configMap: {name: {{ . | quote }}, items: [{key: {{ $jobs.caBundle.key | quote }}, path: ca.crt}]}
     {{- end }}
     {{- with $jobs.extraVolumes }}
     {{- toYaml . | nindent 4 }}
@@ -116,8 +116,8 @@ spec:
 {{- $jobs := .root.Values.jobs -}}
 {{- mustMergeOverwrite (deepCopy .pool) (dict
   "env" $jobs.env
-  "extraVolumes" (concat .pool.extraVolumes $jobs.extraVolumes | uniq)
-  "extraVolumeMounts" (concat .pool.extraVolumeMounts $jobs.extraVolumeMounts | uniq)) | toJson -}}
+  "extraVolumes" (concat (default list .pool.extraVolumes) (default list $jobs.extraVolumes) | uniq)
+  "extraVolumeMounts" (concat (default list .pool.extraVolumeMounts) (default list $jobs.extraVolumeMounts) | uniq)) | toJson -}}
 {{- end -}}
 
 {{/* (dict "root" $ "pool" $pool) -> starts the ranks of a worker once, on the devices and with the configuration of the pool,

@@ -12,11 +12,11 @@
 
 {{/* (dict "root" $ "component" "router" "pool" "") -> what selects its pods */}}
 {{- define "millrace.selector" -}}
-app.kubernetes.io/name: {{ include "millrace.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "millrace.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- with .pool }}
-millrace/pool: {{ . }}
+millrace/pool: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
@@ -25,13 +25,13 @@ millrace/pool: {{ . }}
 {{- define "millrace.meta" -}}
 {{- $fixed := include "millrace.selector" . | fromYaml -}}
 {{- $_ := set $fixed "app.kubernetes.io/part-of" "millrace" -}}
-{{- $_ := set $fixed "app.kubernetes.io/version" .root.Chart.AppVersion -}}
+{{- $_ := set $fixed "app.kubernetes.io/version" (.root.Chart.AppVersion | replace "+" "_") -}}
 {{- $_ := set $fixed "app.kubernetes.io/managed-by" .root.Release.Service -}}
-{{- $_ := set $fixed "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version) -}}
-name: {{ .name }}
+{{- $_ := set $fixed "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-") -}}
+name: {{ .name | quote }}
 labels:
-  {{- merge $fixed (default dict .labels) .root.Values.labels | toYaml | nindent 2 }}
-{{- with merge dict (default dict .annotations) .root.Values.annotations }}
+  {{- merge $fixed (default dict .labels) (default dict .root.Values.labels) | toYaml | nindent 2 }}
+{{- with merge dict (default dict .annotations) (default dict .root.Values.annotations) }}
 annotations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -42,8 +42,8 @@ annotations:
 {{- $fixed := include "millrace.selector" . | fromYaml -}}
 {{- $_ := set $fixed "app.kubernetes.io/part-of" "millrace" -}}
 labels:
-  {{- merge $fixed (default dict .labels) .root.Values.labels | toYaml | nindent 2 }}
-{{- with merge dict (default dict .annotations) .root.Values.annotations }}
+  {{- merge $fixed (default dict .labels) (default dict .root.Values.labels) | toYaml | nindent 2 }}
+{{- with merge dict (default dict .annotations) (default dict .root.Values.annotations) }}
 annotations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -69,7 +69,7 @@ metadata:
   {{- include "millrace.meta" . | nindent 2 }}
 type: Opaque
 data:
-  {{ .key }}: {{ default (randAlphaNum 48 | b64enc) (index $known .key) }}
+  {{ .key | quote }}: {{ default (randAlphaNum 48 | b64enc) (index $known .key) }}
 {{- end -}}
 
 {{/* (dict "root" $ "name" NAME "cert" PEM "key" PEM "ca" PEM) -> a Secret as cert-manager makes it */}}
@@ -109,8 +109,8 @@ data:
 {{/* Labels of every worker pod, whatever its role */}}
 {{- define "millrace.workerExpressions" -}}
 matchLabels:
-  app.kubernetes.io/name: {{ include "millrace.name" . }}
-  app.kubernetes.io/instance: {{ .Release.Name }}
+  app.kubernetes.io/name: {{ include "millrace.name" . | quote }}
+  app.kubernetes.io/instance: {{ .Release.Name | quote }}
 matchExpressions:
   - {key: app.kubernetes.io/component, operator: In, values: [prefill, decode, unified, flexible]}
 {{- end -}}
@@ -135,6 +135,7 @@ matchExpressions:
      different from images.WHICH. */}}
 {{- define "millrace.image" -}}
 {{- $image := mustMergeOverwrite (deepCopy (index .root.Values.images .which)) (default dict .own) -}}
+{{- $_ := set $image "digest" (default "" $image.digest) -}}
 {{- $suffix := get (dict "worker" "-cpu" "gpuWorker" "-cuda13") .which -}}
 {{- $tag := default (print .root.Chart.AppVersion $suffix) $image.tag -}}
 {{- $repository := include "millrace.repository" (dict "registry" .root.Values.images.registry "repository" $image.repository) -}}

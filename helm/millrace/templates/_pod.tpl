@@ -42,6 +42,11 @@ readinessProbe:
   failureThreshold: 2
 {{- end -}}
 
+{{/* A value as text. Helm keeps numbers as floats, and a large one would be 1.6777216e+07. */}}
+{{- define "millrace.text" -}}
+{{- ternary . (toJson .) (kindIs "string" .) -}}
+{{- end -}}
+
 {{/* (dict "at" "router" "own" TEXT "env" {...}) -> entries of a container's env: a map is a valueFrom, everything else a
      value. `own`: the chart's entries, none of which may be there twice. */}}
 {{- define "millrace.env" -}}
@@ -52,9 +57,9 @@ readinessProbe:
 {{- with $taken }}{{- fail (printf "%s.env.%s: the chart sets this variable itself" $.at (join ", " .)) }}{{- end }}
 {{- range $name, $value := .env }}
 {{- if kindIs "map" $value }}
-- {name: {{ $name }}, valueFrom: {{ toJson $value }}}
+- {name: {{ $name | quote }}, valueFrom: {{ toJson $value }}}
 {{- else }}
-- {name: {{ $name }}, value: {{ toString $value | quote }}}
+- {name: {{ $name | quote }}, value: {{ include "millrace.text" $value | quote }}}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -82,7 +87,7 @@ readinessProbe:
 {{- define "millrace.podHead" -}}
 terminationGracePeriodSeconds: {{ int .grace }}
 {{- with .serviceAccount }}
-serviceAccountName: {{ . }}
+serviceAccountName: {{ . | quote }}
 {{- end }}
 {{- with .root.Values.imagePullSecrets }}
 imagePullSecrets: {{ toJson . }}
@@ -111,29 +116,29 @@ resourceClaims: {{ toJson . }}
 {{- with .scheduling.nodeSelector }}
 nodeSelector: {{ toJson . }}
 {{- end }}
-{{- with concat (default list .tolerations) .scheduling.tolerations }}
+{{- with concat (default list .tolerations) (default list .scheduling.tolerations) }}
 tolerations: {{ toJson . }}
 {{- end }}
 {{- with .scheduling.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .scheduling.schedulerName }}
-schedulerName: {{ . }}
+schedulerName: {{ . | quote }}
 {{- end }}
 {{- with .scheduling.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- $selector := include "millrace.selector" . | fromYaml }}
 {{- with .scheduling.spread }}
 topologySpreadConstraints:
   {{- range . }}
-  - topologyKey: {{ . }}
+  - topologyKey: {{ . | quote }}
     maxSkew: 1
     whenUnsatisfiable: ScheduleAnyway
     labelSelector: {matchLabels: {{ toJson $selector }}}
   {{- end }}
 {{- end }}
-{{- with merge dict .scheduling.affinity (default dict .affinity) }}
+{{- with merge dict (default dict .scheduling.affinity) (default dict .affinity) }}
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}

@@ -16,13 +16,15 @@
 {{- range $name, $own := $given -}}
 {{- $pool := mustMergeOverwrite (deepCopy $.Values.workerDefaults) (deepCopy $own) -}}
 {{- $_ := set $pool "name" $name -}}
+{{- $_ := set $pool "config" (default dict $pool.config) -}}
+{{- $_ := set $pool "revision" (default "" $pool.revision) -}}
 {{- $_ := set $pool "role" (default $name $pool.role) -}}
 {{- $_ := set $pool "fullname" (printf "%s-%s" (include "millrace.fullname" $) $name) -}}
 {{- /* LeaderWorkerSet makes a Service of its own name, with addresses of leaders that are not ready; not if one is there */ -}}
 {{- $_ := set $pool "service" (ternary (print $pool.fullname "-leaders") $pool.fullname (eq $pool.kind "lws")) -}}
 {{- $which := ternary "gpuWorker" "worker" (gt (int $pool.gpus) 0) -}}
 {{- $_ := set $pool "image" (include "millrace.image" (dict "root" $ "which" $which "own" $pool.image) | fromJson) -}}
-{{- $_ := set $pool "model" (mustMergeOverwrite (deepCopy $.Values.model) $pool.model) -}}
+{{- $_ := set $pool "model" (mustMergeOverwrite (deepCopy $.Values.model) (default dict $pool.model)) -}}
 {{- $_ := set $pool "modelPath" (include "millrace.modelPath" $pool.model) -}}
 {{- $_ := set $pool "grace" (include "millrace.grace" $pool | int) -}}
 {{- if $pool.guaranteed -}}

@@ -12,7 +12,7 @@
 - {name: RAY_PORT, value: "{{ int $ports.gcs }}"}
 - {name: RAY_AUTH_MODE, value: token}
 - name: RAY_AUTH_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ include "millrace.raySecret" .root }}, key: {{ .root.Values.ray.auth.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ include "millrace.raySecret" .root | quote }}, key: {{ .root.Values.ray.auth.key | quote }}}}
 - {name: RAY_START_HOOK, value: millrace_serve.worker.ray_launch.start_hook}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_DEDUP_LOGS, value: "0"}

@@ -9,15 +9,15 @@
 {{- define "millrace.rules" -}}
 {{- $monitoring := .Values.monitoring -}}
 {{- $model := .Values.model.name | replace "\\" "\\\\" | replace "\"" "\\\"" -}}
-{{- $runbooks := trimSuffix "/" $monitoring.runbooks -}}
-{{- $grafana := trimSuffix "/" $monitoring.grafana -}}
+{{- $runbooks := trimSuffix "/" (default "" $monitoring.runbooks) -}}
+{{- $grafana := trimSuffix "/" (default "" $monitoring.grafana) -}}
 {{- $startup := 0 -}}
 {{- $rdma := false -}}
 {{- range include "millrace.pools" . | fromJson -}}
 {{- $startup = max $startup (int .startup) -}}
 {{- if and (gt (int .gpus) 0) (ne .role "unified") -}}{{- $rdma = true -}}{{- end -}}
 {{- end -}}
-{{- $off := $monitoring.disabledAlerts -}}
+{{- $off := default list $monitoring.disabledAlerts -}}
 {{- if or (not $rdma) (has .Values.fabric.preset (list "tcp-dev" "aws-efa")) -}}
 {{- $off = append $off "MillraceKvSlow" -}}
 {{- end -}}

@@ -12,8 +12,8 @@
 {{- $_ := set $annotations "scheduling.volcano.sh/queue-name" $pool.gang.queue }}
 {{- end }}
 metadata:
-  {{- $labels := merge (include "millrace.revision" $pool | fromYaml) $pool.podLabels }}
-  {{- include "millrace.podMeta" (merge (dict "labels" $labels "annotations" (merge $annotations $pool.podAnnotations
+  {{- $labels := merge (include "millrace.revision" $pool | fromYaml) (default dict $pool.podLabels) }}
+  {{- include "millrace.podMeta" (merge (dict "labels" $labels "annotations" (merge $annotations (default dict $pool.podAnnotations)
     (default dict $fabric.annotations))) $as) | nindent 2 }}
 spec:
   {{- include "millrace.podHead" (dict "root" $root "values" $pool "grace" $pool.grace "serviceAccount"
@@ -103,10 +103,10 @@ spec:
     {{- end }}
     {{- include "millrace.modelVolume" $pool.model | nindent 4 }}
     - name: secret
-      secret: {secretName: {{ include "millrace.deploymentSecret" $root }}, defaultMode: 0440}
+      secret: {secretName: {{ include "millrace.deploymentSecret" $root | quote }}, defaultMode: 0440}
     {{- if ne $root.Values.tls.mode "off" }}
     - name: tls
-      secret: {secretName: {{ include "millrace.tlsSecret" (dict "root" $root "component" "worker") }}, defaultMode: 0440}
+      secret: {secretName: {{ include "millrace.tlsSecret" (dict "root" $root "component" "worker") | quote }}, defaultMode: 0440}
     {{- end }}
 {{- end -}}
 
@@ -114,7 +114,7 @@ spec:
 {{- $fabric := include "millrace.fabric" . | fromJson -}}
 {{- include "millrace.ownEnv" . }}
 {{- $own := print (include "millrace.ownEnv" .) "\n" (include "millrace.rayEnv" .) -}}
-{{- include "millrace.env" (dict "at" (print "workers." .pool.name) "own" $own "env" (mustMerge (deepCopy .pool.env) (default
+{{- include "millrace.env" (dict "at" (print "workers." .pool.name) "own" $own "env" (mustMerge (deepCopy (default dict .pool.env)) (default
   dict $fabric.env))) }}
 {{- end -}}
 
@@ -164,7 +164,7 @@ spec:
 {{- define "millrace.deviceMounts" -}}
 {{- $fabric := include "millrace.fabric" . | fromJson -}}
 - {name: cache, mountPath: /var/cache/millrace}
-{{- with concat (default list $fabric.mounts) .pool.extraVolumeMounts }}
+{{- with concat (default list $fabric.mounts) (default list .pool.extraVolumeMounts) }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
@@ -178,7 +178,7 @@ spec:
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ .pool.shm }}}
 {{ include "millrace.folderVolume" (dict "name" "cache" "folder" .root.Values.cache) }}
-{{- with concat (default list $fabric.volumes) .pool.extraVolumes }}
+{{- with concat (default list $fabric.volumes) (default list .pool.extraVolumes) }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
@@ -226,7 +226,7 @@ spec:
   {{- if eq .folder.kind "hostPath" }}
   hostPath: {path: {{ .folder.hostPath | quote }}, type: DirectoryOrCreate}
   {{- else if eq .folder.kind "pvc" }}
-  persistentVolumeClaim: {claimName: {{ .folder.claim }}}
+  persistentVolumeClaim: {claimName: {{ .folder.claim | quote }}}
   {{- else }}
   emptyDir: {sizeLimit: {{ .folder.size }}}
   {{- end }}
