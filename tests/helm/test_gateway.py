@@ -2,9 +2,9 @@
 
 import pytest
 import yaml
-from millrace_chart.render import Object, objects, template
+from millrace_chart.render import Object
 from millrace_dashboards.promql import CATALOGUE
-from millrace_testing.charts import CPU, NO_DASHBOARDS, of_kind
+from millrace_testing.charts import of_kind, rendered
 
 pytestmark = pytest.mark.helm
 TLS = ("tls.mode=certManager", "tls.publicSecret=web")
@@ -16,17 +16,13 @@ POLICY = ("gateway.backendTLS.kind=policy", "gateway.backendTLS.hostname=llm.exa
 ROUTER = "demo-millrace-router"
 
 
-def made(*sets: str) -> list[Object]:
-    return objects(template((CPU,), (NO_DASHBOARDS, *sets)))
-
-
 def only(items: list[Object], kind: str) -> Object:
     (item,) = of_kind(items, kind)
     return item["spec"]
 
 
 def test_route_leads_to_a_port_of_the_service() -> None:
-    items = made(*HTTP, *GRPC, *NAMES)
+    items = rendered("cpu-tiny", *HTTP, *GRPC, *NAMES)
     (service,) = (item for item in of_kind(items, "Service") if item["metadata"]["name"] == ROUTER)
     ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
     http, grpc = only(items, "HTTPRoute"), only(items, "GRPCRoute")
@@ -42,7 +38,7 @@ def test_route_leads_to_a_port_of_the_service() -> None:
 
 def test_two_routes_of_two_listeners_may_share_a_hostname() -> None:
     at = ("gateway.httpRoute.parentRefs[0].sectionName=http", "gateway.grpcRoute.parentRefs[0].sectionName=grpc")
-    assert len(of_kind(made(*HTTP, *GRPC, *at), "HTTPRoute", "GRPCRoute")) == 2
+    assert len(of_kind(rendered("cpu-tiny", *HTTP, *GRPC, *at), "HTTPRoute", "GRPCRoute")) == 2
 
 
 @pytest.mark.parametrize(
@@ -56,14 +52,14 @@ def test_two_routes_of_two_listeners_may_share_a_hostname() -> None:
     ],
 )
 def test_policy_lets_the_gateway_speak_tls(more: tuple[str, ...], trust: Object) -> None:
-    policy = only(made(*HTTP, *TLS, *POLICY, *more), "BackendTLSPolicy")
+    policy = only(rendered("cpu-tiny", *HTTP, *TLS, *POLICY, *more), "BackendTLSPolicy")
     assert policy["targetRefs"] == [{"group": "", "kind": "Service", "name": ROUTER}]
     assert policy["validation"] == {"hostname": "llm.example.org", **trust}
 
 
 def test_endpoint_picker_reads_metrics_that_routers_have() -> None:
     """Each of them one series without labels: the picker takes one and does not add them up."""
-    items = made(*HTTP, *POOL, "gateway.inferencePool.endpointPicker.failureMode=FailClose")
+    items = rendered("cpu-tiny", *HTTP, *POOL, "gateway.inferencePool.endpointPicker.failureMode=FailClose")
     pool = only(items, "InferencePool")
     (config,) = (item for item in of_kind(items, "ConfigMap") if item["metadata"]["name"].endswith("-endpoint-picker"))
     picker = yaml.safe_load(config["data"]["config.yaml"])

@@ -266,6 +266,8 @@ def test_cache_folder_of_a_node_is_made_and_given_to_the_worker() -> None:
     )
     owner = spec["initContainers"][0]
     assert owner["command"] == ["chown", "2000:3000", "/var/cache/millrace"]
+    root = spec_of(rendered("root", *folder))["initContainers"][0]
+    assert root["command"][1] == "0:10001", "without capabilities root writes to its own folders only"
     assert owner["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
     assert [it["name"] for it in spec["initContainers"]] == ["cache-owner", "preflight"]
     assert not [

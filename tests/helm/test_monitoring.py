@@ -80,15 +80,12 @@ def test_which_are_left_out() -> None:
     assert rules("monitoring.vllmNames=true").keys() - on_cpu == alerts.recordings()[alerts.VLLM].keys()
 
 
-def test_pages_may_be_elsewhere() -> None:
-    found = rules("monitoring.runbooks=https://example.org/pages/")["MillraceErrors"]["annotations"]["runbook_url"]
-    assert found == "https://example.org/pages/MillraceErrors.md"
-
-
-def test_panels_are_where_grafana_is() -> None:
-    assert "dashboard_url" not in rules()["MillraceErrors"]["annotations"]
-    found = rules("monitoring.grafana=https://example.org/grafana/")["MillraceErrors"]["annotations"]["dashboard_url"]
-    assert found.startswith("https://example.org/grafana/d/millrace-alerts?viewPanel=")
+def test_pages_and_panels_are_where_they_are_said_to_be() -> None:
+    assert rules()["MillraceErrors"]["annotations"].keys() == {"summary"}
+    at = "https://example.org"
+    found = rules(f"monitoring.runbooks={at}/pages/", f"monitoring.grafana={at}/g/")["MillraceErrors"]["annotations"]
+    assert found["runbook_url"] == f"{at}/pages/MillraceErrors.md"
+    assert found["dashboard_url"].startswith(f"{at}/g/d/millrace-alerts?viewPanel=")
 
 
 def test_worker_has_as_long_as_its_pool_gives_it() -> None:

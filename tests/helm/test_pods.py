@@ -127,7 +127,16 @@ def test_each_kind_of_pod_has_its_own_account() -> None:
     assert spec_of(items, ROUTER)["serviceAccountName"] == "demo-millrace-router"
     (job,) = of_kind(items, "Job")
     assert job["spec"]["template"]["spec"]["serviceAccountName"] == "workload-identity"
-    assert job["spec"]["template"]["spec"]["nodeSelector"] == {"zone": "a"}
+
+
+def test_pool_replaces_what_the_defaults_have() -> None:
+    """Also a list with none, and where a variable is from."""
+    sets = ["workerDefaults.env.A=1", "workerDefaults.env.B.secretKeyRef.key=b"]
+    sets += ["workers.decode.env.A.fieldRef.fieldPath=c", "workers.decode.env.B.configMapKeyRef.key=d"]
+    spec = spec_of(rendered("groups", *sets), "LeaderWorkerSet/demo-millrace-decode/leaderTemplate")
+    env = {entry["name"]: entry.get("valueFrom") for entry in spec["containers"][0]["env"]}
+    assert (env["A"], env["B"]) == ({"fieldRef": {"fieldPath": "c"}}, {"configMapKeyRef": {"key": "d"}})
+    assert "topologySpreadConstraints" not in spec, "groups.yaml has an empty list"
 
 
 def test_gpus_may_come_by_claims_alone() -> None:

@@ -74,7 +74,7 @@ spec:
       env:
         {{- $own := include "millrace.downloadEnv" $model }}
         {{- $own | nindent 8 }}
-        {{- include "millrace.env" (dict "at" "jobs" "own" $own "env" (mustMerge (deepCopy (default dict $jobs.env)) $trust)) | nindent 8 }}
+        {{- include "millrace.env" (dict "at" "jobs" "own" $own "env" (include "millrace.variables" (list $trust $jobs.env) | fromJson)) | nindent 8 }}
       {{- if and $model.secretName (ne $model.source "oci") }}
       envFrom: [{secretRef: {name: {{ $model.secretName | quote }}}}]
       {{- end }}
@@ -114,10 +114,10 @@ spec:
 {{/* (dict "root" $ "pool" $pool) -> the pool as a job that warms its cache has it, as JSON */}}
 {{- define "millrace.warmPool" -}}
 {{- $jobs := .root.Values.jobs -}}
-{{- mustMergeOverwrite (deepCopy .pool) (dict
-  "env" $jobs.env
+{{- merge (dict
+  "env" (include "millrace.variables" (list .pool.env $jobs.env) | fromJson)
   "extraVolumes" (concat (default list .pool.extraVolumes) (default list $jobs.extraVolumes) | uniq)
-  "extraVolumeMounts" (concat (default list .pool.extraVolumeMounts) (default list $jobs.extraVolumeMounts) | uniq)) | toJson -}}
+  "extraVolumeMounts" (concat (default list .pool.extraVolumeMounts) (default list $jobs.extraVolumeMounts) | uniq)) (omit .pool "env") | toJson -}}
 {{- end -}}
 
 {{/* (dict "root" $ "pool" $pool) -> starts the ranks of a worker once, on the devices and with the configuration of the pool,

@@ -14,7 +14,8 @@
 {{- end -}}
 {{- $pools := dict -}}
 {{- range $name, $own := $given -}}
-{{- $pool := mustMergeOverwrite (deepCopy $.Values.workerDefaults) (deepCopy $own) -}}
+{{- $pool := include "millrace.override" (dict "base" $.Values.workerDefaults "own" $own) | fromJson -}}
+{{- $_ := set $pool "env" (include "millrace.variables" (list $.Values.workerDefaults.env $own.env) | fromJson) -}}
 {{- $_ := set $pool "name" $name -}}
 {{- $_ := set $pool "config" (default dict $pool.config) -}}
 {{- $_ := set $pool "revision" (default "" $pool.revision) -}}
@@ -35,6 +36,27 @@
 {{- $_ := set $pools $name $pool -}}
 {{- end -}}
 {{- $pools | toJson -}}
+{{- end -}}
+
+{{/* (dict "base" {...} "own" {...}) -> base, overridden by own, as JSON. Maps are merged and everything else is replaced:
+     mustMergeOverwrite keeps a list where own has an empty one. */}}
+{{- define "millrace.override" -}}
+{{- $made := deepCopy .base -}}
+{{- range $key, $value := .own -}}
+{{- $there := get $made $key -}}
+{{- if and (kindIs "map" $value) (kindIs "map" $there) -}}
+{{- $value = include "millrace.override" (dict "base" $there "own" $value) | fromJson -}}
+{{- end -}}
+{{- $_ := set $made $key $value -}}
+{{- end -}}
+{{- toJson $made -}}
+{{- end -}}
+
+{{/* Values of `env`, the last one wins -> one, as JSON. A valueFrom is replaced: with the parts of two it would be refused. */}}
+{{- define "millrace.variables" -}}
+{{- $made := dict -}}
+{{- range . -}}{{- range $name, $value := . -}}{{- $_ := set $made $name $value -}}{{- end -}}{{- end -}}
+{{- toJson $made -}}
 {{- end -}}
 
 {{/* pool -> the label by which discovery finds its revision, on pods and (for EndpointSlices, which copy it) on its Service */}}

@@ -114,8 +114,8 @@ spec:
 {{- $fabric := include "millrace.fabric" . | fromJson -}}
 {{- include "millrace.ownEnv" . }}
 {{- $own := print (include "millrace.ownEnv" .) "\n" (include "millrace.rayEnv" .) -}}
-{{- include "millrace.env" (dict "at" (print "workers." .pool.name) "own" $own "env" (mustMerge (deepCopy (default dict .pool.env)) (default
-  dict $fabric.env))) }}
+{{- include "millrace.env" (dict "at" (print "workers." .pool.name) "own" $own "env" (include "millrace.variables" (list
+  $fabric.env .pool.env) | fromJson)) }}
 {{- end -}}
 
 {{/* The chart's own: nodes with the right GPU, a group within a domain, the fabric's wishes. matchLabelKeys ties the pods of
@@ -203,12 +203,12 @@ spec:
 {{- end -}}
 
 {{/* (dict "root" $ "pool" $pool "name" "cache" "path" "/var/cache/millrace"): a folder of the node belongs to root when it is
-     made; its owner is what this changes, and nothing below it. */}}
+     made; its owner is what this changes, and nothing below it. A root without capabilities writes to its own folders only. */}}
 {{- define "millrace.folderOwner" -}}
 - name: {{ .name }}-owner
   image: {{ .pool.image.reference }}
   imagePullPolicy: {{ .pool.image.pullPolicy }}
-  command: [chown, "{{ int .root.Values.podSecurity.runAsUser }}:{{ int .root.Values.podSecurity.fsGroup }}", {{ .path }}]
+  command: [chown, "{{ ternary 0 (int .root.Values.podSecurity.runAsUser) .root.Values.podSecurity.workersAsRoot }}:{{ int .root.Values.podSecurity.fsGroup }}", {{ .path }}]
   securityContext:
     runAsNonRoot: false
     runAsUser: 0
