@@ -116,7 +116,8 @@ def address(services: Iterable[Object]) -> str:
         spec = service["spec"]
         for port in spec["ports"]:
             if port.get("name") == "http" and spec.get("clusterIP") != "None":
-                return f"http://{service['metadata']['name']}:{port['port']}"
+                scheme = "https" if port.get("appProtocol") == "https" else "http"
+                return f"{scheme}://{service['metadata']['name']}:{port['port']}"
     raise Failed("no Service of the router has a port http")
 
 

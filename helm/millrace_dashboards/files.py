@@ -40,12 +40,3 @@ def write(files: Mapping[str, str], folder: Path) -> None:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-
-
-def differing(files: Mapping[str, str], folder: Path) -> list[str]:
-    """Names of files that are missing, different, or too many."""
-    there = {f"dashboards/{path.name}" for path in (folder / "dashboards").glob("*.json")}
-    wrong = {
-        name for name, text in files.items() if not (folder / name).is_file() or (folder / name).read_text() != text
-    }
-    return sorted(wrong | (there - files.keys()))

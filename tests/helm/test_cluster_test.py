@@ -36,5 +36,6 @@ def test_changed_release_of_the_rollout_replaces_every_pod() -> None:
     assert len(old) == 3 and all(old[name] != new[name] for name in old)
     (router,) = (it for it in of_kind(before, "Deployment") if it["metadata"]["name"].endswith("-router"))
     load = decide.load(router, decide.address(of_kind(before, "Service")), "pass")["items"]
-    (group,) = of_kind(objects(template((steps.GROUPS,))), "LeaderWorkerSet")
+    (group,) = of_kind(encrypted := objects(template((steps.GROUPS,), ("tls.mode=generated",))), "LeaderWorkerSet")
+    assert decide.address(of_kind(encrypted, "Service")) == "https://demo-millrace-router:8000"
     assert [problem for made in (*load, group) for problem in kube_schema.check(made)] == []

@@ -25,7 +25,6 @@ from millrace_testing.prometheus import binary, needs_prometheus
 
 pytestmark = pytest.mark.helm
 ON = (NO_DASHBOARDS, "monitoring.enabled=true")
-GPUS = ("images.registry=registry.example",)
 ALERTS = {name: {alert.title for alert in group} for name, group in alerts.groups().items()}
 PLAIN = {title for name, titles in ALERTS.items() for title in titles if name != alerts.GPUS}
 
@@ -69,11 +68,11 @@ def test_they_are_of_this_release() -> None:
 
 def test_which_are_left_out() -> None:
     recorded = set(alerts.recordings()["millrace-scaling"])
-    on_cpu, on_gpus = rules().keys(), rules(*GPUS, preset=PAIR).keys()
+    on_cpu, on_gpus = rules().keys(), rules(preset=PAIR).keys()
     assert on_gpus == PLAIN | recorded
     assert on_gpus - on_cpu == {"MillraceKvSlow"}
-    assert "MillraceKvSlow" not in rules(*GPUS, "fabric.preset=aws-efa", "images.gpuWorker.repository=efa", preset=PAIR)
-    assert "MillraceKvSlow" not in rules(*GPUS, "fabric.preset=tcp-dev", "fabric.allowTcp=true", preset=PAIR)
+    assert "MillraceKvSlow" not in rules("fabric.preset=aws-efa", "images.gpuWorker.repository=efa", preset=PAIR)
+    assert "MillraceKvSlow" not in rules("fabric.preset=tcp-dev", "fabric.allowTcp=true", preset=PAIR)
     fewer = rules("monitoring.disabledAlerts={MillraceErrors,MillraceGcPauses}").keys()
     assert on_cpu - fewer == {"MillraceErrors", "MillraceGcPauses"}
     assert rules("monitoring.dcgm=true").keys() - on_cpu == ALERTS[alerts.GPUS]
