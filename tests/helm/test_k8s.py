@@ -26,11 +26,12 @@ def test_references_are_pinned_and_files_are_there(path: Path) -> None:
     content = read(path)
     for chart in content.get("helmCharts", ()):
         assert re.fullmatch(r"v?\d+\.\d+\.\d+", chart["version"]), chart["name"]
+        assert chart["name"] == "prometheus-adapter" or chart["includeCRDs"], "kustomize leaves out the folder crds"
+        assert "prometheus" in chart["name"] or chart["skipHooks"], "kubectl runs those of the end of a release at once"
     for resource in content.get("resources", ()):
         remote = resource.startswith("https://")
         assert re.search(r"\?ref=v\d+\.\d+\.\d+$", resource) if remote else (path.parent / resource).is_file(), resource
     assert all((path.parent / patch["path"]).is_file() for patch in content.get("patches", ()))
-    assert content.get("helmCharts") or content.get("resources")
 
 
 def test_every_prerequisite_is_in_the_guide() -> None:
