@@ -73,9 +73,8 @@ class Job:
 
     def enter(self) -> None:
         if self.flow.stage is Stage.QUEUED:
-            flow, request = self.flow, self.request
+            flow, request, slo = self.flow, self.request, self.fleet.made_of.slo
             tokens, left = request.prompt + len(flow.outputs), request.max_tokens - len(flow.outputs)
-            slo = self.fleet.made_of.slo
             want = PlacementRequest(
                 tokens, left, slo=slo, session=request.session, page_size=PAGE, attempt=flow.attempt + 1
             )

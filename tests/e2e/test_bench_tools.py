@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from millrace_cli.cluster import TINY, ClusterSpec, LocalCluster
 from millrace_load.clients import Sample
@@ -23,7 +22,7 @@ from millrace_load.report import Report, Slo
 from millrace_load.serving import collect
 from millrace_load.serving_options import Settings
 from millrace_testing.cluster import SMALL
-from prometheus_client.parser import text_string_to_metric_families
+from millrace_testing.samples import total
 from rich.console import Console
 
 REQUESTS, CLIENTS, INPUT, OUTPUT = 8, 2, 40, 12
@@ -88,15 +87,6 @@ async def ours(url: str) -> Report:
         ignore_eos=True,
     )
     return Report.of((await collect(settings, Console(quiet=True))).samples, Slo())
-
-
-async def answered(url: str) -> float:
-    """Requests that the router has answered."""
-    async with httpx.AsyncClient(timeout=None) as client:
-        text = (await client.get(f"{url}/metrics")).text
-    lines = text_string_to_metric_families(text)
-    samples = [sample for family in lines for sample in family.samples if sample.name == "millrace_requests_total"]
-    return sum(sample.value for sample in samples if sample.labels["status"] == "ok")
 
 
 def check(theirs: Report, ours: Report, requests: int = REQUESTS) -> None:
@@ -202,7 +192,8 @@ async def test_guidellm(url: str, tmp_path: Path) -> None:
     (found,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
     totals = found["metrics"]["request_totals"]
     assert totals["errored"] == totals["incomplete"] == 0
-    assert found["scheduler_state"]["created_requests"] == await answered(url) == REQUESTS
+    assert found["scheduler_state"]["created_requests"] == REQUESTS
+    assert await total(url, "millrace_requests_total", status="ok") == REQUESTS
     # GuideLLM 0.8.1 loses the end of its last request at times, also with one process of its own.
     assert REQUESTS - 1 <= totals["successful"] <= REQUESTS
     samples = []

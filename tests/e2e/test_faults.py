@@ -17,7 +17,6 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import httpx
 import pytest
 import pytest_asyncio
 from millrace.v1 import admin_pb2, worker_pb2
@@ -30,7 +29,7 @@ from millrace_testing.cluster import ControlledCluster
 from millrace_testing.faulty_worker import FLAG
 from millrace_testing.oracle import oracle_outputs
 from millrace_testing.procs import PYTHONPATH
-from prometheus_client.parser import text_string_to_metric_families
+from millrace_testing.samples import samples
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -103,14 +102,7 @@ async def two_of_each() -> AsyncIterator[ControlledCluster]:
 
 async def retries(cluster: ControlledCluster) -> dict[str, float]:
     """How often the router tried again, by the reason of the failed attempt."""
-    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=None) as http:
-        text = (await http.get("/metrics")).text
-    return {
-        sample.labels["reason"]: sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == "millrace_retries_total"
-    }
+    return {one.labels["reason"]: one.value for one in await samples(cluster.http_url, "millrace_retries_total")}
 
 
 async def more_retries(cluster: ControlledCluster, before: dict[str, float]) -> dict[str, float]:

@@ -29,10 +29,7 @@ async def test_streams_leave_a_decode_worker_that_hangs(tmp_path: Path, monkeypa
         log_dir=tmp_path / "logs",
         worker_set=SLOW_DECODE,
     )
-    async with (
-        ControlledCluster(spec) as cluster,
-        Client(cluster.grpc_address, cluster.admin_address) as client,
-    ):
+    async with ControlledCluster(spec) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
 
         def rank() -> int:
             (found,) = ranks_of(cluster.pid("decode-0"))

@@ -15,8 +15,8 @@ from millrace_cli.cluster import ClusterSpec
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_testing.client import Answer, Client
 from millrace_testing.cluster import ControlledCluster, MixedSpec
+from millrace_testing.samples import total
 from millrace_testing.sim import expected
-from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio]  # tests/bench/test_fleet.py is fast
 
@@ -45,21 +45,14 @@ async def computed(client: Client) -> int:
     return sum(load.counters["prompt_tokens"] for worker in first for load in worker.load.replicas)
 
 
-async def counted(cluster: ControlledCluster, name: str) -> float:
-    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=None) as http:
-        text = (await http.get("/metrics")).text
-    families = text_string_to_metric_families(text)
-    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
-
-
 async def overload(spec: ClusterSpec, requests: int) -> list[Answer | MillraceError]:
     async with ControlledCluster(spec) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
         before = await computed(client)
         found = await asyncio.gather(*(answer(client, seed) for seed in range(requests)))
         workers = await client.wait_whole()
         served = sum(isinstance(one, Answer) for one in found)
-        assert await counted(cluster, "millrace_ejections_total") == 0
-        assert await counted(cluster, "millrace_retries_total") == 0
+        assert await total(cluster.http_url, "millrace_ejections_total") == 0
+        assert await total(cluster.http_url, "millrace_retries_total") == 0
         assert await computed(client) - before == served * PROMPT, "each prompt once, and none that was refused"
         # a few requests may be sent before a worker that is slow to report has reported the ones before
         assert sum(load.counters["preemptions"] for worker in workers for load in worker.load.replicas) <= requests // 8
@@ -127,4 +120,4 @@ async def test_prompt_that_waits_at_a_worker_outlives_router_limits() -> None:
         found = await asyncio.gather(*(answer(client, seed, 4) for seed in range(8)))
         for seed, one in enumerate(found):
             assert isinstance(one, Answer) and one.tokens == expected(prompt(seed), 4), one
-        assert await counted(cluster, "millrace_retries_total") == 0
+        assert await total(cluster.http_url, "millrace_retries_total") == 0

@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-import urllib.request
 
 import grpc
 import pytest
@@ -11,6 +10,7 @@ from millrace_cli.cluster import ClusterSpec, LocalCluster, server_command
 from millrace_rpc.client import channel
 from millrace_testing.client import Client
 from millrace_testing.procs import PYTHONPATH
+from millrace_testing.samples import total
 from millrace_testing.sim import expected, prompt_of
 
 PAGE = 64
@@ -40,20 +40,14 @@ async def cached_blocks(address: str) -> set[bytes]:
         return set(message.changes[0].stored)
 
 
-async def known_blocks(cluster: LocalCluster) -> int:
-    """Of the router's KV index."""
-    text = await asyncio.to_thread(lambda: urllib.request.urlopen(f"{cluster.http_url}/metrics").read())
-    rows = [line for line in text.decode().splitlines() if line.startswith("millrace_cache_blocks ")]
-    return int(float(rows[0].split()[1])) if rows else 0
-
-
 async def until_known(client: Client, cluster: LocalCluster, at_decode: int) -> None:
     """Until the decode workers have so many pages in their caches, and the router knows all of them."""
     while True:
         workers = await client.wait_whole()
         blocks = {worker.address: await cached_blocks(worker.address) for worker in workers}
         there = sum(len(blocks[worker.address]) for worker in workers if worker.info.role == DECODE)
-        if there >= at_decode and await known_blocks(cluster) == len(set().union(*blocks.values())):
+        known = await total(cluster.http_url, "millrace_cache_blocks")
+        if there >= at_decode and known == len(set().union(*blocks.values())):
             return
         await asyncio.sleep(0.02)
 

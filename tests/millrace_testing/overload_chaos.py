@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 from millrace.v1 import admin_pb2, admin_pb2_grpc
 from millrace_load.record import percentile
 from millrace_rpc.client import channel
@@ -26,6 +25,7 @@ from millrace_testing.chaos import FAULTS, ROUTER_SET, Load, Seen, alarms, strik
 from millrace_testing.chaos import Report as Streams
 from millrace_testing.client import Client
 from millrace_testing.nodes import TOKEN, System
+from millrace_testing.samples import total
 
 log = logging.getLogger(__name__)
 
@@ -201,11 +201,5 @@ async def _epochs(system: System) -> set[str]:
 
 async def _computed(system: System) -> int:
     """Requests that have reached a worker, by the routers' metrics."""
-    total = 0.0
-    async with httpx.AsyncClient(timeout=10) as http:
-        for router in system.routers:
-            text = (await http.get(f"http://{router.address('http')}/metrics")).text
-            total += sum(
-                map(float, re.findall(r'^millrace_stage_seconds_count\{.*stage="prefill".*\} (\S+)$', text, re.M))
-            )
-    return int(total)
+    urls = [f"http://{router.address('http')}" for router in system.routers]
+    return int(sum([await total(url, "millrace_stage_seconds_count", stage="prefill") for url in urls]))

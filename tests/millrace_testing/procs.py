@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from millrace_rpc.client import channel
 
 from millrace_testing import HANG_S
 from millrace_testing.paths import ROOT
+from millrace_testing.samples import total
 
 PYTHONPATH = ":".join(str(ROOT / part) for part in ("proto", "kernels", "services", "router", "bench", "tests"))
 SIM = ("engine=sim",)
@@ -138,13 +138,7 @@ class Worker:
             await asyncio.sleep(0.02)
 
     async def metric(self, name: str, **labels: str) -> float:
-        """One sample of /metrics; 0 when it is not there."""
-        url = f"http://127.0.0.1:{self.facts['metrics']}/metrics"
-        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=HANG_S).read().decode())
-        for line in text.splitlines():
-            if line.startswith(name) and all(f'{key}="{value}"' in line for key, value in labels.items()):
-                return float(line.rsplit(" ", 1)[1])
-        return 0.0
+        return await total(f"http://127.0.0.1:{self.facts['metrics']}", name, **labels)
 
 
 def _is_whole(load: worker_pb2.ReplicaLoad) -> bool:

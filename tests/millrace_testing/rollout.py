@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from millrace_rpc.client import routers
 from millrace_testing.client import Client
 from millrace_testing.cluster import ControlledCluster
 from millrace_testing.kube_server import KubeServer
+from millrace_testing.samples import total
 from millrace_testing.sim import expected
 
 CLIENTS = 6
@@ -126,7 +126,4 @@ async def routable(cluster: ControlledCluster, names: set[str]) -> None:
 
 async def retries(router: ControlledCluster, reason: str) -> float:
     """Further attempts of this router so far, after one that failed for this reason."""
-    url = f"{router.http_url}/metrics"
-    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
-    row = f'millrace_retries_total{{reason="{reason}"}} '
-    return sum(float(line.removeprefix(row)) for line in text.splitlines() if line.startswith(row))
+    return await total(router.http_url, "millrace_retries_total", reason=reason)

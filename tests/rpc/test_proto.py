@@ -12,6 +12,7 @@ PROTO = ROOT / "proto"
 # The path of a descriptor in a FileDescriptorProto is a list of field numbers and indices, see descriptor.proto.
 MESSAGE, ENUM, SERVICE = 4, 5, 6
 FIELD, NESTED_MESSAGE, NESTED_ENUM, ENUM_VALUE, METHOD = 2, 3, 4, 2, 2
+Elements = Iterator[tuple[tuple[int, ...], str]]  # path and name
 
 
 @pytest.fixture(scope="module")
@@ -25,17 +26,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[descriptor_pb2.FileD
     return list(found)
 
 
-def enum_paths(
-    enum: descriptor_pb2.EnumDescriptorProto, path: tuple[int, ...]
-) -> Iterator[tuple[tuple[int, ...], str]]:
+def enum_paths(enum: descriptor_pb2.EnumDescriptorProto, path: tuple[int, ...]) -> Elements:
     yield path, enum.name
     for i, value in enumerate(enum.value):
         yield (*path, ENUM_VALUE, i), f"{enum.name}.{value.name}"
 
 
-def message_paths(
-    message: descriptor_pb2.DescriptorProto, path: tuple[int, ...]
-) -> Iterator[tuple[tuple[int, ...], str]]:
+def message_paths(message: descriptor_pb2.DescriptorProto, path: tuple[int, ...]) -> Elements:
     yield path, message.name
     for i, field in enumerate(message.field):
         yield (*path, FIELD, i), f"{message.name}.{field.name}"
@@ -46,7 +43,7 @@ def message_paths(
             yield from message_paths(nested, (*path, NESTED_MESSAGE, i))
 
 
-def element_paths(file: descriptor_pb2.FileDescriptorProto) -> Iterator[tuple[tuple[int, ...], str]]:
+def element_paths(file: descriptor_pb2.FileDescriptorProto) -> Elements:
     for i, message in enumerate(file.message_type):
         yield from message_paths(message, (MESSAGE, i))
     for i, enum in enumerate(file.enum_type):

@@ -154,8 +154,8 @@ def test_nothing_is_lost(events: list[tuple[str, str, int, int]]) -> None:
             waiting.append(line.add(tenant, tokens, priority, paid=event == "retry", late_at=float(tokens)))
         elif event == "late":
             line.queue.turn_late(float(tokens))
-            in_time = [it for it in reversed(waiting) if not (it.paid or it.place.late)]
-            firsts = {(it.place.priority, it.place.tenant): it.late_at for it in in_time}
+            same = [t for t in reversed(waiting) if t.place.priority == priority and not (t.paid or t.place.late)]
+            firsts = {t.place.tenant: t.late_at for t in same}
             assert all(late_at > tokens for late_at in firsts.values())
         elif event == "charge":
             line.queue.charge(Place(priority, 0, tenant, WEIGHTS[tenant]), tokens)
