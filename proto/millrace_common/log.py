@@ -5,10 +5,12 @@ makes a line of its own. Text of several lines (tracebacks, tables of `extra={"l
 `MARGIN`. What requests and connections can cause at any rate is written once per second and place in the code.
 """
 
+import contextlib
 import contextvars
 import logging
 import math
 import sys
+from collections.abc import Iterator
 
 from millrace_common.quoted import cut, printable
 
@@ -76,3 +78,12 @@ def setup(process: str, level: str = "INFO") -> None:
     logging.captureWarnings(True)
     for noisy in ("asyncio", "grpc", "httpx", "httpcore", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))
+
+
+@contextlib.contextmanager
+def survived(log: logging.Logger, what: str, *facts: object) -> Iterator[None]:
+    """A fault of ours in the block is logged, and ends the block alone: whoever runs it serves others, too."""
+    try:
+        yield
+    except Exception:
+        log.exception(what, *facts, extra=PER_REQUEST, stacklevel=3)  # the place of the block

@@ -91,7 +91,7 @@ class MillraceError(Exception):
         if isinstance(error, MillraceError):
             return error
         if log is not None:
-            log.error(what, *facts, exc_info=error, extra=PER_REQUEST)
+            log.error(what, *facts, exc_info=error, extra=PER_REQUEST, stacklevel=2)
         return cls(Reason.INTERNAL, f"{type(error).__name__}: {error}")
 
     @property

@@ -69,9 +69,7 @@ async def worker_info(address: str, identity: Identity | None = None, token: str
     )
 
 
-async def workers(
-    admin_address: str, identity: Identity | None = None, token: str = ""
-) -> list[admin_pb2.WorkerStatus] | None:
+async def workers(admin_address: str, identity: Identity | None = None) -> list[admin_pb2.WorkerStatus] | None:
     with contextlib.suppress(grpc.RpcError):
-        return await listed(admin_address, identity, token)
+        return await listed(admin_address, identity, "")
     return None

@@ -1,5 +1,6 @@
 import gc
 import logging
+from contextlib import closing
 
 import pytest
 from millrace_common import gc_hooks
@@ -9,13 +10,10 @@ from prometheus_client import CollectorRegistry
 
 
 def test_every_collection_is_measured_with_its_generation() -> None:
-    watch = gc_hooks.PauseWatch("p")
-    try:
+    with closing(gc_hooks.PauseWatch("p")) as watch:
         gc.collect(0)
         gc.collect(2)
         pauses = watch.take()
-    finally:
-        watch.close()
     assert {pause.generation for pause in pauses} >= {0, 2}
     assert all(pause.seconds >= 0 for pause in pauses) and watch.take() == []
     gc.collect(2)
@@ -40,14 +38,11 @@ def test_long_pauses_are_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_process_counts_its_freezes_and_pauses() -> None:
     metrics = Metrics(PROCESS, CollectorRegistry())
-    own = ProcessGc("router", metrics)
     value = metrics.registry.get_sample_value
-    try:
+    with closing(ProcessGc("router", metrics)) as own:
         assert own.freeze() > 1000
         gc.collect(1)
         own.report()
-    finally:
-        own.close()
     assert value("millrace_gc_freezes_total", {"process": "router"}) == 1
     assert value("millrace_gc_pause_seconds_count", {"process": "router", "generation": "2"}) >= 1
     assert value("millrace_gc_pause_seconds_count", {"process": "router", "generation": "1"}) >= 1

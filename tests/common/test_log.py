@@ -132,6 +132,13 @@ def test_errors_of_two_kinds_from_one_place_are_both_written() -> None:
     assert [line.partition("\n")[0] for line in written.lines] == ["ValueError", "OSError"]
 
 
+def test_a_fault_that_is_survived_is_logged_where_it_happened(caplog: pytest.LogCaptureFixture) -> None:
+    with log.survived(logging.getLogger("x"), "%s broke", "it"):
+        raise KeyError
+    (record,) = caplog.records
+    assert record.getMessage() == "it broke" and record.exc_info and record.pathname == __file__
+
+
 def test_all_of_a_request_is_sparing_and_the_rest_is_not() -> None:
     written = Written()
     token = log.request_id.set("r-1")

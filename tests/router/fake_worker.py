@@ -31,7 +31,8 @@ PREFILL, DECODE, UNIFIED = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE, work
 FLEXIBLE = worker_pb2.ROLE_FLEXIBLE
 READY = worker_pb2.WORKER_STATE_READY
 VOCAB, CONTEXT, MODEL = 300, 512, "tiny"
-Behaviour = Callable[["FakeWorker", worker_pb2.EngineRequest], AsyncIterator[worker_pb2.SequenceOutput]]
+Outputs = AsyncIterator[worker_pb2.SequenceOutput]
+Behaviour = Callable[["FakeWorker", worker_pb2.EngineRequest], Outputs]
 
 
 def oracle(prompt: list[int], position: int, seed: int = 0) -> int:
@@ -70,7 +71,12 @@ def failure(request: worker_pb2.EngineRequest, reason: str) -> worker_pb2.Sequen
     )
 
 
-async def normal(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
+def behaviour(says: Callable[..., Outputs]) -> Callable[..., Behaviour]:
+    """Called with the further arguments, it makes a Behaviour."""
+    return lambda *given, **named: lambda worker, request: says(worker, request, *given, **named)
+
+
+async def normal(worker: FakeWorker, request: worker_pb2.EngineRequest) -> Outputs:
     start, end = request.num_prior_outputs, request.sampling.max_tokens
     if worker.role == PREFILL or (request.id.room, request.id.attempt) in worker.exports:
         yield output(request, start, finish=common_pb2.FINISH_REASON_LENGTH if start + 1 == end else 0)
@@ -80,52 +86,40 @@ async def normal(worker: FakeWorker, request: worker_pb2.EngineRequest) -> Async
         yield output(request, i, finish=common_pb2.FINISH_REASON_LENGTH if i + 1 == end else 0)
 
 
-def fails(reason: str, after: int = 0) -> Behaviour:
+@behaviour
+async def fails(worker: FakeWorker, request: worker_pb2.EngineRequest, reason: str, after: int = 0) -> Outputs:
     """`after` tokens, then an error."""
-
-    async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
-        for i in range(after):
-            yield output(request, request.num_prior_outputs + i)
-        yield failure(request, reason)
-
-    return behave
+    for i in range(after):
+        yield output(request, request.num_prior_outputs + i)
+    yield failure(request, reason)
 
 
-def hangs(after: int = 0) -> Behaviour:
+@behaviour
+async def hangs(worker: FakeWorker, request: worker_pb2.EngineRequest, after: int = 0) -> Outputs:
     """`after` tokens, then nothing until it is aborted."""
-
-    async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
-        for i in range(after):
-            yield output(request, request.num_prior_outputs + i)
-        await asyncio.Event().wait()
-
-    return behave
+    for i in range(after):
+        yield output(request, request.num_prior_outputs + i)
+    await asyncio.Event().wait()
 
 
-def waits(go: asyncio.Event, after: int) -> Behaviour:
+@behaviour
+async def waits(worker: FakeWorker, request: worker_pb2.EngineRequest, go: asyncio.Event, after: int) -> Outputs:
     """`after` tokens; the rest once the event is set."""
-
-    async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
-        for i in range(request.num_prior_outputs, request.sampling.max_tokens):
-            if i == after:
-                await go.wait()
-            last = i + 1 == request.sampling.max_tokens
-            yield output(request, i, finish=common_pb2.FINISH_REASON_LENGTH if last else 0)
-
-    return behave
+    for i in range(request.num_prior_outputs, request.sampling.max_tokens):
+        if i == after:
+            await go.wait()
+        last = i + 1 == request.sampling.max_tokens
+        yield output(request, i, finish=common_pb2.FINISH_REASON_LENGTH if last else 0)
 
 
-def dies(after: int = 0) -> Behaviour:
+@behaviour
+async def dies(worker: FakeWorker, request: worker_pb2.EngineRequest, after: int = 0) -> Outputs:
     """`after` tokens, then the worker's process is gone."""
-
-    async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
-        for i in range(after):
-            yield output(request, request.num_prior_outputs + i)
-        await asyncio.sleep(0.01)
-        worker.dying = asyncio.create_task(worker.stop())
-        await asyncio.Event().wait()
-
-    return behave
+    for i in range(after):
+        yield output(request, request.num_prior_outputs + i)
+    await asyncio.sleep(0.01)
+    worker.dying = asyncio.create_task(worker.stop())
+    await asyncio.Event().wait()
 
 
 class FakeWorker(

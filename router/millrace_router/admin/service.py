@@ -21,7 +21,6 @@ from millrace_router.admin.traffic import Recent
 from millrace_router.fleet.registry import Registry
 from millrace_router.fleet.worker import Worker
 from millrace_router.policy.choose import Decision
-from millrace_router.policy.snapshot import PrefixFetch
 
 SERVICE = "millrace.v1.Admin"
 T = TypeVar("T")
@@ -137,25 +136,20 @@ async def _each(workers: list[Worker], call: Callable[[Worker], Awaitable[T]]) -
 
 
 def _explained(decision: Decision) -> pb.PlacementDecision:
-    want = decision.situation.want
+    want, found = decision.situation.want, decision.placement.prefix_fetch
+    prefix_fetch = found and pb.PrefixFetch(
+        address=found.source.address,
+        replica=found.source.index,
+        num_pages=found.num_pages,
+        fetch_seconds=found.fetch_s,
+        compute_seconds=found.compute_s,
+        taken=found.worthwhile,
+    )
     return pb.PlacementDecision(
         attempt=want.attempt,
         route=decision.route,
         prompt_tokens=want.tokens,
         cached_tokens=decision.cached_tokens,
         selections=decision.explain(),
-        prefix_fetch=_prefix_fetch(decision.placement.prefix_fetch),
-    )
-
-
-def _prefix_fetch(prefix_fetch: PrefixFetch | None) -> pb.PrefixFetch | None:
-    if prefix_fetch is None:
-        return None
-    return pb.PrefixFetch(
-        address=prefix_fetch.source.address,
-        replica=prefix_fetch.source.index,
-        num_pages=prefix_fetch.num_pages,
-        fetch_seconds=prefix_fetch.fetch_s,
-        compute_seconds=prefix_fetch.compute_s,
-        taken=prefix_fetch.worthwhile,
+        prefix_fetch=prefix_fetch,
     )

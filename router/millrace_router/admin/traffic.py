@@ -5,16 +5,20 @@ Prometheus keeps longer and finer histories. This one needs nothing but the rout
 
 import asyncio
 import itertools
+import logging
 import math
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from millrace.v1 import admin_pb2 as pb
+from millrace_common.log import survived
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.samples import Sample as Series
 
 from millrace_router.flow.inference import Inference
+
+log = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
 SPANS = 60  # of a period each: five minutes
@@ -44,7 +48,8 @@ class Recent:
         """Take samples until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            self.take(loop.time())
+            with survived(log, "cannot take a sample of the router's metrics"):  # which nobody would take again
+                self.take(loop.time())
             await asyncio.sleep(PERIOD_S)
 
     def take(self, now: float) -> None:

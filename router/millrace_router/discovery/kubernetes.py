@@ -80,10 +80,6 @@ class KubernetesSource:
         if not self._stopped.is_set():
             self._listener.on_targets(self._store.targets())
 
-    def _on_trouble(self, kind: str) -> None:
-        if not self._stopped.is_set():
-            self._listener.on_trouble(kind)
-
     # ------------------------------------------------------------------------------------- in the thread
 
     def _run(self) -> None:
@@ -106,7 +102,7 @@ class KubernetesSource:
                 call, kind = None, trouble(error)
                 what = f"{verb} {config.objects} of namespace {namespace}"
                 log.warning("cannot %s (%s), listing again: %s", what, kind, explain(error))
-                self._tell(self._on_trouble, kind)
+                self._tell(self._listener.on_trouble, kind)
                 if time.monotonic() - listed > timing.longest_pause:
                     pause = timing.first_pause
                 self._stopped.wait(pause * random.uniform(0.5, 1.0))

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from millrace_common.json_values import JsonObject
+from millrace_common.log import survived
 
 from millrace_router.config import KubernetesConfig
 from millrace_router.discovery.base import Target, join, one_per_address
@@ -95,6 +96,7 @@ class Store:
                 by_key[target.key] = target
         return one_per_address(by_key.values())
 
+    @survived(log, "left out an object of the cluster that cannot be read")  # those behind it in a list come too
     def _put(self, item: Object) -> None:
         meta = item["metadata"]
         self._found[meta["uid"]] = meta.get("creationTimestamp") or "", self._convert(item, self._config)

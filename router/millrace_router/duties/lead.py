@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from millrace.v1 import worker_pb2
+from millrace_common.log import survived
 from millrace_common.metrics import Metrics
 from millrace_common.split import Capacity, DutySplit
 from millrace_common.step_times import StepTimes
@@ -45,10 +46,8 @@ class Lead:
         """Until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
-            try:
+            with survived(log, "cannot decide the duties of flexible workers"):  # which would never change again
                 await self.tick()
-            except Exception:  # garbage of a worker's, or a fault of ours: the duties would never change again
-                log.exception("cannot decide the duties of flexible workers")
 
     async def tick(self) -> None:
         workers = self.fleet()

@@ -54,11 +54,8 @@ class CacheFeeds:
             why, replicas = "", set[int]()
             try:
                 await self._follow(index, worker, epoch, replicas)
-            except MillraceError as error:
-                why = error.message
-            except Exception as error:  # garbage of the worker's, or a fault of ours: it would never be followed again
-                log.exception("the cache feed of %s broke unexpectedly", worker.address)
-                why = f"{type(error).__name__}: {error}"
+            except Exception as error:  # also garbage of the worker's, or a fault of ours: nobody would follow it again
+                why = MillraceError.of(error, log, "the cache feed of %s broke unexpectedly", worker.address).message
             finally:
                 for replica in replicas:
                     index.forget((epoch, replica))

@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 
 import grpc
 from millrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
-from millrace_common.log import PER_REQUEST
+from millrace_common.log import survived
 from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 from millrace_rpc.client import reply
@@ -93,7 +93,8 @@ class Link:
             for wait in response.outputs.waits:
                 sub = subs.get(wait.id.room)
                 if sub is not None and sub.attempt == wait.id.attempt:
-                    sub.on_wait(wait.over, now)
+                    with survived(log, "a wait at %s cannot be noted", self.address):
+                        sub.on_wait(wait.over, now)
 
     def submit(
         self, request: worker_pb2.EngineRequest, source: Source, sub: OutputReceiver, *, exports: bool = False
@@ -140,10 +141,8 @@ class Link:
 
     def _fail(self, sub: OutputReceiver, error: MillraceError) -> None:
         """A fault of ours with one sub-request costs no other: they would be lost, or never hear of a loss."""
-        try:
+        with survived(log, "a sub-request on %s did not take its failure", self.address):
             sub.on_failure(error)
-        except Exception:
-            log.exception("a sub-request on %s did not take its failure", self.address, extra=PER_REQUEST)
 
     async def _send(self) -> None:
         """Write the queued messages. Returns when the stream is broken; `run` raises the reason."""

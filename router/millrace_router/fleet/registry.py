@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 from millrace.v1 import admin_pb2, worker_pb2
 from millrace_common import deployment_secret
+from millrace_common.log import survived
 from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 from millrace_rpc.access import token
@@ -230,6 +231,7 @@ class Registry:
 
     # ------------------------------------------------------------------------------------- what workers say
 
+    @survived(log, "the state of the workers could not be derived")  # who calls would end with it: a worker's task
     def _changed(self) -> None:
         """A worker, or a pair, is in another state."""
         workers = self.workers.values()

@@ -132,11 +132,8 @@ class Warmups:
         while True:
             try:
                 await self._once(progress)
-            except MillraceError as error:
-                failure = error
-            except Exception as error:  # garbage of a worker's, or a fault of ours: it would never be tried again
-                log.exception("the warm-up of %s broke unexpectedly", progress.names)
-                failure = MillraceError.of(error)
+            except Exception as error:  # also garbage of a worker's, or a fault of ours: it would never be tried again
+                failure = MillraceError.of(error, log, "the warm-up of %s broke unexpectedly", progress.names)
             else:
                 log.info("warmed and frozen: %s", progress.names)
                 progress.stage, progress.detail = PairStage.READY, ""

@@ -212,7 +212,7 @@ class Worker:
             output_tokens_per_s=load.output_tokens_per_s,
             read_bytes_per_s=self.load.read_bytes_per_s if self.load else 0.0,
             prefix_fetch_s=self.load.prefix_fetch_seconds if self.load else 0.0,
-            times=_times(load.step_times),
+            times=StepTimes(*(getattr(load.step_times, part.name) for part in fields(StepTimes))),
             streams=streams,
             flexible=self.flexible,
         )
@@ -242,15 +242,12 @@ class Worker:
                 self.info = await self._ask()
                 ready = asyncio.Event()
                 await _first_end(self._watch(ready), self._hold_link(ch, ready))
-        except MillraceError as error:
-            return error
         except grpc.RpcError as error:
             return from_rpc_error(error)
         except TimeoutError:
             return MillraceError(Reason.WORKER_LOST, "it is silent")
-        except Exception as error:  # garbage of the worker's, or a fault of ours: it would never be connected again
-            log.exception("the connection to worker %s broke unexpectedly", self.address)
-            return MillraceError.of(error)
+        except Exception as error:  # also garbage of the worker's, or a fault of ours: it would never connect again
+            return MillraceError.of(error, log, "the connection to worker %s broke unexpectedly", self.address)
         finally:
             self._control = None  # also by a cancellation: a hook or an operator's call may still have this worker
         raise AssertionError("both go on until one fails")
@@ -329,10 +326,6 @@ class Worker:
             return False
         self._stuck = None
         return True
-
-
-def _times(times: worker_pb2.StepTimes) -> StepTimes:
-    return StepTimes(*(getattr(times, part.name) for part in fields(StepTimes)))
 
 
 async def _first_end(*calls: Coroutine[None, None, None]) -> None:

@@ -119,7 +119,7 @@ class Generation:
         job = self.job
         self._backend.demand.arrived(len(job.token_ids), job.sampling.max_tokens, self.slo, job.least_outputs)
         self._arm()
-        self._enter()
+        self._safely(self._enter)
 
     def stop(self) -> None:
         self.perform(self.flow.stop())
@@ -144,6 +144,13 @@ class Generation:
                 case Mismatch():
                     self._backend.metrics.mismatches.inc()
         self._settle()
+
+    def _safely(self, step: Callable[[], None]) -> None:
+        """A fault of ours ends the request: nothing else would, and the loop tells nobody of an exception."""
+        try:
+            step()
+        except Exception as error:
+            self.cancel(MillraceError.of(error, log, "a request cannot go on"))
 
     # ------------------------------------------------------------------------------------- the queue
 
@@ -200,7 +207,7 @@ class Generation:
             self.flow.give_up()
             return
         self._backend.metrics.retries.labels(reason=str(retry.reason)).inc()
-        self._again = self._loop.call_later(retry.delay_s, self._enter)
+        self._again = self._loop.call_later(retry.delay_s, self._safely, self._enter)
 
     # ------------------------------------------------------------------------------------- the workers
 
@@ -238,14 +245,12 @@ class Generation:
             link.submit(request, source, _LinkedSubRequest(self, sub, link), exports=sub is SubRequest.PREFILL)
             source = worker.source()
 
-    def _prefix(self, prefix_fetch: PrefixFetch | None) -> prefill_pb2.KvPrefixRef | None:
+    def _prefix(self, found: PrefixFetch | None) -> prefill_pb2.KvPrefixRef | None:
         """Where the prefill worker gets leading pages of the prompt."""
-        if prefix_fetch is None:
+        if found is None:
             return None
-        source = self._backend.registry.workers[prefix_fetch.source.address].source()
-        return prefill_pb2.KvPrefixRef(
-            worker=source, replica=prefix_fetch.source.index, num_pages=prefix_fetch.num_pages
-        )
+        source = self._backend.registry.workers[found.source.address].source()
+        return prefill_pb2.KvPrefixRef(worker=source, replica=found.source.index, num_pages=found.num_pages)
 
     def _request(self, replica: int) -> worker_pb2.EngineRequest:
         """All but the token ids."""
@@ -309,7 +314,7 @@ class Generation:
             if self._timer is not None:
                 self._timer.cancel()
             self._timer_at = expires
-            self._timer = self._loop.call_at(expires, self._tick)
+            self._timer = self._loop.call_at(expires, self._safely, self._tick)
 
     def _tick(self) -> None:
         self._timer, now = None, self._loop.time()

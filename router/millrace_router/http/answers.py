@@ -99,24 +99,20 @@ async def on_error(request: Request, error: Exception) -> Response:
         if request.method == "OPTIONS" and error.status_code == 405:
             return Response(None, 204, error.headers)
         unknown = MillraceError(Reason.NOT_FOUND, f"{request.method} {cut(request.url.path)}: {error.detail}")
-        return json_answer(_body(request, unknown), error.status_code, {**(error.headers or {}), **_names()})
+        return json_answer(_body(request, unknown), error.status_code, {**(error.headers or {}), **request_names()})
     error = gone() if isinstance(error, ClientDisconnect) else MillraceError.of(error)
     if request.method == "POST":
         caller.get().tenant.refused(error, request.scope.get(SIZE, 0), time.monotonic())
     headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else {}
     if error.reason is Reason.UNSUPPORTED_ENCODING:
         headers["accept-encoding"] = ", ".join(encodings.CODINGS)
-    return json_answer(_body(request, error), error.row.http, headers | _names())
+    return json_answer(_body(request, error), error.row.http, headers | request_names())
 
 
-def _names() -> dict[str, str]:
-    name = request_id.get()
-    return request_names(name) if name else {}
-
-
-def request_names(name: str) -> dict[str, str]:
-    """The headers by which the clients of OpenAI and of Anthropic tell which request it was."""
-    return {"x-request-id": name, "request-id": name}
+def request_names(name: str = "") -> dict[str, str]:
+    """The headers that tell the clients of OpenAI and of Anthropic which request it was; by default the present one."""
+    name = name or request_id.get()
+    return {"x-request-id": name, "request-id": name} if name else {}
 
 
 def anthropic_error(error: MillraceError) -> JsonObject:

@@ -125,11 +125,9 @@ class Decision:
             if replica is not None:
                 found[f"millrace.route.{role}"] = f"{replica.address}/{replica.index}"
                 found[f"millrace.route.{role}_policy"] = str(policy)
-        if self.prefix_fetch is not None:
-            found["millrace.route.prefix_source"] = (
-                f"{self.prefix_fetch.source.address}/{self.prefix_fetch.source.index}"
-            )
-            found["millrace.route.prefix_pages"] = self.prefix_fetch.num_pages
+        if (fetched := self.prefix_fetch) is not None:
+            found["millrace.route.prefix_source"] = f"{fetched.source.address}/{fetched.source.index}"
+            found["millrace.route.prefix_pages"] = fetched.num_pages
         return found
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
+from millrace_common.log import survived
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
@@ -146,7 +147,7 @@ class Admission:
                 continue  # served, once another had left the places that are looked at
             self.leave(victim)
             message = "the queue is full, and this tenant holds the largest share of it"
-            victim.refuse(MillraceError(Reason.QUEUE_FULL, message, retry_after_s=self.drained_in()))
+            _refuse(victim, MillraceError(Reason.QUEUE_FULL, message, retry_after_s=self.drained_in()))
 
     def wait_of(self, place: Place, tokens: int) -> float | None:
         """The estimated wait of a newcomer, in seconds. None: unknown. 0 for an empty queue."""
@@ -208,7 +209,7 @@ class Admission:
             if ticket.waiting and seconds > left:
                 self._queue.remove(ticket)
                 self._on_size(len(self))
-                ticket.refuse(_too_late(seconds, max(left, 0.0)))
+                _refuse(ticket, _too_late(seconds, max(left, 0.0)))
 
     def _run(self, serve_one: Callable[[], bool]) -> None:
         self._pumping = True
@@ -230,7 +231,7 @@ class Admission:
                 decision = self._places.choose(want) if only is None or ticket is only else None
             except Exception as error:  # no worker will ever serve it
                 self.leave(ticket)
-                ticket.refuse(_failure(error))
+                _refuse(ticket, error)
                 return True
             if decision is not None:
                 for other in before:
@@ -254,12 +255,13 @@ class Admission:
         try:
             ticket.serve(decision)
         except Exception as error:
-            ticket.refuse(_failure(error))
+            _refuse(ticket, error)
 
 
-def _failure(error: Exception) -> MillraceError:
+@survived(log, "a request did not take its refusal")
+def _refuse(ticket: Ticket, error: Exception) -> None:
     """A fault of ours costs its request alone: whoever called the queue would lose more, and others wait in it."""
-    return MillraceError.of(error, log, "a request could not be placed")
+    ticket.refuse(MillraceError.of(error, log, "a request could not be placed"))
 
 
 def _too_late(wait: float, allowed: float) -> MillraceError:

@@ -5,7 +5,9 @@ import math
 import re
 import socket
 from collections.abc import AsyncIterator, Callable
+from itertools import chain, repeat
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import httpx
 import pytest
@@ -314,7 +316,9 @@ async def test_the_policy_names_the_public_port_of_the_same_host(operate: Callab
 
 
 async def test_operators_are_told_of_it(operate: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind a sample that could not be taken."""
     monkeypatch.setattr(traffic, "PERIOD_S", 0.01)
+    monkeypatch.setattr(traffic, "sample", Mock(wraps=traffic.sample, side_effect=chain([KeyError], repeat(DEFAULT))))
     made, http = await operate(FakeWorker(UNIFIED))
     await made.generate([1, 2, 3])
     while True:

@@ -179,7 +179,8 @@ def test_a_list_replaces_what_events_have_said() -> None:
     store.apply("ADDED", first)
     store.apply("BOOKMARK", {"metadata": {"resourceVersion": "7"}})
     assert len(store.targets()) == 1
-    store.replace([second])
+    odd = {"metadata": {"uid": "odd"}, "status": None}  # no pod, and it hides none behind it
+    store.replace([odd, second])
     assert [target.name for target in store.targets()] == ["b"]
     store.apply("DELETED", first)  # an event that came late
     assert [target.name for target in store.targets()] == ["b"]

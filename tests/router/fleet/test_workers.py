@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from itertools import chain, repeat
 from types import SimpleNamespace
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import DEFAULT, AsyncMock, Mock
 
 import grpc
 import pytest
@@ -193,7 +194,10 @@ async def test_a_worker_that_is_let_go_is_lost_to_who_still_has_it() -> None:
 
 
 async def test_a_fault_of_ours_does_not_lose_the_worker_for_ever(cluster: Callable) -> None:
+    """Nor does one with the states of all workers, when it is lost."""
     made = await cluster(FakeWorker(UNIFIED))
+    keep = made.router.registry.health.keep
+    made.router.registry.health.keep = Mock(wraps=keep, side_effect=chain([KeyError] * 2, repeat(DEFAULT)))
     worker = made.router.registry.workers[made.workers[0].address]
     worker.link.on_message = Mock(side_effect=KeyError("a fault"))
     sub = SimpleNamespace(attempt=0, on_failure=lambda error: None)
@@ -299,21 +303,25 @@ def linked_subs(heard: list[object], **broken: Callable) -> Link:
     """A Link with the sub-requests of two rooms, the first of which has the `broken` methods."""
     link = Link(UNIFIED, "a:1", build())
     for room in (1, 2):
-        told = {name: lambda what, *_: heard.append(what) for name in ("on_output", "on_failure")}
+        told = {name: lambda what, *_: heard.append(what) for name in ("on_output", "on_wait", "on_failure")}
         sub = SimpleNamespace(attempt=0, **(told | broken if room == 1 else told))
         link.submit(worker_pb2.EngineRequest(id={"room": room}), None, sub)  # type: ignore[arg-type]
     return link
 
 
-async def test_an_output_that_breaks_its_sub_request_breaks_no_other() -> None:
-    heard: list[object] = []
-    link = linked_subs(heard, on_output=Mock(side_effect=KeyError), on_failure=lambda error: heard.append(error.reason))
+@pytest.mark.parametrize("broken", ["on_output", "on_wait"])
+async def test_what_breaks_one_sub_request_breaks_no_other(broken: str) -> None:
+    """One that cannot note a wait goes on."""
+    heard, fault = list[object](), {broken: Mock(side_effect=KeyError)}
+    link = linked_subs(heard, **fault, on_failure=lambda error: heard.append(error.reason))
     outputs = [worker_pb2.SequenceOutput(id={"room": room}) for room in (1, 2)]
-    step = worker_pb2.LinkResponse(outputs=worker_pb2.StepOutputs(outputs=outputs))
+    waits = [worker_pb2.Wait(id={"room": room}, over=True) for room in (1, 2)]
+    step = worker_pb2.LinkResponse(outputs=worker_pb2.StepOutputs(outputs=outputs, waits=waits))
     link._read = AsyncMock(side_effect=[step, EOFError])  # type: ignore[method-assign]
     with pytest.raises(EOFError):
         await link.run()
-    assert heard == [Reason.INTERNAL, outputs[1]] and link.in_flight == 1
+    first, left = (Reason.INTERNAL, 1) if broken == "on_output" else (outputs[0], 2)
+    assert heard == [first, outputs[1], True] and link.in_flight == left
 
 
 def test_one_sub_request_that_fails_to_fail_keeps_no_other_from_it() -> None:

@@ -1,34 +1,31 @@
 """What a router makes of the room, the waits and the contexts that workers report."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 from millrace.v1 import common_pb2, inference_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_router.fleet import worker as worker_module
 from millrace_rpc.errors import from_rpc_error
-from router.fake_worker import DECODE, PREFILL, UNIFIED, Behaviour, FakeWorker, expected, hangs, output, waits
+from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, Outputs, behaviour, expected, hangs, output, waits
 
 PROMPT = [64, 65, 66, 67]
 
 
-def tells(after: int, go: asyncio.Event) -> Behaviour:
+@behaviour
+async def tells(worker: FakeWorker, request: worker_pb2.EngineRequest, after: int, go: asyncio.Event) -> Outputs:
     """`after` tokens, then a wait that the worker tells of, then the rest."""
-
-    async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
-        for i in range(after):
-            yield output(request, i)
-        stale = common_pb2.AttemptId(room=request.id.room, attempt=request.id.attempt + 1)
-        worker.tell(stale, over=False)
-        worker.tell(request.id, over=False)
-        worker.tell(stale, over=True)
-        await go.wait()
-        worker.tell(request.id, over=True)
-        for i in range(after, 1 if worker.role == PREFILL else 8):
-            yield output(request, i, finish=common_pb2.FINISH_REASON_LENGTH if i == 7 else 0)
-
-    return behave
+    for i in range(after):
+        yield output(request, i)
+    stale = common_pb2.AttemptId(room=request.id.room, attempt=request.id.attempt + 1)
+    worker.tell(stale, over=False)
+    worker.tell(request.id, over=False)
+    worker.tell(stale, over=True)
+    await go.wait()
+    worker.tell(request.id, over=True)
+    for i in range(after, 1 if worker.role == PREFILL else 8):
+        yield output(request, i, finish=common_pb2.FINISH_REASON_LENGTH if i == 7 else 0)
 
 
 @pytest.mark.parametrize(

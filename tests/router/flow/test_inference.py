@@ -9,8 +9,10 @@ import grpc
 import pytest
 from millrace_common.reasons import Reason
 from millrace_router.flow.ask import Ask
+from millrace_router.flow.generation import Generation
 from millrace_router.flow.inference import Answer, Inference
 from millrace_router.flow.stream import AnswerText
+from millrace_router.queue.admission import Admission
 from millrace_router.queue.tenant import Bucket, Caller, Tenant, caller
 from millrace_rpc.errors import MillraceError
 from router.fake_worker import DECODE, PREFILL, FakeWorker, expected, fails
@@ -33,11 +35,21 @@ async def test_a_client_that_leaves_while_its_prompt_is_read_is_counted(pair: Cl
     await pair.until(lambda: pair.metric("millrace_requests_total", api="grpc", status="cancelled") == 1)
 
 
-@pytest.mark.parametrize("read", [(Inference, "tokenize"), (AnswerText, "push")], ids=["prompt", "answer"])
-async def test_our_fault_is_counted(pair: Cluster, monkeypatch: pytest.MonkeyPatch, read: tuple[type, str]) -> None:
-    monkeypatch.setattr(*read, Mock(side_effect=RecursionError))
+PLACES = [(Inference, "tokenize"), (Admission, "enter"), (AnswerText, "push")]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=["prompt", "queue", "answer"])
+async def test_our_fault_is_counted(pair: Cluster, monkeypatch: pytest.MonkeyPatch, place: tuple[type, str]) -> None:
+    monkeypatch.setattr(*place, Mock(side_effect=RecursionError))
     assert (await pair.generate(PROMPT)).error.code() is grpc.StatusCode.INTERNAL
     assert pair.metric("millrace_requests_total", api="grpc", status="internal") == 1
+    await pair.quiet()
+
+
+async def test_our_fault_at_a_time_limit_is_an_end(cluster: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Generation, "_due_since", Mock(side_effect=KeyError))
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE, capacity=0), timeouts={"queue": 0.01})
+    assert (await made.generate(PROMPT)).error.code() is grpc.StatusCode.INTERNAL
 
 
 async def test_who_is_over_its_rate_takes_nobodys_place(cluster: Callable) -> None:

@@ -16,6 +16,8 @@ from router.fake_worker import (
     READY,
     Behaviour,
     FakeWorker,
+    Outputs,
+    behaviour,
     dies,
     expected,
     fails,
@@ -31,17 +33,16 @@ STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 STAGES = ("route", "queue", "prefill", "first_token", "kv_transfer", "decode", "total")
 
 
-def says(*steps: tuple[int, int] | asyncio.Event) -> Behaviour:
+@behaviour
+async def says(
+    worker: FakeWorker, request: worker_pb2.EngineRequest, *steps: tuple[int, int] | asyncio.Event
+) -> Outputs:
     """Tokens of each (first, count), and waits between them. The last ones end the answer."""
-
-    async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
-        for step in steps:
-            if isinstance(step, asyncio.Event):
-                await step.wait()
-            else:
-                yield output(request, *step, finish=LENGTH if sum(step) == request.sampling.max_tokens else 0)
-
-    return behave
+    for step in steps:
+        if isinstance(step, asyncio.Event):
+            await step.wait()
+        else:
+            yield output(request, *step, finish=LENGTH if sum(step) == request.sampling.max_tokens else 0)
 
 
 def in_stages(made: Cluster) -> set[str]:

@@ -1,7 +1,7 @@
 """What of a request is recorded: drafts in its usage and in metrics, and its spans."""
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,30 +13,41 @@ from millrace_router.discovery.base import Target
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from router.fake_worker import DECODE, PREFILL, UNIFIED, Behaviour, FakeWorker, expected, fails, failure, normal, output
+from router.fake_worker import (
+    DECODE,
+    PREFILL,
+    UNIFIED,
+    FakeWorker,
+    Outputs,
+    behaviour,
+    expected,
+    fails,
+    failure,
+    normal,
+    output,
+)
 from router.harness import Cluster
 
 PROMPT = [10, 20, 30]
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
 
-def drafts(drafted: int, accepted: int, fails_after: int | None = None) -> Behaviour:
+@behaviour
+async def drafts(
+    worker: FakeWorker, request: worker_pb2.EngineRequest, drafted: int, accepted: int, fails_after: int | None = None
+) -> Outputs:
     """Says so with its last output, which is an error after `fails_after` tokens."""
-
-    async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
-        if fails_after is not None:
-            for i in range(fails_after):
-                yield output(request, request.num_prior_outputs + i)
-            end = failure(request, "KV_EXPIRED")
-            end.drafted_tokens, end.accepted_draft_tokens = drafted, accepted
-            yield end
-            return
-        async for out in normal(worker, request):
-            if out.finish_reason:
-                out.drafted_tokens, out.accepted_draft_tokens = drafted, accepted
-            yield out
-
-    return behave
+    if fails_after is not None:
+        for i in range(fails_after):
+            yield output(request, request.num_prior_outputs + i)
+        end = failure(request, "KV_EXPIRED")
+        end.drafted_tokens, end.accepted_draft_tokens = drafted, accepted
+        yield end
+        return
+    async for out in normal(worker, request):
+        if out.finish_reason:
+            out.drafted_tokens, out.accepted_draft_tokens = drafted, accepted
+        yield out
 
 
 def counted(made: Cluster, prefill: str, decode: str) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from millrace.v1 import common_pb2, worker_pb2
 from millrace_common import pace
 from millrace_common.pace import FEW, LEAST_S, TICK_S, TIMES
 from millrace_router.health.progress import WorkerProgress
-from router.fake_worker import DECODE, PREFILL, Behaviour, FakeWorker, expected, output, waits
+from router.fake_worker import DECODE, PREFILL, Behaviour, FakeWorker, Outputs, behaviour, expected, output, waits
 from router.fleet.test_workers import detail
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
@@ -86,17 +86,19 @@ def test_a_worker_without_streams_owes_nothing() -> None:
     assert progress.look(True, now + LEAST_S + 0.01)
 
 
-def runs(gap_s: float, until: Callable[[int], bool] = lambda index: False) -> Behaviour:
+@behaviour
+async def runs(
+    worker: FakeWorker,
+    request: worker_pb2.EngineRequest,
+    gap_s: float,
+    until: Callable[[int], bool] = lambda index: False,
+) -> Outputs:
     """A token every `gap_s`, and none any more from the one on for which `until` is true."""
-
-    async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
-        for index in range(request.num_prior_outputs, request.sampling.max_tokens):
-            await asyncio.sleep(gap_s)
-            if until(index):
-                await asyncio.Event().wait()
-            yield output(request, index, finish=LENGTH if index + 1 == request.sampling.max_tokens else 0)
-
-    return behave
+    for index in range(request.num_prior_outputs, request.sampling.max_tokens):
+        await asyncio.sleep(gap_s)
+        if until(index):
+            await asyncio.Event().wait()
+        yield output(request, index, finish=LENGTH if index + 1 == request.sampling.max_tokens else 0)
 
 
 async def test_streams_leave_a_worker_that_is_stuck(cluster: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,24 +27,21 @@ from millrace_rpc.errors import from_rpc_error
 from millrace_rpc.http_connection import Connection, ConnectionLimits
 from millrace_rpc.http_server import HttpServer
 from millrace_rpc.server import Server
-from router.fake_worker import UNIFIED, Behaviour, FakeWorker, expected, failure, hangs, output
+from router.fake_worker import UNIFIED, Behaviour, FakeWorker, Outputs, behaviour, expected, failure, hangs, output
 from router.harness import Clock, Cluster, request_of
 
 PROMPT = [10, 20, 30]
 LIMIT_S = 60.0
 
 
-def produces(tokens: int) -> Behaviour:
+@behaviour
+async def produces(worker: FakeWorker, request: worker_pb2.EngineRequest, tokens: int) -> Outputs:
     """So many tokens with room for others, the more in a step the fewer: those of a long stream outlast their test."""
     step = 100 if tokens < 1 << 20 else 20
-
-    async def behave(worker: FakeWorker, request: worker_pb2.EngineRequest) -> AsyncIterator[worker_pb2.SequenceOutput]:
-        for first in range(0, tokens, step):
-            await asyncio.sleep(0.001)
-            last = common_pb2.FINISH_REASON_LENGTH if first + step >= tokens else 0
-            yield output(request, first, step, last)
-
-    return behave
+    for first in range(0, tokens, step):
+        await asyncio.sleep(0.001)
+        last = common_pb2.FINISH_REASON_LENGTH if first + step >= tokens else 0
+        yield output(request, first, step, last)
 
 
 @pytest.fixture
@@ -290,9 +287,7 @@ class Waiting:
         self.first, self.rest = asyncio.Event(), asyncio.Event()
         self._fails = fails
 
-    async def __call__(
-        self, worker: FakeWorker, request: worker_pb2.EngineRequest
-    ) -> AsyncIterator[worker_pb2.SequenceOutput]:
+    async def __call__(self, worker: FakeWorker, request: worker_pb2.EngineRequest) -> Outputs:
         await self.first.wait()
         if self._fails:
             yield failure(request, "INTERNAL")

@@ -1,5 +1,6 @@
 """Placement by predicted times: a table of situations, and what each candidate is expected to do."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -9,15 +10,12 @@ from millrace_router.config import NO_HURRY_S, Policy, Routing
 from millrace_router.policy.choose import Chooser, Decision, Situation
 from millrace_router.policy.predict import HANDOVER_S
 from millrace_router.policy.snapshot import PlacementRequest, Replica, View
+from router.policy import test_choose
 
 # A step takes 20 ms, each prompt token 50 µs: a step of 40 ms has 400 prompt tokens beside no streams to speak of.
 TIMES = StepTimes(fixed_s=0.02, sequence_s=1e-4, token_s=5e-5)
 SLO = Slo(ttft_s=1.0, tpot_s=0.04)
-
-
-def replica(address: str, **fields: object) -> Replica:
-    values = {"index": 0, "epoch": f"e-{address}", "fingerprint": "f", "capacity": 4, "tokens": 0, "sequences": 0}
-    return Replica(address, **(values | {"times": TIMES} | fields))
+replica = functools.partial(test_choose.replica, times=TIMES)
 
 
 def prefill(**fields: object) -> Replica:

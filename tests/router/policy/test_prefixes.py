@@ -1,5 +1,6 @@
 """Who has which prefix: the indexes against plain models of them, and when a prefix is fetched."""
 
+import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
@@ -26,16 +27,11 @@ from millrace_router.policy.scoring import Inputs, cached
 from millrace_router.policy.snapshot import Placement, PlacementRequest, Replica, View
 from millrace_testing.blocks import blocks
 from millrace_testing.examples import examples
+from router.policy import test_choose
 
 WANT = PlacementRequest(tokens=1001, page_size=10)  # 100 full pages
-
-
-def replica(address: str, **fields: object) -> Replica:
-    values = {"index": 0, "epoch": f"e-{address}", "fingerprint": "f", "capacity": 4, "tokens": 0, "sequences": 0}
-    measured = {"page_bytes": 1000, "prompt_tokens_per_s": 1000.0, "read_bytes_per_s": 1e6, "prefix_fetch_s": 0.01}
-    return Replica(address, **(values | measured | fields))
-
-
+MEASURED = {"page_bytes": 1000, "prompt_tokens_per_s": 1000.0, "read_bytes_per_s": 1e6, "prefix_fetch_s": 0.01}
+replica = functools.partial(test_choose.replica, **MEASURED)
 P1, P2 = replica("p1"), replica("p2")
 D1 = replica("d1", sources=frozenset({"e-p1", "e-p2"}))
 VIEW = View((P1, P2), (D1,))

@@ -1,6 +1,7 @@
 """The queue at work: who is refused and what it is told, who is served when workers have room for some only."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -93,25 +94,24 @@ def test_serving_may_enter_again() -> None:
     assert gate.served == ["again"] and len(gate.queue) == 0
 
 
-@pytest.mark.parametrize("where", ["choose", "serve"])
+@pytest.mark.parametrize("where", ["choose", "serve", "refuse"])
 def test_a_fault_of_ours_ends_one_request_and_not_the_pump(where: str) -> None:
     """Who calls the pump is a worker's task: the exception would cost the connection, and come again with the next."""
-    gate = Gate()
-
-    def broken(*_: object) -> None:
-        raise KeyError("a fault of ours")
-
+    gate, broken = Gate(), Mock(side_effect=KeyError)
     gate.enter("sick", tokens=7)
     gate.enter("well")
     (sick,) = (ticket for ticket in gate.queue._queue.in_order() if ticket.want.tokens == 7)
     choose = gate.choose
-    if where == "choose":
-        gate.choose = lambda want: broken() if want.tokens == 7 else choose(want)  # type: ignore[method-assign]
-    else:
+    if where == "serve":
         sick.serve = broken
+    else:
+        gate.choose = lambda want: broken() if want.tokens == 7 else choose(want)  # type: ignore[method-assign]
+    if where == "refuse":
+        sick.refuse = broken
     gate.room = 10
     gate.queue.pump()
-    assert gate.served == ["well"] and gate.refused["sick"].reason is Reason.INTERNAL and not len(gate.queue)
+    assert gate.served == ["well"] and not len(gate.queue)
+    assert [error.reason for error in gate.refused.values()] == ([] if where == "refuse" else [Reason.INTERNAL])
 
 
 # ------------------------------------------------------------------------------------- refusals
