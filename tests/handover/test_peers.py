@@ -20,10 +20,22 @@ from millrace_serve.handover.peers import Fetch, Peer, Peers
 from millrace_serve.worker.config import WorkerConfig
 from millrace_testing import HANG_S
 
+Dropped = list[tuple[int, str]]  # ranks, and the agents that they forget
 
-async def test_late_failure_of_a_dropped_peer_spares_its_successor() -> None:
-    dropped: list[tuple[int, str]] = []
+
+@pytest.fixture
+def dropped() -> Dropped:
+    return []
+
+
+@pytest.fixture
+async def peers(dropped: Dropped) -> AsyncIterator[Peers]:
     peers = Peers(lambda rank, agent: dropped.append((rank, agent)))
+    yield peers
+    await peers.close()
+
+
+async def test_late_failure_of_a_dropped_peer_spares_its_successor(peers: Peers, dropped: Dropped) -> None:
     first = peers.get("127.0.0.1:1", "e")
     first.agents.add((0, "agent"))
     peers.drop(first)
@@ -35,17 +47,16 @@ async def test_late_failure_of_a_dropped_peer_spares_its_successor() -> None:
     assert dropped == [(0, "agent")] * 2
 
 
-async def test_worker_that_is_known_by_two_names_stays_connected_while_one_of_them_is() -> None:
+async def test_worker_that_is_known_by_two_names_stays_connected_while_one_of_them_is(
+    peers: Peers, dropped: Dropped
+) -> None:
     """Routers may name it by its address and by a name; all reads over the other connection would fail."""
-    dropped: list[tuple[int, str]] = []
-    peers = Peers(lambda rank, agent: dropped.append((rank, agent)))
     first, second = peers.get("127.0.0.1:1", "e"), peers.get("localhost:1", "e")
     first.agents = second.agents = {(0, "agent")}
     peers.drop(first)
     assert not dropped
     peers.drop(second)
     assert dropped == [(0, "agent")]
-    await peers.close()
 
 
 CANCELLED, UNAUTHENTICATED = grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAUTHENTICATED
@@ -60,14 +71,13 @@ CANCELLED, UNAUTHENTICATED = grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAUTHEN
     ],
 )
 async def test_stream_that_breaks_has_a_reason_that_is_not_the_clients(
-    code: grpc.StatusCode, dropped: bool, reason: Reason
+    code: grpc.StatusCode, dropped: bool, reason: Reason, peers: Peers
 ) -> None:
     """The watch of the connection may see its end first: CANCELLED would not be tried again. A secret that differs
     between workers is our fault.
     """
     broken = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="Locally cancelled")
     call = Mock(write=AsyncMock(), read=AsyncMock(side_effect=broken))
-    peers = Peers(lambda rank, agent: None)
     peer = peers.get("127.0.0.1:1", "e")
     fetch = Fetch(call, peer, RequestId(1, 0), "", 1.0, None)
     if dropped:
@@ -76,20 +86,17 @@ async def test_stream_that_breaks_has_a_reason_that_is_not_the_clients(
         async for _ in fetch.items():
             pass
     assert caught.value.reason is reason
-    await peers.close()
 
 
-async def test_stream_whose_channel_was_closed_before_it_began_ends() -> None:
+async def test_stream_whose_channel_was_closed_before_it_began_ends(peers: Peers) -> None:
     """Its opening is never written for gRPC, and the request would wait for ever."""
     never = asyncio.Event().wait
     call = Mock(write=lambda message: never(), read=never)
-    peers = Peers(lambda rank, agent: None)
     fetch = Fetch(call, peers.get("127.0.0.1:1", "e"), RequestId(1, 0), "", 0.01, None)
     with pytest.raises(MillraceError) as caught:
         async for _ in fetch.items():
             pass
     assert caught.value.reason is Reason.STALLED
-    await peers.close()
 
 
 async def test_a_peer_that_dies_while_nobody_imports_is_dropped() -> None:
@@ -105,6 +112,13 @@ async def test_peer_that_is_silent_is_dropped(monkeypatch: pytest.MonkeyPatch) -
         assert await dropped.get() == (3, "agent") and peer.dropped
 
 
+async def test_peer_that_cannot_be_watched_is_dropped(peers: Peers) -> None:
+    peer = peers.get("127.0.0.1:1", "e")
+    peer.worker = Mock(WatchLoad=Mock(side_effect=KeyError))
+    await asyncio.wait(peers._watches.values())
+    assert peer.dropped
+
+
 async def test_peer_that_has_forgotten_its_weights_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be asleep, and others wait for the memory of its GPUs, which stays taken while a page is mapped."""
     monkeypatch.setattr("millrace_serve.handover.peers.SILENCE_S", 3600.0)  # it is dropped for what it says
@@ -117,17 +131,14 @@ async def test_peer_that_has_forgotten_its_weights_is_dropped(monkeypatch: pytes
         assert await dropped.get() == (3, "agent") and peer.dropped
 
 
-async def test_answer_of_a_process_ends_the_peers_before_it_at_its_address() -> None:
+async def test_answer_of_a_process_ends_the_peers_before_it_at_its_address(peers: Peers, dropped: Dropped) -> None:
     """Before it connects to the same agents; a wrong epoch that somebody asks for drops nobody."""
-    dropped: list[tuple[int, str]] = []
-    peers = Peers(lambda rank, agent: dropped.append((rank, agent)))
     old, other, new = (peers.get(f"127.0.0.1:{port}", epoch) for port, epoch in ((1, "old"), (2, "old"), (1, "new")))
     for peer in (old, other, new):
         peer.agents.add((0, f"{peer.address} {peer.epoch}"))
     assert not dropped
     peers.answered(new)
     assert dropped == [(0, "127.0.0.1:1 old")] and old.dropped and not other.dropped and not new.dropped
-    await peers.close()
 
 
 class Loads(worker_pb2_grpc.WorkerServiceServicer):
@@ -168,7 +179,7 @@ async def worker() -> AsyncIterator[tuple[Server, asyncio.Queue[str], str]]:
         await server.stop(0)
 
 
-async def test_watch_that_never_ends_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_watch_that_never_ends_holds_up_nobody(monkeypatch: pytest.MonkeyPatch, peers: Peers) -> None:
     """As gRPC's now and then does not, after the peer was cut off for a while: the worker could not stop."""
 
     async def lost(peer: Peer) -> bool:
@@ -176,7 +187,6 @@ async def test_watch_that_never_ends_holds_up_nobody(monkeypatch: pytest.MonkeyP
         return False
 
     monkeypatch.setattr(Peer, "lost", lost)
-    peers = Peers(lambda rank, agent: None)
     for epoch in "ab":
         peers.get("127.0.0.1:1", epoch)
     await asyncio.wait_for(peers.close(), HANG_S)
@@ -185,8 +195,7 @@ async def test_watch_that_never_ends_holds_up_nobody(monkeypatch: pytest.MonkeyP
 async def test_hundred_restarts_of_a_worker_leave_nothing() -> None:
     connected: set[tuple[int, str]] = set()
     peers = Peers(lambda rank, agent: connected.remove((rank, agent)))
-    config: Any = WorkerConfig(engine="sim")
-    pairs = Pairs(config, None, None, peers, None)  # type: ignore[arg-type]
+    pairs = Pairs(WorkerConfig(engine="sim"), None, None, peers, None)  # type: ignore[arg-type]
     for start in range(100):
         peer = peers.get("127.0.0.1:1", f"epoch {start}")
         pairs._warmed = pairs.warmed | {peer.epoch}  # as after a warm-up
@@ -203,7 +212,7 @@ async def test_hundred_restarts_of_a_worker_leave_nothing() -> None:
     assert not peers._closing
 
 
-async def test_warm_up_of_a_pair_runs_every_pair_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_warm_up_of_a_pair_runs_every_pair_of_replicas(monkeypatch: pytest.MonkeyPatch, peers: Peers) -> None:
     ran: list[tuple[int, int]] = []
 
     async def run(self: Pairs, source: object, peer: object, theirs: int, ours: int, flexible: bool) -> None:
@@ -214,23 +223,18 @@ async def test_warm_up_of_a_pair_runs_every_pair_of_replicas(monkeypatch: pytest
 
     monkeypatch.setattr(Pairs, "_run", run)
     monkeypatch.setattr(Peer, "info", info)
-    peers = Peers(lambda rank, agent: None)
     ranks: Any = SimpleNamespace(ready_info=SimpleNamespace(layout=SimpleNamespace(fingerprint="f")))
     pairs = Pairs(WorkerConfig(engine="sim", dp=2), ranks, None, peers, None)  # type: ignore[arg-type]
     await pairs.warm_up(worker_pb2.KvSourceRef(address="127.0.0.1:1", epoch="e", fingerprint="f"))
     assert sorted(ran) == [(theirs, ours) for theirs in range(3) for ours in range(2)] and pairs.warmed == {"e"}
     peers.drop(peers.get("127.0.0.1:1", "e"))
     assert not pairs.warmed
-    await peers.close()
 
 
-async def test_worker_that_cannot_be_asked_is_forgotten() -> None:
+async def test_worker_that_cannot_be_asked_is_forgotten(peers: Peers) -> None:
     """The router tries a pair again and again, and each process start has another epoch."""
-    peers = Peers(lambda rank, agent: None)
-    config: Any = WorkerConfig(engine="sim")
-    pairs = Pairs(config, None, None, peers, None)  # type: ignore[arg-type]
+    pairs = Pairs(WorkerConfig(engine="sim"), None, None, peers, None)  # type: ignore[arg-type]
     with pytest.raises(MillraceError):
         await pairs.warm_up(worker_pb2.KvSourceRef(address="127.0.0.1:1", epoch="e"))
     while peers.epochs:  # until its watch is refused
         await asyncio.sleep(0.01)
-    await peers.close()

@@ -91,10 +91,8 @@ async def said(port: int, text: bytes) -> bytes:
     """Everything that the server says until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(text)
-    try:
+    with contextlib.closing(writer):
         return await asyncio.wait_for(reader.read(), HANG_S)
-    finally:
-        writer.close()
 
 
 @contextlib.asynccontextmanager

@@ -131,11 +131,9 @@ async def https(port: int, settings: dict[str, object]) -> str:
     if "cert" in settings:
         context.load_cert_chain(str(settings["cert"]), str(settings["key"]))
     reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="localhost")
-    try:
+    with contextlib.closing(writer):
         assert await reader.readexactly(2) == b"ok"  # under TLS 1.3 a client learns only here that it was refused
         return writer.get_extra_info("peercert")["serialNumber"]
-    finally:
-        writer.close()
 
 
 async def test_https_context_follows_the_files(authority: Authority, tmp_path: Path) -> None:
@@ -151,7 +149,7 @@ async def test_https_context_follows_the_files(authority: Authority, tmp_path: P
 
     listener = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=server.server_context())
     port = listener.sockets[0].getsockname()[1]
-    try:
+    with contextlib.closing(listener):
         before = await https(port, client)
         assert await https(port, client) == before
         with pytest.raises((ssl.SSLError, ConnectionError, asyncio.IncompleteReadError)):
@@ -162,8 +160,6 @@ async def test_https_context_follows_the_files(authority: Authority, tmp_path: P
         with pytest.raises((ssl.SSLError, ConnectionError, asyncio.IncompleteReadError)):
             await https(port, client)
         assert await https(port, successor.tls(tmp_path / "client")) != before
-    finally:
-        listener.close()
 
 
 @pytest.mark.parametrize(

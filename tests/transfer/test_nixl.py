@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ def test_peer_killed_during_reads_ends_every_read(ucx: dict[str, str], kill_afte
     """kill -9 while 32 MB are on the way: every read ends, DONE means whole, and nothing lands after the end."""
     exporter, pool = NixlExporter(NUM_PAGES, PAGE_BYTES, seed=1, ucx=ucx), Pool(NUM_PAGES, PAGE_BYTES)
     sink = NixlSink(pool.buffer, ucx)
-    try:
+    with closing(exporter), closing(sink):
         sink.connect(exporter.handle)
         assert finish(sink.read(exporter.handle, [0], [0])) is ReadState.DONE
         pool.pages[:] = POISON
@@ -52,22 +53,16 @@ def test_peer_killed_during_reads_ends_every_read(ucx: dict[str, str], kill_afte
         assert finish(sink.read(successor.handle, [7], [7])) is ReadState.DONE
         assert np.array_equal(pool.pages[7], successor.pages[7])
         successor.close()
-    finally:
-        sink.close()
-        exporter.close()
 
 
 def test_reads_over_tcp_arrive() -> None:
     exporter, pool = NixlExporter(8, PAGE_BYTES, seed=1, ucx=LOOPBACK_TCP), Pool(8, PAGE_BYTES)
     sink = NixlSink(pool.buffer, LOOPBACK_TCP)
-    try:
+    with closing(exporter), closing(sink):
         sink.connect(exporter.handle)
         assert finish(sink.read(exporter.handle, [7, 1, 4], [0, 1, 2])) is ReadState.DONE
         assert np.array_equal(pool.pages[:3], exporter.pages[[7, 1, 4]])
         assert (pool.pages[3:] == POISON).all()
-    finally:
-        sink.close()
-        exporter.close()
 
 
 class Refusing:
@@ -93,7 +88,7 @@ def test_what_nixl_does_not_take_back_fails_no_read() -> None:
     exporter, pool = NixlExporter(8, PAGE_BYTES, seed=1, ucx=LOOPBACK_TCP), Pool(8, PAGE_BYTES)
     sink = NixlSink(pool.buffer, LOOPBACK_TCP)
     Refusing(sink)
-    try:
+    with closing(exporter), closing(sink):
         for page in range(2):
             sink.connect(exporter.handle)
             assert finish(sink.read(exporter.handle, [page], [page])) is ReadState.DONE
@@ -102,9 +97,6 @@ def test_what_nixl_does_not_take_back_fails_no_read() -> None:
         sink.connect(exporter.handle)
         exporter.kill()
         assert finish(sink.read(exporter.handle, [2], [2])) is ReadState.FAILED
-    finally:
-        sink.close()
-        exporter.close()
 
 
 def test_metadata_that_makes_no_sense_is_refused() -> None:
@@ -112,7 +104,7 @@ def test_metadata_that_makes_no_sense_is_refused() -> None:
     pool = Pool(2, 4096)
     sink = NixlSink(pool.buffer, LOOPBACK)
     replace = msgspec.structs.replace
-    try:
+    with closing(other), closing(exporter), closing(sink):
         with pytest.raises(TransferError, match=exporter.handle.agent):
             sink.connect(replace(exporter.handle, metadata=b"not metadata"))
         with pytest.raises(TransferError, match="belongs to"):
@@ -123,10 +115,6 @@ def test_metadata_that_makes_no_sense_is_refused() -> None:
             sink.connect(replace(exporter.handle, base=exporter.handle.base + (1 << 30)))
         sink.connect(exporter.handle)
         assert finish(sink.read(exporter.handle, [1], [1])) is ReadState.DONE
-    finally:
-        sink.close()
-        exporter.close()
-        other.close()
 
 
 def test_impossible_setting_is_a_clear_error() -> None:
@@ -144,12 +132,10 @@ def cpu_seconds(pid: int) -> float:
 def test_idle_exporter_costs_no_cpu() -> None:
     """NIXL's progress thread spins on a whole core unless it is told how often to wake."""
     exporter = NixlExporter(2, 4096, seed=1)
-    try:
+    with closing(exporter):
         before = cpu_seconds(exporter.pid)
         time.sleep(0.4)
         assert cpu_seconds(exporter.pid) - before < 0.1
-    finally:
-        exporter.close()
 
 
 def test_it_runs_without_torch() -> None:

@@ -2,6 +2,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from unittest.mock import Mock
 
 import msgspec
@@ -313,22 +314,19 @@ def test_an_error_of_ours_ends_the_reader() -> None:
 def test_between_processes() -> None:
     exporter, pool = NixlExporter(32, 1 << 16, seed=4), Pool(32, 1 << 16)
     rig = Running(NixlSink(pool.buffer, LOOPBACK), NEVER_S)
-    try:
+    with closing(exporter), closing(rig):
         rig.connect(exporter.handle)
         for i in range(32):
             rig.read(i, exporter.handle, [i], [i])
         assert rig.finished(32) == dict.fromkeys(range(32), "")
         assert np.array_equal(pool.pages, exporter.pages)
-    finally:
-        rig.close()
-        exporter.close()
 
 
 def test_a_stopped_process_stalls_and_its_death_ends_the_reads() -> None:
     """Over TCP, where the exporting process takes part in a read: its pages are in quarantine until the end."""
     exporter, pool = NixlExporter(16, 1 << 20, seed=5, ucx=LOOPBACK_TCP), Pool(16, 1 << 20)
     rig = Running(NixlSink(pool.buffer, LOOPBACK_TCP), 0.5)
-    try:
+    with closing(exporter), closing(rig):
         rig.connect(exporter.handle)
         rig.read(99, exporter.handle, [0], [0])
         assert rig.finished(1) == {99: ""}
@@ -341,6 +339,3 @@ def test_a_stopped_process_stalls_and_its_death_ends_the_reads() -> None:
         ended = rig.finished(16)
         assert set(ended) == set(range(16)) and all(exporter.handle.agent in error for error in ended.values())
         assert rig.quarantined() == []
-    finally:
-        rig.close()
-        exporter.close()

@@ -6,7 +6,7 @@ from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-from millrace.v1 import worker_pb2
+from millrace.v1 import decode_pb2, worker_pb2
 from millrace_common.metrics import WORKER, Metrics
 from millrace_common.reasons import Reason
 from millrace_common.spans import OFF
@@ -76,6 +76,13 @@ async def test_drain_waits_for_transfers_as_long_as_a_lease() -> None:
     assert changed.wait.await_count == 2 and next(looks, None) is None
 
 
+async def test_lost_rank_ends_the_process_whatever_else_fails() -> None:
+    lost = asyncio.get_running_loop().create_future()
+    with pytest.raises(KeyError):
+        Frontend._on_lost(Mock(lost=lost, requests=Mock(fail_all=Mock(side_effect=KeyError))), "rank 1 ended")
+    assert lost.result() == "rank 1 ended"
+
+
 # ------------------------------------------------------------------------------------------------ requests
 
 
@@ -113,6 +120,41 @@ async def test_link_that_closes_orphans_its_own_requests_only(bench: Bench) -> N
     assert list(bench.requests) == [theirs] and links._open == {second}
     bench.requests.deliver([SequenceOutput(id, 0, [TokenOutput(9)]) for id in (*ours, theirs)])
     assert len(second._outbox) == 1 and not first._outbox, "of those that are gone nothing is said"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_fault_with_one_request_of_a_link_costs_no_other(bench: Bench, begun: bool) -> None:
+    link, other = RouterLink("r"), bench.submit(9, RouterLink("other"))
+
+    def submit(link: RouterLink, message: Any) -> None:
+        if begun:
+            bench.submit(message.request.id.room, link)
+        raise KeyError("a fault of ours")
+
+    links = Links("e", bench.requests, submit)
+    links._take(link, decode_pb2.DecodeLinkRequest(submit={"request": {"id": {"room": 1}}}))
+    [refused] = link._outbox.take()
+    assert refused.failure.reason == Reason.INTERNAL and not link._ended
+    assert list(bench.requests) == [other] and bench.engine[2:] == [Abort(RequestId(1, 0))] * begun
+
+
+async def test_attempt_whose_pages_cannot_be_let_go_keeps_no_other_of_its_link(bench: Bench) -> None:
+    owner = RouterLink("r")
+    ids = [bench.submit(room, owner) for room in (1, 2, 3)]
+    bench.requests.on_abort = Mock(side_effect=KeyError)
+    assert bench.requests.fail(ids[0], ABORTED)
+    bench.requests.drop(owner)
+    assert not bench.requests and bench.engine[3:] == [Abort(id) for id in ids]
+
+
+async def test_output_that_no_message_can_say_fails_its_attempt_alone(bench: Bench) -> None:
+    """Else the worker would end, and the next one too, where the router tries the request again."""
+    owner = RouterLink("r")
+    broken, good = bench.submit(1, owner), bench.submit(2, owner)
+    bench.requests.deliver([SequenceOutput(broken, 0, [TokenOutput(-1)]), SequenceOutput(good, 0, [TokenOutput(2)])])
+    failed, told = owner._outbox.take()
+    assert failed.failure.reason == Reason.INTERNAL and list(told.token_ids) == [2]
+    assert list(bench.requests) == [good]
 
 
 async def test_abort_tells_readers_that_it_was_wanted(bench: Bench) -> None:

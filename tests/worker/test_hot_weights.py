@@ -64,16 +64,17 @@ class ScriptedFrontend:
         self.calls.append("stop")
 
 
-def scripted(ranks: Ranks, starts: Callable[[], None] = lambda: None) -> tuple[HotWeights, ScriptedFrontend]:
+async def paused(ranks: Ranks, starts: Callable[[], None] = lambda: None) -> tuple[HotWeights, ScriptedFrontend]:
     frontend: Any = ScriptedFrontend(ranks, starts)
-    return HotWeights(frontend), frontend
+    weights = HotWeights(frontend)
+    await weights.pause(drop=False)
+    return weights, frontend
 
 
 async def test_load_that_fails_half_way_keeps_the_worker_out_until_another() -> None:
     ranks = Ranks("", "rank 1: OSError: the file ends", "", "")
-    weights, frontend = scripted(ranks)
+    weights, frontend = await paused(ranks)
     life = frontend.lifecycle
-    await weights.pause(drop=False)
     with pytest.raises(MillraceError, match="weights two were not loaded: rank 1: OSError") as caught:
         await weights.load("/checkpoints/two", "")
     assert caught.value.reason is Reason.INTERNAL
@@ -93,8 +94,7 @@ async def test_load_that_fails_half_way_keeps_the_worker_out_until_another() -> 
 async def test_pause_soon_behind_a_resume_waits_for_its_own_end_of_steps() -> None:
     """The engine's latest report may be from the first pause: one that goes on says so only with its next step."""
     ranks = Ranks()
-    weights, frontend = scripted(ranks)
-    await weights.pause(drop=False)
+    weights, frontend = await paused(ranks)
     ranks.says = lambda paused: None
     await weights.resume()
     again = asyncio.create_task(weights.pause(drop=False))
@@ -108,8 +108,7 @@ async def test_pause_soon_behind_a_resume_waits_for_its_own_end_of_steps() -> No
 
 
 async def test_check_that_fails_touches_nothing() -> None:
-    weights, frontend = scripted(Ranks("rank 0: no config.json"))
-    await weights.pause(drop=False)
+    weights, frontend = await paused(Ranks("rank 0: no config.json"))
     with pytest.raises(MillraceError, match=r"cannot be loaded: rank 0: no config\.json"):
         await weights.load("/x", "")
     await weights.resume()
@@ -126,9 +125,8 @@ async def test_only_checkpoints_below_the_root_are_read(tmp_path: Path, action: 
     (root / "loop").symlink_to(root / "loop")
     (tmp_path / "entry").symlink_to(root)
     ranks = Ranks(*["no"] * 3)
-    weights, frontend = scripted(ranks)
+    weights, frontend = await paused(ranks)
     frontend.config = WorkerConfig(engine="sim", weights_root=tmp_path / "entry")
-    await weights.pause(drop=False)
     if action == "wake":
         await weights.sleep()
         ranks.errors[:] = [""] * 3
@@ -146,9 +144,8 @@ async def test_only_checkpoints_below_the_root_are_read(tmp_path: Path, action: 
 async def test_root_is_the_folder_of_the_model_unless_it_is_configured() -> None:
     assert WorkerConfig(model=Path("/models/v3")).checkpoints == Path("/models")
     assert WorkerConfig(model=Path("/models/v3"), weights_root=Path("/steps")).checkpoints == Path("/steps")
-    weights, _ = scripted(Ranks())
-    weights._frontend.config = WorkerConfig(engine="sim")
-    await weights.pause(drop=False)
+    weights, frontend = await paused(Ranks())
+    frontend.config = WorkerConfig(engine="sim")
     with pytest.raises(MillraceError, match="path /x is not below weights_root"):
         await weights.load("/x", "")
 
@@ -171,8 +168,7 @@ async def test_ranks_that_do_not_wake_are_stopped_and_can_be_woken_again(error: 
             raise late.pop()
 
     ranks = Ranks()
-    weights, frontend = scripted(ranks, starts)
-    await weights.pause(drop=False)
+    weights, frontend = await paused(ranks, starts)
     await weights.sleep()
     with pytest.raises(type(error), match="took longer"):
         await weights.wake("", "")
@@ -188,8 +184,7 @@ async def test_ranks_that_do_not_wake_are_stopped_and_can_be_woken_again(error: 
 async def test_wake_that_comes_half_way_leaves_no_weights_without_a_version() -> None:
     """The ranks are up, and an engine does not say in time that it is paused."""
     ranks = Ranks("")
-    weights, frontend = scripted(ranks, lambda: frontend.says(False))
-    await weights.pause(drop=False)
+    weights, frontend = await paused(ranks, lambda: frontend.says(False))
     await weights.sleep()
     ranks.says = lambda paused: None
     frontend.config = WorkerConfig(engine="sim", weights_root="/", timeouts=WorkerTimeouts(stall=0.01))

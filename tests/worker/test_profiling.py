@@ -41,6 +41,11 @@ def make(ranks: ScriptedRanks, **values: object) -> Profiling:
     return Profiling(config, "0123456789", ranks)
 
 
+def made() -> tuple[Profiling, ScriptedRanks]:
+    ranks = ScriptedRanks()
+    return make(ranks), ranks
+
+
 async def refusal(call: object) -> MillraceError:
     with pytest.raises(MillraceError) as caught:
         await call
@@ -48,8 +53,7 @@ async def refusal(call: object) -> MillraceError:
 
 
 async def test_start_and_stop_are_idempotent() -> None:
-    ranks = ScriptedRanks()
-    profiling = make(ranks)
+    profiling, ranks = made()
     assert await profiling.start(None) == await profiling.start(5) == Path("/traces")
     assert ranks.told == [StartProfile("/traces", "decode-01234567-1")]
     assert await profiling.stop() == await profiling.stop() == ["/traces/rank0", "/traces/rank1"]
@@ -60,8 +64,7 @@ async def test_start_and_stop_are_idempotent() -> None:
 
 
 async def test_forgotten_profile_ends() -> None:
-    ranks = ScriptedRanks()
-    profiling = make(ranks)
+    profiling, ranks = made()
     await profiling.start(0.01)
     await ranks.stopped.wait()
     assert await profiling.stop() == ["/traces/rank0", "/traces/rank1"]
@@ -69,8 +72,7 @@ async def test_forgotten_profile_ends() -> None:
 
 
 async def test_caller_that_goes_away_leaves_no_profile_behind() -> None:
-    ranks = ScriptedRanks()
-    profiling = make(ranks)
+    profiling, ranks = made()
     ranks.answering.clear()
     start = asyncio.create_task(profiling.start(0.01))
     await asyncio.sleep(0)
@@ -97,8 +99,7 @@ async def test_what_is_refused() -> None:
 
 
 async def test_ranks_that_fail() -> None:
-    ranks = ScriptedRanks()
-    profiling = make(ranks)
+    profiling, ranks = made()
     lost = MillraceError(Reason.WORKER_LOST, "rank 1 ended")
     ranks.errors.extend(["rank 1: disk full", "", lost, lost])
     error = await refusal(profiling.start(None))
@@ -112,8 +113,7 @@ async def test_ranks_that_fail() -> None:
 
 async def test_profile_that_could_not_be_written_is_not_the_one_before() -> None:
     """It may have ended by itself, and then only the log has the error."""
-    ranks = ScriptedRanks()
-    profiling = make(ranks)
+    profiling, ranks = made()
     await profiling.start(None)
     assert await profiling.stop()
     ranks.errors.extend(["", "rank 1: disk full"])

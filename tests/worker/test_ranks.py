@@ -4,10 +4,12 @@ import asyncio
 import queue
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -25,7 +27,7 @@ from millrace_serve.worker import main as worker_main
 from millrace_serve.worker.channels import Receiver, Sender
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend import ranks as ranks_module
-from millrace_serve.worker.frontend.ranks import Ranks
+from millrace_serve.worker.frontend.ranks import Handler, Ranks
 from millrace_serve.worker.launch import LocalLauncher
 from millrace_serve.worker.launcher import Launcher, OnExit
 from millrace_serve.worker.messages import (
@@ -60,28 +62,6 @@ class Nobody(Launcher):
         self.graces.append(grace_s)
 
 
-@pytest.fixture
-def context() -> Iterator[zmq.Context[Any]]:
-    """Of the rank. A context that a failed test leaves would wait for its sockets when it is collected."""
-    context: zmq.Context[Any] = zmq.Context()
-    yield context
-    context.destroy(linger=0)
-
-
-@pytest.fixture
-async def make() -> AsyncIterator[Callable[..., Ranks]]:
-    """Ranks that end with the test, for the same reason."""
-    made: list[Ranks] = []
-
-    def ranks(*arguments: Any) -> Ranks:
-        made.append(Ranks(*arguments))
-        return made[-1]
-
-    yield ranks
-    for one in made:
-        await one.stop(0)
-
-
 def ready(config: WorkerConfig, endpoint: str) -> RankReady:
     return RankReady(
         engine_endpoint=endpoint, reader_endpoint="", vocab_size=2, max_context=1, eos_token_ids=[],
@@ -90,115 +70,136 @@ def ready(config: WorkerConfig, endpoint: str) -> RankReady:
     )  # fmt: skip
 
 
-async def test_report_that_cannot_be_handled_ends_the_worker(
-    make: Callable[..., Ranks], context: zmq.Context[Any], tmp_path: Path
-) -> None:
+@dataclass
+class Bench:
+    """`lost` and `strays` get what the ranks tell."""
+
+    config: WorkerConfig
+    launcher: Nobody
+    ranks: Ranks
+    lost: list[str]
+    strays: list[str]
+    context: zmq.Context[Any]  # of the rank
+
+    async def begin(self) -> tuple[asyncio.Task[None], Sender[FromRank]]:
+        """A start under way, and what its ranks send with."""
+        self.launcher.endpoint = asyncio.get_running_loop().create_future()
+        starting = asyncio.create_task(self.ranks.start())
+        return starting, Sender(self.context, await self.launcher.endpoint)
+
+    async def start(self, name: str = "rank") -> tuple[Receiver[ToEngine], Sender[FromRank]]:
+        """The inbox and the outbox of ranks that are ready, the last one first."""
+        starting, outbox = await self.begin()
+        inbox = self.inbox(name)
+        for rank in reversed(range(self.config.num_ranks)):
+            outbox.send(FromRank(rank, ready(self.config, inbox.endpoint)))
+        await asyncio.wait_for(starting, HANG_S)
+        return inbox, outbox
+
+    def inbox(self, name: str) -> Receiver[ToEngine]:
+        return Receiver(self.context, f"{self.launcher.bind()}-{name}", ToEngine)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Callable[..., Bench]]:
+    """All end with the test: a context that a failed test leaves would wait for its sockets when it is collected."""
+    made: list[Ranks] = []
+    context: zmq.Context[Any] = zmq.Context()
+
+    def make(on_events: Handler = lambda rank, events: None, **values: Any) -> Bench:
+        config, launcher, lost, strays = (
+            WorkerConfig(engine="sim", **values),
+            Nobody(tmp_path),
+            list[str](),
+            list[str](),
+        )
+        made.append(Ranks(config, launcher, {Events: on_events}, lost.append, strays.append))
+        return Bench(config, launcher, made[-1], lost, strays, context)
+
+    yield make
+    for one in made:
+        await one.stop(0)
+    context.destroy(linger=0)
+
+
+async def test_report_that_cannot_be_handled_ends_the_worker(bench: Callable[..., Bench]) -> None:
     """What it said is lost, and somebody may wait for it: better all of them know."""
-    launcher, lost = Nobody(tmp_path), asyncio.get_running_loop().create_future()
-
-    def on_report(rank: int, report: Report) -> None:
-        raise AssertionError("illegal transition")
-
-    ranks = make(WorkerConfig(engine="sim"), launcher, {Events: on_report}, lost.set_result)
-    starting = asyncio.create_task(ranks.start())
-    rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
+    it = bench(Mock(side_effect=AssertionError("illegal transition")))
+    starting, rank = await it.begin()
     rank.send(FromRank(0, Events()))
     rank.send(FromRank(0, Events()))
-    assert "rank 0: AssertionError: illegal transition" in await asyncio.wait_for(lost, HANG_S)
-    await asyncio.wait({starting})
+    await asyncio.wait({starting}, timeout=HANG_S)
     assert "illegal transition" in str(starting.exception())
+    assert it.lost == ["a report of rank 0: AssertionError: illegal transition"]
 
 
-async def test_rank_that_hangs_ends_the_worker(
-    make: Callable[..., Ranks], context: zmq.Context[Any], tmp_path: Path
-) -> None:
+async def test_rank_that_hangs_ends_the_worker(bench: Callable[..., Bench]) -> None:
     """Its process goes on, and its main thread does not. What else the rank says is no progress, and what it announces
     is no hang.
     """
-    launcher, lost = Nobody(tmp_path), asyncio.get_running_loop().create_future()
-    config = WorkerConfig(engine="sim")
-    ranks = make(config, launcher, {Events: lambda rank, events: None}, lost.set_result)
-    starting = asyncio.create_task(ranks.start())
-    rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
-    rank.send(FromRank(0, ready(config, f"ipc://{tmp_path}/rank")))
+    it = bench()
+    ranks = it.ranks
     assert not ranks.health.busy
-    await asyncio.wait_for(starting, HANG_S)
+    _, rank = await it.start()
     for doing in ("a profile", ""):
         rank.send(FromRank(0, RankHeartbeat(marks=5, waiting=False, launched=3, limit_s=0.3, doing=doing)))
         while ranks.health.busy != bool(doing):
             await asyncio.sleep(0.01)
     asking = asyncio.create_task(ranks.freeze_gc())
-    while not lost.done():
+    while not it.lost:
         rank.send(FromRank(0, RankHeartbeat(marks=5, waiting=False, launched=3, limit_s=0.3, doing="")))
         rank.send(FromRank(0, Events(load=Load(running=1))))
         await asyncio.sleep(0.01)
-    assert "rank 0 hangs: no " in lost.result()
+    assert "rank 0 hangs: no " in it.lost[0]
     with pytest.raises(MillraceError, match="rank 0 hangs"):
         await asking
 
 
+async def test_fault_of_the_watch_ends_the_worker() -> None:
+    """Else nobody would notice a rank that hangs."""
+    ranks = Mock(_watch=Mock(hung=Mock(side_effect=KeyError)))
+    await Ranks._watch_ranks(ranks)
+    assert "cannot be watched" in ranks._lose.call_args[0][0]
+
+
 @pytest.mark.parametrize("told", [True, False])
 async def test_rank_that_ends_before_its_last_words_come_is_lost_by_them(
-    make: Callable[..., Ranks],
-    context: zmq.Context[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    told: bool,
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
     monkeypatch.setattr(ranks_module, "LAST_WORDS_S", 3600.0 if told else 0.0)
-    launcher, lost = Nobody(tmp_path), list[str]()
-    ranks = make(WorkerConfig(engine="sim"), launcher, {}, lost.append)
-    starting = asyncio.create_task(ranks.start())
-    rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
-    ranks._on_exit(0, "exit code 1")
-    assert not lost
+    it = bench()
+    starting, rank = await it.begin()
+    it.ranks._on_exit(0, "exit code 1")
+    assert not it.lost
     if told:
         rank.send(FromRank(0, RankFailed("no memory")))
     why = "rank 0 failed: no memory" if told else "rank 0 ended (exit code 1)"
     with pytest.raises(MillraceError, match=re.escape(why)):
         await asyncio.wait_for(starting, HANG_S)
-    assert lost == [why]
-    ranks._on_exit(0, "signal 9")
-    await ranks.stop(5.0)
+    assert it.lost == [why]
+    it.ranks._on_exit(0, "signal 9")
+    await it.ranks.stop(5.0)
 
 
-async def test_rank_that_ends_is_lost_once_by_its_last_words(
-    make: Callable[..., Ranks], context: zmq.Context[Any], tmp_path: Path
-) -> None:
+async def test_rank_that_ends_is_lost_once_by_its_last_words(bench: Callable[..., Bench]) -> None:
     """Those beside it have no work to end, and are stopped at once."""
-    config, launcher, lost = WorkerConfig(engine="sim"), Nobody(tmp_path), list[str]()
-    ranks = make(config, launcher, {}, lost.append)
-    starting = asyncio.create_task(ranks.start())
-    rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
-    rank.send(FromRank(0, ready(config, f"ipc://{tmp_path}/rank")))
-    await asyncio.wait_for(starting, HANG_S)
+    it = bench()
+    ranks, (_, rank) = it.ranks, await it.start()
     rank.send(FromRank(0, RankFailed("no memory", refused=True)))
     assert ranks._inbox._socket.poll(20_000)  # it has come, and the loop has not had a turn
     ranks._on_exit(0, "exit code 1")
     ranks._on_exit(0, "exit code 1")
-    assert lost == ["rank 0 failed: no memory"] and ranks.refused
+    assert it.lost == ["rank 0 failed: no memory"] and ranks.refused
     await ranks.stop(5.0)
-    assert launcher.graces == [0.0]
+    assert it.launcher.graces == [0.0]
 
 
-async def test_ranks_that_end_before_an_answer_leave_no_question_to_the_next(
-    make: Callable[..., Ranks], context: zmq.Context[Any], tmp_path: Path
-) -> None:
-    config, launcher = WorkerConfig(engine="sim"), Nobody(tmp_path)
-    ranks = make(config, launcher, {Events: lambda rank, events: None}, lambda why: None)
+async def test_ranks_that_end_before_an_answer_leave_no_question_to_the_next(bench: Callable[..., Bench]) -> None:
+    it = bench()
+    ranks = it.ranks
     with pytest.raises(MillraceError, match="the ranks are not up"):
         await ranks.freeze_gc()
-
-    async def start(name: str) -> tuple[Receiver[ToEngine], Sender[FromRank]]:
-        launcher.endpoint = asyncio.get_running_loop().create_future()
-        starting = asyncio.create_task(ranks.start())
-        rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
-        inbox: Receiver[ToEngine] = Receiver(context, f"ipc://{tmp_path}/{name}", ToEngine)
-        rank.send(FromRank(0, ready(config, inbox.endpoint)))
-        await asyncio.wait_for(starting, HANG_S)
-        return inbox, rank
-
-    first, _ = await start("first")
+    first, _ = await it.start("first")
     asking = asyncio.create_task(ranks.freeze_gc())
     await asyncio.sleep(0)
     assert first.receive(20) == [FreezeGc()]
@@ -209,7 +210,7 @@ async def test_ranks_that_end_before_an_answer_leave_no_question_to_the_next(
     with pytest.raises(MillraceError, match="the ranks are not up"):  # or a profile would run that nobody makes
         await ranks.profile(StartProfile("", ""))
 
-    second, rank = await start("second")
+    second, rank = await it.start("second")
     asking = asyncio.create_task(ranks.freeze_gc())
     await asyncio.sleep(0)
     assert second.receive(20) == [FreezeGc()]
@@ -217,41 +218,27 @@ async def test_ranks_that_end_before_an_answer_leave_no_question_to_the_next(
     assert await asyncio.wait_for(asking, HANG_S) == [7]
 
 
-async def test_answers_are_in_the_order_of_ranks(
-    make: Callable[..., Ranks], context: zmq.Context[Any], tmp_path: Path
-) -> None:
+async def test_answers_are_in_the_order_of_ranks(bench: Callable[..., Bench]) -> None:
     """Not in that in which the ranks became ready: the one that failed is named by its place."""
-    config, launcher = WorkerConfig(engine="sim", dp=2), Nobody(tmp_path)
-    ranks = make(config, launcher, {Events: lambda rank, events: None}, lambda why: None)
-    starting = asyncio.create_task(ranks.start())
-    frontend: Sender[FromRank] = Sender(context, await launcher.endpoint)
-    for rank in (1, 0):
-        frontend.send(FromRank(rank, ready(config, f"ipc://{tmp_path}/rank{rank}")))
-    await asyncio.wait_for(starting, HANG_S)
-    asking = asyncio.create_task(ranks.set_weights(SetWeights("/x", "v")))
+    it = bench(dp=2)
+    _, frontend = await it.start()
+    asking = asyncio.create_task(it.ranks.set_weights(SetWeights("/x", "v")))
     await asyncio.sleep(0)
     for rank, error in ((0, ""), (1, "no such file")):
-        frontend.send(FromRank(rank, WeightsSet(sim_layout(config.limits, config.sim), error)))
+        frontend.send(FromRank(rank, WeightsSet(sim_layout(it.config.limits, it.config.sim), error)))
     assert await asyncio.wait_for(asking, HANG_S) == "rank 1: no such file"
 
 
-async def test_what_nobody_asked_for_is_dropped_and_counted(
-    make: Callable[..., Ranks], context: zmq.Context[Any], tmp_path: Path
-) -> None:
+async def test_what_nobody_asked_for_is_dropped_and_counted(bench: Callable[..., Bench]) -> None:
     """Of no rank, an answer without a question, a rank that is ready twice, bytes that are no message."""
-    config, launcher, strays, lost = WorkerConfig(engine="sim"), Nobody(tmp_path), list[str](), list[str]()
     reports: asyncio.Queue[Report] = asyncio.Queue()
-    on_report = lambda rank, report: reports.put_nowait(report)  # noqa: E731
-    ranks = make(config, launcher, {Events: on_report}, lost.append, strays.append)
-    starting = asyncio.create_task(ranks.start())
-    rank: Sender[FromRank] = Sender(context, await launcher.endpoint)
-    first, second = (Receiver[ToEngine](context, f"ipc://{tmp_path}/{name}", ToEngine) for name in ("first", "second"))
-    rank.send(FromRank(0, ready(config, first.endpoint)))
-    await asyncio.wait_for(starting, HANG_S)
+    it = bench(lambda rank, report: reports.put_nowait(report))
+    first, rank = await it.start("first")
+    second = it.inbox("second")
     for stray in (
         FromRank(1, RankFailed("of no rank")),
         FromRank(-1, RankFailed("of no rank")),
-        FromRank(0, ready(config, second.endpoint)),
+        FromRank(0, ready(it.config, second.endpoint)),
         FromRank(0, GcFrozen(3)),
         FromRank(0, Dropped()),
         {"no": "message"},
@@ -259,8 +246,9 @@ async def test_what_nobody_asked_for_is_dropped_and_counted(
         rank.send(stray)  # type: ignore[arg-type]
     rank.send(FromRank(0, Events()))
     assert await asyncio.wait_for(reports.get(), HANG_S) == Events()
-    assert strays == ["RankFailed", "RankFailed", "RankReady", "GcFrozen", "undecodable", "undecodable"] and not lost
-    asking = asyncio.create_task(ranks.freeze_gc())
+    assert it.strays == ["RankFailed", "RankFailed", "RankReady", "GcFrozen", "undecodable", "undecodable"]
+    assert not it.lost
+    asking = asyncio.create_task(it.ranks.freeze_gc())
     await asyncio.sleep(0)
     assert first.receive(20) == [FreezeGc()] and second.receive() == []
     rank.send(FromRank(0, GcFrozen(7)))

@@ -84,6 +84,11 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     sys.modules.pop("millrace_serve.worker.ray_launch", None)
 
 
+@pytest.fixture
+def ray_launch(fake_ray: list[str]) -> Any:
+    return importlib.import_module("millrace_serve.worker.ray_launch")
+
+
 def turned_away(endpoint: str, said: Any) -> None:
     """A stranger connects and would end the worker; returns when it was turned away."""
     context: zmq.Context[Any] = zmq.Context()
@@ -97,8 +102,8 @@ def turned_away(endpoint: str, said: Any) -> None:
     context.destroy(linger=0)
 
 
-async def test_ranks_as_actors_over_tcp(fake_ray: list[str]) -> None:
-    launcher = importlib.import_module("millrace_serve.worker.ray_launch").RayLauncher()
+async def test_ranks_as_actors_over_tcp(ray_launch: Any, fake_ray: list[str]) -> None:
+    launcher = ray_launch.RayLauncher()
     config = WorkerConfig(role=Role.UNIFIED, engine="sim", dp=2, launcher="ray")
     tokens: dict[int, list[int]] = {0: [], 1: []}
     finished = asyncio.Event()
@@ -132,8 +137,7 @@ async def test_ranks_as_actors_over_tcp(fake_ray: list[str]) -> None:
     assert fake_ray[-3:] == ["kill", "kill", "remove group"]
 
 
-def test_rays_node_is_told_every_port_and_its_client_server_is_left_out(fake_ray: list[str]) -> None:
-    ray_launch = importlib.import_module("millrace_serve.worker.ray_launch")
+def test_rays_node_is_told_every_port_and_its_client_server_is_left_out(ray_launch: Any, fake_ray: list[str]) -> None:
     params = types.SimpleNamespace(ray_client_server_port=10001, no_monitor=False, dashboard_agent_listen_port=6383)
     ray_launch.start_hook(params, True)
     assert params.ray_client_server_port is None and params.no_monitor
@@ -144,9 +148,8 @@ def test_rays_node_is_told_every_port_and_its_client_server_is_left_out(fake_ray
 
 @pytest.mark.parametrize("lacks", ["module", "function", "port"])
 def test_ray_without_its_private_function_starts_by_itself(
-    fake_ray: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: str
+    ray_launch: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: str
 ) -> None:
-    ray_launch = importlib.import_module("millrace_serve.worker.ray_launch")
     params = types.SimpleNamespace(dashboard_agent_listen_port=6383)
     services = sys.modules["ray._private.services"]
     start = services.start_ray_process
@@ -164,9 +167,8 @@ def test_ray_without_its_private_function_starts_by_itself(
 
 @pytest.mark.parametrize(("address", "host"), [("10.0.0.1", "10.0.0.1"), ("fd00::1", "[fd00::1]")])
 def test_ipv6_address_stands_in_brackets(
-    fake_ray: list[str], monkeypatch: pytest.MonkeyPatch, address: str, host: str
+    ray_launch: Any, monkeypatch: pytest.MonkeyPatch, address: str, host: str
 ) -> None:
-    ray_launch = importlib.import_module("millrace_serve.worker.ray_launch")
     monkeypatch.setattr(ray_launch.ray.util, "get_node_ip_address", lambda: address)
     assert ray_launch.RayLauncher().bind() == f"tcp://{host}:*"
     rendezvous = ray_launch.endpoint(address, 29500)
@@ -175,9 +177,8 @@ def test_ipv6_address_stands_in_brackets(
 
 @pytest.mark.parametrize("address", [HOST, "::1"])
 def test_free_port_is_one_of_the_ranks_own_address(
-    fake_ray: list[str], monkeypatch: pytest.MonkeyPatch, address: str
+    ray_launch: Any, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
-    ray_launch = importlib.import_module("millrace_serve.worker.ray_launch")
     monkeypatch.setattr(ray_launch.ray.util, "get_node_ip_address", lambda: address)
     port = ray_launch.RankActor().free_port()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -186,9 +187,8 @@ def test_free_port_is_one_of_the_ranks_own_address(
 
 
 async def test_who_waits_for_pods_says_so(
-    fake_ray: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ray_launch: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ray_launch = importlib.import_module("millrace_serve.worker.ray_launch")
     monkeypatch.setattr(ray_launch, "WAIT_LOG_S", 0.01)
     joined = asyncio.Event()
     with caplog.at_level(logging.WARNING):
@@ -200,11 +200,11 @@ async def test_who_waits_for_pods_says_so(
         await waiting
 
 
-async def test_lost_rank_is_named_with_its_pod(fake_ray: list[str]) -> None:
-    ray_launch = importlib.import_module("millrace_serve.worker.ray_launch")
+async def test_lost_rank_is_named_with_its_pod(ray_launch: Any) -> None:
     ended: list[tuple[int, str]] = []
-    for error in (RuntimeError("The actor died.\nMuch more."), asyncio.CancelledError()):
+    for error in (RuntimeError("The actor died.\nMuch more."), EOFError(), asyncio.CancelledError()):
         run = asyncio.get_running_loop().create_future()
         run.set_exception(error)
         await ray_launch._watch(3, "10.0.0.2", run, lambda *how: ended.append(how))
-    assert ended == [(3, "on 10.0.0.2: RuntimeError: The actor died."), (3, "on 10.0.0.2: its actor was cancelled")]
+    hows = ("RuntimeError: The actor died.", "EOFError: ", "its actor was cancelled")
+    assert ended == [(3, f"on 10.0.0.2: {how}") for how in hows]

@@ -45,11 +45,8 @@ Context = zmq.Context[Any]  # Any: pyzmq has no type for an option that is bytes
 class Sender(Generic[T]):
     def __init__(self, context: Context, endpoint: str, key: bytes = b"") -> None:
         """key: 32 bytes; for TCP only."""
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.set(zmq.SNDHWM, 0)
+        self._socket = _socket(context, zmq.PUSH, endpoint, key)
         self._socket.set(zmq.LINGER, 500)  # ms; last words of a rank
-        self._socket.set(zmq.IPV6, "[" in endpoint)  # otherwise ZeroMQ takes the address for a device
-        _lock(self._socket, endpoint, key, sends=True)
         self._socket.connect(endpoint)
         self._encode = msgspec.msgpack.Encoder(enc_hook=pack_ids).encode
 
@@ -72,11 +69,7 @@ class Receiver(Generic[T]):
         on_undecodable: Callable[[], None] = lambda: None,
     ) -> None:
         """key: 32 bytes; for TCP only. on_undecodable: called where messages are taken."""
-        self._socket = context.socket(zmq.PULL)
-        self._socket.set(zmq.RCVHWM, 0)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.IPV6, "[" in bind)
-        _lock(self._socket, bind, key, sends=False)
+        self._socket = _socket(context, zmq.PULL, bind, key)
         self._socket.bind(bind)
         self.endpoint: str = self._socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
         self._decode = msgspec.msgpack.Decoder(kind, dec_hook=unpack_ids).decode
@@ -136,16 +129,21 @@ class Receiver(Generic[T]):
                 self._on_undecodable()
 
 
-def _lock(socket: zmq.Socket[bytes], endpoint: str, key: bytes, *, sends: bool) -> None:
+def _socket(context: Context, kind: int, endpoint: str, key: bytes) -> Any:  # as of Context
     """In CURVE the clients demand the server's key, so the sender is the server, whichever side connects."""
+    socket = context.socket(kind)
+    socket.set(zmq.LINGER, 0)
+    socket.set_hwm(0)
+    socket.set(zmq.IPV6, "[" in endpoint)  # otherwise ZeroMQ takes the address for a device
     if not endpoint.startswith("tcp:"):
-        return
+        return socket
     assert key, f"{endpoint} needs a key"
     secret = z85.encode(key)
     public = zmq.curve_public(secret)
     socket.set(zmq.CURVE_SECRETKEY, secret)
-    if sends:
+    if kind == zmq.PUSH:
         socket.set(zmq.CURVE_SERVER, 1)
     else:
         socket.set(zmq.CURVE_PUBLICKEY, public)
         socket.set(zmq.CURVE_SERVERKEY, public)
+    return socket

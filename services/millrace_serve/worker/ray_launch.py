@@ -126,6 +126,6 @@ async def _watch(rank: int, address: str, run: RayObject, on_exit: OnExit) -> No
     with contextlib.suppress(asyncio.CancelledError):
         try:
             how = f"exit code {await run}"
-        except ray.exceptions.RayError as error:
+        except Exception as error:  # Ray's own, or any other: a rank whose end nobody hears of would be waited for
             how = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     on_exit(rank, f"on {address}: {how}")

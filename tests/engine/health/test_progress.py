@@ -60,10 +60,12 @@ def test_long_chunk_may_take_what_its_tokens_take(chunks: list[tuple[int, int]],
     assert progress.limit_s <= max(LEAST_S, TIMES * 0.02, 5 * (takes + 300 * token_s))
 
 
-def test_long_chunk_leaves_no_trace_in_the_limit_of_other_steps() -> None:
+@pytest.mark.parametrize("before", [batch((16384, 100_000)), batch(all_decode=False)])
+def test_long_chunk_leaves_no_trace_in_the_limit_of_other_steps(before: HostBatch) -> None:
+    """Of this replica, or of another one."""
     clock = Clock()
     progress = known(clock)
-    run(progress, clock, batch((16384, 100_000)), 13.0)
+    run(progress, clock, before, 13.0)
     progress.launches(batch())
     assert progress.limit_s == LEAST_S
 
@@ -75,14 +77,6 @@ def test_limit_is_that_of_the_largest_step_in_flight() -> None:
     progress.launches(batch())
     assert progress.limit_s == largest > 10
     progress.finished()
-    assert progress.limit_s == LEAST_S
-
-
-def test_chunks_of_other_replicas_say_nothing_of_this_one() -> None:
-    clock = Clock()
-    progress = known(clock)
-    run(progress, clock, batch(all_decode=False), 9.0)
-    progress.launches(batch())
     assert progress.limit_s == LEAST_S
 
 

@@ -68,7 +68,8 @@ class Frontend:
             RankProgress: lambda rank, report: self.lifecycle.advance(State(report.state), report.message),
             GcPauses: lambda rank, report: self.gc.observe("rank", report.pauses),
         }
-        self.ranks = Ranks(config, launcher, handlers, self._on_lost, self._on_stray, self._count_compilations)
+        stray = lambda kind: self.metrics.worker_stale.labels(kind=kind).inc()  # noqa: E731
+        self.ranks = Ranks(config, launcher, handlers, self._on_lost, stray, self._count_compilations)
         self.board = LoadBoard(config.dp, epoch, self._state)
         self.caches = CacheBoard(config.dp, epoch)
         self.spans = WorkerSpans(tracing.make(config.tracing, f"millrace-{config.role}", epoch))
@@ -224,9 +225,6 @@ class Frontend:
             if self.lifecycle.state is State.READY:
                 self.metrics.compilations.labels(library=library).inc(new)
 
-    def _on_stray(self, kind: str) -> None:
-        self.requests.count_stale(kind)
-
     def _on_events(self, rank: int, events: Events) -> None:
         replica = rank // self.config.tp
         self.spans.on_outputs(events.outputs)
@@ -239,10 +237,10 @@ class Frontend:
             self.board.update(replica, events.load)
 
     def _on_lost(self, why: str) -> None:
+        self.lost.set_result(why)  # first: the process ends, whatever else may go wrong
         failure = Failure(Reason.WORKER_LOST, why)
         self.requests.fail_all(failure)
         self.role.on_lost(failure)
-        self.lost.set_result(why)
         self.links.end_all(MillraceError(Reason.WORKER_LOST, why))
 
     def _state(self) -> worker_pb2.LoadSnapshot:

@@ -133,6 +133,11 @@ class Links:
                     self._submit(link, submitted)
                 except MillraceError as error:
                     link.put(refusal(submitted.request, error))
+                except Exception as error:  # a fault of ours costs no other request, though an engine may have this one
+                    fault = MillraceError.of(error, log, "a request of router %s cannot be taken", link.router_id)
+                    refused = refusal(submitted.request, fault)
+                    if not self._requests.fail(refused.id, Failure(fault.reason, fault.message)):
+                        link.put(refused)
             case "abort":
                 id = RequestId(message.abort.id.room, message.abort.id.attempt)
                 self._requests.abort(id, message.abort.reason)

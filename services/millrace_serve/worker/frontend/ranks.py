@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import zmq
+from millrace_common.log import survived
 from millrace_common.pace import TICK_S, PatientClock, Starvation
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
@@ -232,9 +233,11 @@ class Ranks:
 
     async def _watch_ranks(self) -> None:
         """A heartbeat of each rank has come before it was ready, and the clock stood still since the start."""
-        while not (why := self._watch.hung(self._clock.tick())):
-            await asyncio.sleep(TICK_S)
-        self._lose(why)
+        why = ""
+        with survived(log, "the ranks cannot be watched"):
+            while not (why := self._watch.hung(self._clock.tick())):
+                await asyncio.sleep(TICK_S)
+        self._lose(why or "the ranks cannot be watched, and one that hangs would not be found")
 
     def _account(self, rank: int) -> Starvation | None:
         return None if (pid := self._launcher.pid(rank)) is None else Starvation(pid)

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from millrace.v1 import worker_pb2
 from millrace_common import tracing
+from millrace_common.log import survived
 from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import FieldError, MillraceError
@@ -108,8 +109,8 @@ class Requests:
     async def run_own(self, request: Request, replica: int, begin: Callable[[], None] = lambda: None) -> None:
         """Run a request of the worker itself; `begin` is called when the engine has it. Raises MillraceError."""
         waiter = warmup.Waiter(request.route)
-        self._start(request, replica, waiter)
         try:
+            self._start(request, replica, waiter)
             begin()
             await waiter.wait()
         finally:
@@ -125,9 +126,14 @@ class Requests:
                 if output.finish is not FinishReason.ABORT:  # which answers our own Abort
                     self.count_stale("output")
                 continue
-            if output.finish is not None or attempt.route is Route.EXPORT:
-                self._end(output.id)
-            attempt.owner.put(output)
+            try:
+                attempt.owner.put(output)
+            except Exception as error:  # a fault of ours: it would end the worker, and the next one with another try
+                fault = MillraceError.of(error, log, "an output of %s cannot be told", output.id)
+                self.fail(output.id, Failure(fault.reason, fault.message))
+            else:
+                if output.finish is not None or attempt.route is Route.EXPORT:
+                    self._end(output.id)
 
     def tell(self, waits: Iterable[Wait]) -> None:
         """Give the waits of an engine to the owners of their attempts."""
@@ -143,19 +149,23 @@ class Requests:
         if attempt is not None:
             log.debug("abort %s: %s", id, reason)
             self._ranks.send(attempt.replica, Abort(id))
-        found = self.on_abort(id, why) or attempt is not None
+        found = attempt is not None
+        with survived(log, "what %s holds cannot be let go", id):  # whoever aborts an attempt may abort others as well
+            found = self.on_abort(id, why) or found
         if not found:
             self.count_stale("abort")
         return found
 
-    def fail(self, id: RequestId, failure: Failure) -> None:
-        """End an attempt now, with an error, and stop the engine's work on it."""
+    def fail(self, id: RequestId, failure: Failure) -> bool:
+        """End an attempt now, with an error, and stop the engine's work on it. False: there is no such attempt."""
         attempt = self._live.get(id)
         if attempt is not None:
             self._tell(id, failure)
             self._spans.end(id, f"{failure.reason}: {failure.message}")
             self._ranks.send(attempt.replica, Abort(id))
-            self.on_abort(id, failure)
+            with survived(log, "what %s holds cannot be let go", id):
+                self.on_abort(id, failure)
+        return attempt is not None
 
     def fail_all(self, failure: Failure) -> None:
         """End every attempt; there is no engine any more."""

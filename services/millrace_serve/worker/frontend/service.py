@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TypeAlias
 
 import grpc
@@ -99,20 +99,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def SetWeights(self, request: pb.SetWeightsRequest, context: Context) -> pb.SetWeightsResponse:
         started, weights = time.monotonic(), self._weights
-        match request.action:
-            case pb.WEIGHTS_ACTION_PAUSE:
-                action = weights.pause(request.drop)
-            case pb.WEIGHTS_ACTION_LOAD:
-                action = weights.load(request.path, request.version)
-            case pb.WEIGHTS_ACTION_RESUME:
-                action = weights.resume()
-            case pb.WEIGHTS_ACTION_SLEEP:
-                action = weights.sleep()
-            case pb.WEIGHTS_ACTION_WAKE:
-                action = weights.wake(request.path, request.version)
-            case _:
-                raise FieldError("action", "must be one of WeightsAction")
-        await weights.to_the_end(action)
+        actions: dict[int, Callable[[], Coroutine[None, None, None]]] = {
+            pb.WEIGHTS_ACTION_PAUSE: lambda: weights.pause(request.drop),
+            pb.WEIGHTS_ACTION_LOAD: lambda: weights.load(request.path, request.version),
+            pb.WEIGHTS_ACTION_RESUME: weights.resume,
+            pb.WEIGHTS_ACTION_SLEEP: weights.sleep,
+            pb.WEIGHTS_ACTION_WAKE: lambda: weights.wake(request.path, request.version),
+        }
+        if request.action not in actions:
+            raise FieldError("action", "must be one of WeightsAction")
+        await weights.to_the_end(actions[request.action]())
         return pb.SetWeightsResponse(version=self._frontend.weights_version, seconds=time.monotonic() - started)
 
     async def SetDuty(self, request: pb.SetDutyRequest, context: Context) -> pb.SetDutyResponse:
