@@ -18,9 +18,7 @@ from millrace_serve.worker.messages import (
     GcPauses,
     Report,
     SetWeights,
-    StartProfile,
     Stop,
-    StopProfile,
     ToEngine,
     ToProcess,
     WeightsSet,
@@ -127,13 +125,12 @@ class EngineLoop:
             self._checked = True
 
     def _take(self, message: ToEngine) -> None:
-        match message:
-            case Stop():
-                self._engine.stop()
-            case FreezeGc() | StartProfile() | StopProfile() | SetWeights():
-                self._upkeep.handle(message)
-            case _:
-                self._engine.submit(message)
+        if isinstance(message, Stop):
+            self._engine.stop()
+        elif isinstance(message, ToProcess):
+            self._upkeep.handle(message)
+        else:
+            self._engine.submit(message)
 
     def _ship_early(self) -> None:
         """What somebody waits for goes out before the step under way ends."""
@@ -155,10 +152,8 @@ def follower_inbox(inbox: Receiver[ToEngine], upkeep: Upkeep) -> None:
     """The inbox of a rank without scheduler, until Stop. Its steps come from its leader, which also ends it."""
     while True:
         for message in inbox.receive(None):
-            match message:
-                case FreezeGc() | StartProfile() | StopProfile() | SetWeights():
-                    upkeep.handle(message)
-                case Stop():
-                    return
-                case _:
-                    raise TypeError(f"a follower does not take {type(message).__name__}")
+            if isinstance(message, Stop):
+                return
+            if not isinstance(message, ToProcess):
+                raise TypeError(f"a follower does not take {type(message).__name__}")
+            upkeep.handle(message)

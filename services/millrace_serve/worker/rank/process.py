@@ -105,7 +105,8 @@ def _serve(spec: RankSpec, context: Context, key: bytes, report: Callable[[Repor
             raise  # a fault of ours: what the settings ask for was checked before
         raise StartRefused(error) from error
     report(RankProgress("compiling", f"rank {spec.rank}"))
-    _add_disk_tier(parts, config)
+    secret = deployment_secret.read(config.secret)  # once: it may not be there when other weights come
+    _add_disk_tier(parts, config, secret)
     inbox: Receiver[ToEngine] = Receiver(
         context, spec.bind.format(name="engine"), ToEngine, key, lambda: report(Dropped())
     )
@@ -128,7 +129,7 @@ def _serve(spec: RankSpec, context: Context, key: bytes, report: Callable[[Repor
     )
     heartbeats: Sender[FromRank] = Sender(context, spec.frontend, key)
     with HeartbeatThread(parts.progress, lambda heartbeat: heartbeats.send(FromRank(spec.rank, heartbeat))):
-        to_set = partial(set_weights, parts, lambda: _add_disk_tier(parts, config, starts=False))
+        to_set = partial(set_weights, parts, lambda: _add_disk_tier(parts, config, secret, starts=False))
         _step(parts, inbox, report, Upkeep(spec.rank, report, parts.progress.busy, to_set))
     reader.join()
     source.close()
@@ -181,13 +182,12 @@ def _context(parts: Parts, rank: int) -> int:
     return min(room, parts.max_context)
 
 
-def _add_disk_tier(parts: Parts, config: WorkerConfig, *, starts: bool = True) -> None:
-    """Raises StartRefused when the secret cannot be used, or at a start the folder: later it keeps nobody from work."""
+def _add_disk_tier(parts: Parts, config: WorkerConfig, secret: bytes, *, starts: bool = True) -> None:
+    """Raises StartRefused when at a start the folder cannot be used: later it keeps nobody from work."""
     limits = config.limits
     if parts.engine is None or limits.disk_cache is None:
         return
     try:
-        secret = deployment_secret.read(config.secret)
         parts.engine.keep_in(limits.disk_cache, int(limits.disk_cache_gib * GIB), secret, patient=starts)
     except (OSError, TransferError) as error:
         raise StartRefused(error) from error
