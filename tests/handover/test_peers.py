@@ -181,12 +181,7 @@ async def worker() -> AsyncIterator[tuple[Server, asyncio.Queue[str], str]]:
 
 async def test_watch_that_never_ends_holds_up_nobody(monkeypatch: pytest.MonkeyPatch, peers: Peers) -> None:
     """As gRPC's now and then does not, after the peer was cut off for a while: the worker could not stop."""
-
-    async def lost(peer: Peer) -> bool:
-        await asyncio.Event().wait()
-        return False
-
-    monkeypatch.setattr(Peer, "lost", lost)
+    monkeypatch.setattr(Peer, "lost", lambda peer: asyncio.Event().wait())
     for epoch in "ab":
         peers.get("127.0.0.1:1", epoch)
     await asyncio.wait_for(peers.close(), HANG_S)

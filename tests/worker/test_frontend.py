@@ -17,7 +17,7 @@ from millrace_serve.worker.frontend.lifecycle import Lifecycle, State
 from millrace_serve.worker.frontend.links import Links, RouterLink
 from millrace_serve.worker.frontend.requests import ABORTED, ORPHANED, Requests
 from millrace_serve.worker.frontend.spans import WorkerSpans
-from millrace_serve.worker.frontend.wakeup import Wakeup
+from millrace_serve.worker.frontend.wakeup import Wakeup, together
 from millrace_testing import HANG_S
 from prometheus_client import CollectorRegistry
 
@@ -177,3 +177,12 @@ async def test_wakeup_in_time_is_true_and_late_is_false() -> None:
     wakeup = Wakeup()
     asyncio.get_running_loop().call_soon(wakeup.fire)
     assert await wakeup.wait(HANG_S) and not await wakeup.wait(0)
+
+
+async def test_what_fails_ends_what_runs_together_with_it() -> None:
+    before, endless = asyncio.all_tasks(), AsyncMock(side_effect=asyncio.Event().wait)
+    with pytest.raises(KeyError):
+        await together(endless(), AsyncMock(side_effect=KeyError)())
+    left = asyncio.all_tasks() - before
+    await asyncio.wait(left, timeout=HANG_S)
+    assert [task.cancelled() for task in left] == [True]

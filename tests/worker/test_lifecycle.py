@@ -2,16 +2,10 @@ import itertools
 
 import pytest
 from millrace_serve.worker.frontend.lifecycle import Lifecycle, State
+from worker.test_frontend import at
 
 WAY = list(State)
 BESIDE = {(State.READY, State.DRAINING), (State.PAUSED, State.READY)}
-
-
-def at(state: State) -> Lifecycle:
-    life = Lifecycle(lambda state: None)
-    for step in WAY[1 : WAY.index(state) + 1]:
-        life.to(step)
-    return life
 
 
 @pytest.mark.parametrize(("state", "to"), itertools.product(State, State))

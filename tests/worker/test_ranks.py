@@ -189,7 +189,7 @@ async def test_rank_that_ends_is_lost_once_by_its_last_words(bench: Callable[...
     assert ranks._inbox._socket.poll(20_000)  # it has come, and the loop has not had a turn
     ranks._on_exit(0, "exit code 1")
     ranks._on_exit(0, "exit code 1")
-    assert it.lost == ["rank 0 failed: no memory"] and ranks.refused
+    assert it.lost == ["rank 0 failed: no memory"] and ranks.exit_code == 2
     await ranks.stop(5.0)
     assert it.launcher.graces == [0.0]
 
@@ -258,7 +258,7 @@ async def test_what_nobody_asked_for_is_dropped_and_counted(bench: Callable[...,
 async def test_rank_that_is_lost_between_two_warm_up_requests_ends_the_start() -> None:
     """The requests that ran have failed; one that begins afterwards would wait for its whole time-out."""
     loop = asyncio.get_running_loop()
-    ranks = SimpleNamespace(refused=False)
+    ranks = SimpleNamespace(exit_code=1)
     lost, leaving = loop.create_future(), loop.create_future()
     frontend: Any = SimpleNamespace(start=asyncio.Event().wait, ranks=ranks, lost=lost, leaving=leaving)
     living = asyncio.create_task(worker_main._live(frontend, asyncio.Event(), ""))

@@ -17,7 +17,7 @@ from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend import convert, warmup
 from millrace_serve.worker.frontend.ranks import Ranks
 from millrace_serve.worker.frontend.requests import Requests
-from millrace_serve.worker.frontend.wakeup import within
+from millrace_serve.worker.frontend.wakeup import together, within
 
 
 class Pairs:
@@ -49,7 +49,7 @@ class Pairs:
         flexible = info.role == worker_pb2.ROLE_FLEXIBLE
         pairs = [(theirs, ours) for theirs in range(info.replicas) for ours in range(self._config.dp)]
         async with within(self._config.timeouts.warmup, "warming up the pair"):
-            await asyncio.gather(*(self._run(source, peer, theirs, ours, flexible) for theirs, ours in pairs))
+            await together(*(self._run(source, peer, theirs, ours, flexible) for theirs, ours in pairs))
         self._warmed = self.warmed | {source.epoch}
 
     async def _run(self, source: worker_pb2.KvSourceRef, peer: Peer, theirs: int, ours: int, flexible: bool) -> None:
@@ -64,14 +64,10 @@ class Pairs:
             setattr(wire.sampling, name, getattr(request.sampling, name))
         done = asyncio.Event()
         begin = functools.partial(self._imports.start, request, ours, source)
-        prefill = asyncio.create_task(_prefill(peer, wire, flexible, done))
-        decode = asyncio.create_task(self._requests.run_own(request, ours, begin))
         try:
-            await asyncio.gather(prefill, decode)
+            await together(_prefill(peer, wire, flexible, done), self._requests.run_own(request, ours, begin))
         finally:
             done.set()
-            for task in (prefill, decode):
-                task.cancel()
 
 
 def check_pair(info: worker_pb2.WorkerInfo, source: worker_pb2.KvSourceRef, ranks: Ranks) -> None:

@@ -83,12 +83,12 @@ async def _live(frontend: Frontend, stop: asyncio.Event, address: str) -> tuple[
     if not start.done():
         start.cancel()
         if frontend.lost.done():  # perhaps between two warm-up requests: the next one would never be answered
-            return _failed(frontend), f"could not start: {frontend.lost.result()}"
+            return frontend.ranks.exit_code, f"could not start: {frontend.lost.result()}"
         return 0, "stopped by a signal before it was ready"
     try:
         await start
     except (MillraceError, OSError) as error:
-        return _failed(frontend), f"could not start: {error}"
+        return frontend.ranks.exit_code, f"could not start: {error}"
     log.info("READY %s", address)
     await asyncio.wait((stopped, frontend.leaving, frontend.lost), return_when=asyncio.FIRST_COMPLETED)
     if not frontend.lost.done():
@@ -100,10 +100,6 @@ async def _live(frontend: Frontend, stop: asyncio.Event, address: str) -> tuple[
     if frontend.leaving.done():
         return 1, frontend.leaving.result()
     return 0, "drained"
-
-
-def _failed(frontend: Frontend) -> int:
-    return 2 if frontend.ranks.refused else 1
 
 
 def _server(frontend: Frontend) -> Server:

@@ -39,7 +39,7 @@ from millrace_serve.worker.frontend.ranks import Handler, Ranks
 from millrace_serve.worker.frontend.requests import Requests
 from millrace_serve.worker.frontend.role import RoleLogic
 from millrace_serve.worker.frontend.spans import WorkerSpans
-from millrace_serve.worker.frontend.wakeup import within
+from millrace_serve.worker.frontend.wakeup import together, within
 from millrace_serve.worker.launcher import Launcher
 from millrace_serve.worker.messages import GcPauses, RankProgress
 
@@ -145,7 +145,7 @@ class Frontend:
                     for replica in range(self.config.dp)
                     for _ in range(min(concurrent, self.config.limits.max_running))
                 ]
-                await asyncio.gather(*(self.requests.run_own(request, replica) for replica, request in requests))
+                await together(*(self.requests.run_own(request, replica) for replica, request in requests))
         if not serves:
             await self.flush_cache()
 

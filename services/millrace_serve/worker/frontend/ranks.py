@@ -92,7 +92,7 @@ class Ranks:
         self._watcher: asyncio.Task[None] | None = None
         self._lost = ""
         self._last_words: asyncio.TimerHandle | None = None
-        self.refused = False  # why a rank has failed: as in RankFailed
+        self.exit_code = 1  # of a worker that cannot start; 2: another start would end alike
         self._stopping = False
 
     async def start(self, model: Path | None = None) -> None:
@@ -221,7 +221,7 @@ class Ranks:
         return "" if known and asked and first else type(report).__name__
 
     def _failed(self, rank: int, report: RankFailed) -> None:
-        self.refused = report.refused
+        self.exit_code = 2 if report.refused else 1
         self._lose(f"rank {rank} failed: {report.message}")
 
     def _answered(self, rank: int, answer: Answer) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
@@ -27,6 +27,16 @@ class Wakeup:
                 return await self._next.wait()
         except TimeoutError:
             return False
+
+
+async def together(*calls: Coroutine[None, None, None]) -> None:
+    """Run all. The first that fails ends the others: who tries again would add to what they ask for."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 @contextlib.asynccontextmanager
