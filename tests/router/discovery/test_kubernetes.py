@@ -131,7 +131,8 @@ def test_a_watch_that_fails_behind_every_list_is_tried_ever_more_rarely(
     """As where a role may list and not watch: each try costs a whole list. A watch that has gone on is no such one."""
     now, source = [1000.0], KubernetesSource(KubernetesConfig(selector=SELECTOR, api="http://127.0.0.1:1"))
     monkeypatch.setattr(kubernetes, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    source._stopped = waits = Waits(9)
+    waits = Waits(9)
+    source._listener, source._stopped = Heard(), waits
     source._tell = lambda *_: None
     source._list = lambda call: "100"
 
