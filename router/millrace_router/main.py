@@ -69,8 +69,7 @@ class Router:
         self._public_identity = self._inside if config.public_tls is None else identity_of(config.public_tls, metrics)
         self._keys: Keys | None = None
         if config.api_keys is not None:
-            note = lambda outcome: metrics.reloads.labels(what="api_keys", outcome=outcome).inc()  # noqa: E731
-            self._keys = Keys(config.api_keys, time.monotonic, note, keep=config.api_keys_keep)
+            self._keys = Keys(config.api_keys, time.monotonic, self._keys_reloaded, keep=config.api_keys_keep)
         self.registry = Registry(config, metrics, self._changed, identity=self._inside)
         self.admission = Admission(config.queue_size, config.timeouts.queue, self.registry, metrics.queued.set)
         self._gc = ProcessGc("router", metrics)
@@ -158,6 +157,9 @@ class Router:
         forget_workers(self.metrics, self.registry.workers.keys())
         self.metrics.queued_tokens.set(self.admission.tokens)
         self.metrics.queue_wait.set(self.admission.drained_in() or 0 if self.admission.tokens else 0)
+
+    def _keys_reloaded(self, outcome: str) -> None:
+        self.metrics.reloads.labels(what="api_keys", outcome=outcome).inc()
 
     def _changed(self) -> None:
         self._follow_readiness()
