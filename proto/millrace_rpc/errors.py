@@ -34,6 +34,7 @@ class Row:
     code: grpc.StatusCode
     http: int
     openai_type: str
+    openai_code: str = ""  # by which OpenAI's clients know it; empty: the reason
     retry_elsewhere: bool = False  # another worker, or a fresh attempt, may succeed
     retry_after_s: float = 0.0  # advice to the client; 0 = none
 
@@ -41,7 +42,7 @@ class Row:
 _S = grpc.StatusCode
 TABLE: dict[Reason, Row] = {
     Reason.INVALID_ARGUMENT: Row(_S.INVALID_ARGUMENT, 400, "invalid_request_error"),
-    Reason.CONTEXT_TOO_LONG: Row(_S.INVALID_ARGUMENT, 400, "invalid_request_error"),
+    Reason.CONTEXT_TOO_LONG: Row(_S.INVALID_ARGUMENT, 400, "invalid_request_error", "context_length_exceeded"),
     Reason.MESSAGE_TOO_LARGE: Row(_S.INVALID_ARGUMENT, 413, "invalid_request_error"),
     Reason.UNSUPPORTED_ENCODING: Row(_S.INVALID_ARGUMENT, 415, "invalid_request_error"),
     Reason.MODEL_NOT_FOUND: Row(_S.NOT_FOUND, 404, "invalid_request_error"),
@@ -120,7 +121,7 @@ class MillraceError(Exception):
                 "message": self.message,
                 "type": self.row.openai_type,
                 "param": self.param,
-                "code": self.reason.lower(),
+                "code": self.row.openai_code or self.reason.lower(),
             }
         }
 

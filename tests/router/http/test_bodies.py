@@ -219,18 +219,17 @@ def test_a_texts_values_are_counted_without_making_them(value: object, ascii_onl
     assert shape(text) == counted(value)
 
 
+HI = [{"role": "user", "content": "a"}]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "code"),
     [
-        ("/v1/chat/completions", {"messages": POSTS["/v1/chat/completions"]["messages"] * 600}, "context_too_long"),
-        ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 600}, "context_too_long"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 40_000}, "message_too_large"),
+        ("/v1/chat/completions", {"messages": HI * 600}, "context_length_exceeded"),
+        ("/v1/responses", {"input": HI * 600}, "context_length_exceeded"),
+        ("/v1/chat/completions", {"messages": HI * 40_000}, "message_too_large"),
         ("/v1/completions", {"prompt": [1] * 200_000}, "message_too_large"),
-        (
-            "/v1/completions",
-            {"prompt": "a", "metadata": dict.fromkeys(map(str, range(140_000)), 1)},
-            "message_too_large",
-        ),
+        (PATH, {"prompt": "a", "metadata": dict.fromkeys(map(str, range(140_000)), 1)}, "message_too_large"),
     ],
 )
 async def test_what_no_context_can_hold_is_refused_before_it_is_rendered(
@@ -242,12 +241,12 @@ async def test_what_no_context_can_hold_is_refused_before_it_is_rendered(
 
 
 LARGE = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}] * 200, "max_tokens": 1},
+    "/v1/chat/completions": {"messages": HI * 200, "max_tokens": 1},
     "/v1/completions": {"prompt": [1] * 510, "max_tokens": 1},
-    "/v1/responses": {"input": [{"role": "user", "content": "a"}] * 200, "max_output_tokens": 1},
-    "/v1/messages": {"messages": [{"role": "user", "content": "a"}] * 200, "max_tokens": 1},
-    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}] * 200},
-    "/tokenize": {"messages": [{"role": "user", "content": "a"}] * 200},
+    "/v1/responses": {"input": HI * 200, "max_output_tokens": 1},
+    "/v1/messages": {"messages": HI * 200, "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": HI * 200},
+    "/tokenize": {"messages": HI * 200},
     "/detokenize": {"tokens": [64] * 510},
 }
 

@@ -217,7 +217,7 @@ class Text(TypedDict):
 
 
 class ErrorFacts(TypedDict):
-    """`code` is a reason of the error table in lower case; `param` the field of the request, if it was one."""
+    """`code` is a reason of the error table in lower case, or OpenAI's word; `param` the field, if one was wrong."""
 
     message: str
     type: str

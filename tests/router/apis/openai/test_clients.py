@@ -10,6 +10,7 @@ os.environ |= {"LANGSMITH_TRACING": "false", "OPENAI_AGENTS_DISABLE_TRACING": "1
 import agents
 import pytest
 from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, RunConfig, Runner, function_tool
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -70,6 +71,12 @@ async def test_langchain_runs_tools_in_both_apis(
         assert all(isinstance(message, ToolMessage) for message in messages[-len(answer.tool_calls) or len(messages) :])
     assert answer.text == "Both are sunny."
     assert prompt_of(made).index("sunny in Oslo") < prompt_of(made).index("sunny in Rome")
+
+
+async def test_langchain_knows_what_does_not_fit(langchain: tuple[Cluster, Callable[..., ChatOpenAI]]) -> None:
+    _, model = langchain
+    with pytest.raises(ContextOverflowError):
+        await model().ainvoke("x" * 90_000)
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])

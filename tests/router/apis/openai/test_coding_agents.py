@@ -1,11 +1,13 @@
 """What coding agents send: tools that no model here can call, and the items and blocks that go back with results."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from router.harness import events
+from router.fake_worker import CONTEXT
+from router.harness import Cluster, events
 from router.scripted import HELLO, SCHEMA, prompt_of, say
 from router.text.test_parsers import v32
 
@@ -90,15 +92,8 @@ async def test_strict_tools_refuses_them(path: str, serve: Callable) -> None:
 
 
 CHOICES = {
-    "/v1/chat/completions": [
-        {"type": "custom", "custom": {"name": "custom"}},
-        {"type": "function", "function": {"name": "custom"}},
-    ],
-    "/v1/responses": [
-        {"type": "custom", "name": "custom"},
-        {"type": "function", "name": "custom"},
-        *({"type": kind} for kind in ("web_search_preview", "file_search", "mcp", "shell", "apply_patch", "computer")),
-    ],
+    "/v1/chat/completions": [{"type": kind, kind: {"name": "custom"}} for kind in ("custom", "function")],
+    "/v1/responses": [{"type": kind, "name": "custom"} for kind in ("custom", "function", "file_search", "mcp")],
     "/v1/messages": [{"type": "tool", "name": "web_search_20250305"}],
 }
 
@@ -335,3 +330,22 @@ async def test_claude_code_works_over_two_calls(serve: Callable) -> None:
     prompt = prompt_of(made)
     assert prompt.index("Claude Code") < prompt.index("List the files.") < prompt.index("a.py") < prompt.index("denied")
     assert "web_search" not in prompt and made.prefills[0].submitted
+
+
+LONG = re.compile(
+    r"prompt is too long[^0-9]*(\d+) tokens > (\d+) maximum; this model's maximum context length is (\d+)"
+)
+BOTH = re.compile(r"input length and `(?:max|max_output)_tokens` exceed context limit: (\d+) \+ (\d+) > (\d+)")
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_agents_find_what_does_not_fit(path: str, pair: Cluster) -> None:
+    """They search errors for these words, then they shorten the conversation, or ask for less."""
+    name, field = ("input", "max_output_tokens") if path == "/v1/responses" else ("messages", "max_tokens")
+    for text, tokens, words in (("x" * 600, 9, LONG), ("x" * 9000, 9, LONG), ("x", CONTEXT, BOTH)):
+        answer = await pair.http.post(path, json={name: [{"role": "user", "content": text}], field: tokens})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error.get("code", "") in ("context_length_exceeded", "")
+        asked, more, limit = map(int, words.search(error["message"]).groups())
+        assert limit == CONTEXT
+        assert asked > more == limit - 1 if words is LONG else asked + more > limit and more == tokens
