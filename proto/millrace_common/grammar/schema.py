@@ -101,7 +101,7 @@ class _Normal:
         if not isinstance(value, dict):
             raise Refused(at, "must be a schema: an object, true or false")
         self._same_document(value, at)
-        given = {key: item for key, item in value.items() if key in keywords.MEANING}
+        given = {k: item for k, item in value.items() if k in keywords.MEANING and (item is not None or k == "const")}
         if "$ref" in given and self._draft <= 7:
             given = {"$ref": given["$ref"]}  # what stands beside it has no meaning in these drafts
         if keywords.allows_all(given.get("not", False)):

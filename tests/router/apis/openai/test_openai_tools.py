@@ -348,6 +348,7 @@ def test_formats_are_found_out(folders: dict[str, Path], model_folder: Path, tmp
 
 
 OBJECT, TEXT, NULL = {"type": "object"}, {"type": "string"}, {"type": "null"}
+NULLS = OBJECT | {"properties": {"a": OBJECT | {"properties": None}}, "required": None}  # as Go writes empty lists
 PLACE = {"properties": {"city": TEXT}, "required": ["city"]}
 A, B = ({"properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in ("a", "b"))
 ENDLESS = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}  # no grammar holds it: such a call is not forced
@@ -361,6 +362,7 @@ SCHEMAS: list[tuple[Any, Any]] = [  # of parameters, and what becomes of them; N
     ({"oneOf": [OBJECT | A, NULL, OBJECT | B]}, OBJECT | {"oneOf": [OBJECT | A, OBJECT | B]}),
     ({"enum": [{"a": 1}, 1, None]}, OBJECT | {"enum": [{"a": 1}]}),
     ({"const": {"a": 1}}, OBJECT | {"const": {"a": 1}}),
+    (NULLS, NULLS),
     ({"allOf": [PLACE, OBJECT]}, OBJECT | {"allOf": [PLACE, OBJECT]}),
     ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": PLACE}}, OBJECT | {"$ref": "#/$defs/a~1b", "$defs": {"a/b": PLACE}}),
     (ENDLESS, OBJECT | ENDLESS),
