@@ -31,6 +31,9 @@ class MessageForm(BlockForm):
                 kind, field = DELTAS[block.kind]
                 yield _event("content_block_delta", index=block.index, delta={"type": kind, field: piece})
             case Step.END:
+                if block.kind is Kind.REASONING:  # some clients drop a block without it when they send the answer back
+                    sign = {"type": "signature_delta", "signature": ""}
+                    yield _event("content_block_delta", index=block.index, delta=sign)
                 yield _event("content_block_stop", index=block.index)
 
     def ended(self) -> JsonObject:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import anthropic
@@ -36,12 +37,15 @@ async def both(made: Cluster, text: str, finish: int = common_pb2.FINISH_REASON_
         whole = await client.messages.create(**fields)
         Message.model_validate(whole.model_dump(), strict=True)
         say(made, text, finish)
-        for event in [event async for event in await client.messages.create(**fields, stream=True)]:
+        events = [event async for event in await client.messages.create(**fields, stream=True)]
+        for event in events:
             type(event).model_validate(event.model_dump(), strict=True)
         say(made, text, finish)
         async with client.messages.stream(**fields) as stream:
             kinds = [event.type async for event in stream]
             streamed = await stream.get_final_message()
+    signed = [last.delta.type for last, end in pairwise(events) if end.type == "content_block_stop"]
+    assert [kind == "signature_delta" for kind in signed] == [block.type == "thinking" for block in whole.content]
     assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(whole.content)
     assert as_sent(streamed) == as_sent(whole)
