@@ -147,11 +147,10 @@ class Known(BaseModel):
     def _given(cls, values: Json, info: ValidationInfo) -> Json:
         if not isinstance(values, dict):
             return values
-        if values.get(CACHE_CONTROL) is not None:
-            _note(values[CACHE_CONTROL], info.context)
+        note_hint(values, info.context)
         given = {name: value for name, value in values.items() if value is not None and name not in cls.IGNORED}
         for name, why in cls.UNSUPPORTED.items():
-            if given.pop(name, None):
+            if given.pop(name, "") not in ("", False, []):  # an empty object may ask for all defaults
                 raise mistake(f"is not supported: {why}", name)
         if cls.model_config.get("extra") == "forbid" and (unknown := given.keys() - _names(cls)):
             kind, ours = given.get("type"), _types(cls)
@@ -176,8 +175,10 @@ class Known(BaseModel):
         return schema
 
 
-def _note(hint: Json, hints: list[int] | None) -> None:
-    """Add the seconds that a `cache_control` asks for to the hints of the request."""
+def note_hint(values: JsonObject, hints: list[int] | None) -> None:
+    """Add the seconds that an object's `cache_control` asks for to the hints of the request."""
+    if (hint := values.get(CACHE_CONTROL)) is None:
+        return
     if not isinstance(hint, dict):
         raise mistake(f"must be an object, not {_shown(hint)}", CACHE_CONTROL)
     ttl = hint.get("ttl") or "5m"

@@ -51,11 +51,16 @@ class Style(enum.Enum):
         return CallParser(listed, functools.partial(MarkedCall, marks, offer, ids), offer)
 
 
+OURS = frozenset({"thinking", "response_format"})  # arguments that other fields of a request give every template
+NOT_CLIENTS = {"add_generation_prompt", "bos_token", "eos_token", "messages", "tools"}
+
+
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
     style: Style | None = None  # None: the model has no tool calls
     takes_tools: bool = False  # the template describes them
     reasons: bool = False
+    arguments: Collection[str] = OURS  # that a client may give its template
 
     @property
     def ends_reasoning(self) -> tuple[str, ...]:
@@ -69,7 +74,7 @@ class ChatFormat:
         """
         style = Style.found_in(template, template) or Style.found_in(tokens, template)
         named = jinja2.meta.find_undeclared_variables(LimitedEnvironment(extensions=EXTENSIONS).parse(template))
-        return cls(style, "tools" in named, THINK_END in tokens)
+        return cls(style, "tools" in named, THINK_END in tokens, named - NOT_CLIENTS | OURS)
 
 
 EXTENSIONS = ["jinja2.ext.loopcontrols"]

@@ -38,7 +38,8 @@ HINTS = [
     *((url, body, keep_s) for url in PLAIN for body, keep_s in (({}, 0), (marked(), 300), (marked("1h"), 3600))),
     *((url, {"prompt_cache_retention": name}, keep_s)
       for url in OPENAI for name, keep_s in (("in_memory", 300), ("in-memory", 300), ("24h", 86_400), (None, 0))),
-    *((url, {"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}}, 1800) for url in OPENAI),
+    *((url, {"prompt_cache_options": {"mode": "explicit", "ttl": ttl}}, keep_s)
+      for url in OPENAI for ttl, keep_s in (("30m", 1800), ("12h", 43_200))),
     *((url, {"prompt_cache_options": {"mode": "implicit"}}, 0) for url in OPENAI),
     (CHAT, {"prompt_cache_retention": "in_memory", **marked("1h")}, 3600),
     *((url, turn({}, marked()), 300) for url in (CHAT, MESSAGES)),
@@ -46,6 +47,7 @@ HINTS = [
     *((url, turn({}, **marked("1h")), 3600) for url in (CHAT, MESSAGES)),
     (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}, **marked("1h")}]}, 3600),
     (MESSAGES, {"tools": [{"name": "f", "input_schema": SCHEMA, **marked("1h")}]}, 3600),
+    *((url, {"tools": [{"type": "web_search", **marked("1h")}]}, 3600) for url in (CHAT, RESPONSES, MESSAGES)),
     (MESSAGES, {"tools": [{"name": "f", "input_schema": SCHEMA | {"properties": marked("1h")}}]}, 0),
     (MESSAGES, {"system": [{"type": "text", "text": "x", **marked()}]}, 300),
     (MESSAGES, {"messages": [*ASKED, CALL, {"role": "user", "content": [RESULT]}]}, 3600),
@@ -71,7 +73,7 @@ async def test_pages_are_kept_as_long_as_the_longest_hint_says(serve: Callable) 
         (MESSAGES, {"cache_control": "5m"}, 'cache_control must be an object, not "5m"'),
         (MESSAGES, {"cache_control": [1]}, "cache_control must be an object, not an array"),
         (RESPONSES, {"prompt_cache_retention": "2h"}, "prompt_cache_retention must be "),
-        (COMPLETIONS, {"prompt_cache_options": {"ttl": "1h"}}, "prompt_cache_options.ttl must be '30m', not \"1h\""),
+        (COMPLETIONS, {"prompt_cache_options": {"ttl": "1h"}}, "prompt_cache_options.ttl must be '30m' or '12h', not"),
         (CHAT, {"prompt_cache_key": "x" * 513}, "prompt_cache_key must have at most 512 characters"),
     ],
 )  # fmt: skip

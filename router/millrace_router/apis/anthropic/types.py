@@ -10,17 +10,8 @@ from millrace_common.quoted import cut
 from millrace_rpc.errors import FieldError, Path
 from pydantic import Field
 
-from millrace_router.apis.openai.chat import (
-    MAX_ARGUMENTS,
-    AnyTool,
-    Arguments,
-    ChosenTools,
-    called,
-    chat_of,
-    message,
-    template_arguments,
-)
-from millrace_router.apis.openai.types import ApiRequest, JsonSchema, Lenient, Strict, present
+from millrace_router.apis.openai import chat
+from millrace_router.apis.openai.types import ApiRequest, Lenient, SchemaFormat, Strict, present
 from millrace_router.apis.parsing import HABITS, Items, OfType, or_text
 from millrace_router.apis.tool_parameters import Parameters
 from millrace_router.flow.ask import Ask, Chat
@@ -103,17 +94,17 @@ class InputMessage(Strict):
         texts = [block.text for block in self.content if isinstance(block, TextBlock)]
         for block in self.content:
             if isinstance(block, ToolResultBlock):
-                yield message("tool", _joined(block.content), tool_call_id=block.tool_use_id)
+                yield chat.message("tool", _joined(block.content), tool_call_id=block.tool_use_id)
         if self.role == "assistant":
             reasoning = "".join(block.thinking for block in self.content if isinstance(block, ThinkingBlock))
             uses = (block for block in self.content if isinstance(block, ToolUseBlock))
-            calls = [called(use.id, use.name, json.dumps(use.input, ensure_ascii=False)) for use in uses]
-            yield message("assistant", "".join(texts), calls, reasoning_content=reasoning)
+            calls = [chat.called(use.id, use.name, json.dumps(use.input, ensure_ascii=False)) for use in uses]
+            yield chat.message("assistant", "".join(texts), calls, reasoning_content=reasoning)
         elif texts:
-            yield message(self.role, "\n".join(texts))
+            yield chat.message(self.role, "\n".join(texts))
 
 
-class CustomTool(AnyTool):
+class CustomTool(chat.AnyTool):
     """All tools are seen at once, and nothing but the model calls. A grammar decides what streams: strict tools do."""
 
     SERVED: ClassVar = frozenset({"custom", "function"})
@@ -139,11 +130,11 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool = False
     """The output ends with the first call."""
 
-    def chosen(self) -> ChosenTools:
+    def chosen(self) -> chat.ChosenTools:
         if (self.name is not None) is not (self.type == "tool"):
             needed = "is required" if self.name is None else "has no meaning"
             raise FieldError(("tool_choice", "name"), f"{needed} with type {self.type}")
-        return ChosenTools({"any": "required"}.get(self.type, self.type), self.name, ("tool_choice", "name"))
+        return chat.ChosenTools({"any": "required"}.get(self.type, self.type), self.name, ("tool_choice", "name"))
 
 
 class ThinkingConfig(Strict):
@@ -155,14 +146,10 @@ class ThinkingConfig(Strict):
     """`omitted`: no reasoning is sent."""
 
 
-class OutputFormat(JsonSchema):
-    type: Literal["json_schema"]
-
-
 class OutputConfig(Strict):
     effort: str | None = None
     """Changes nothing."""
-    format: OutputFormat | None = None
+    format: SchemaFormat | None = None
 
 
 IGNORED = HABITS | {
@@ -197,8 +184,8 @@ class CountRequest(ApiRequest):
     tool_choice: ToolChoice = ToolChoice()
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig = OutputConfig()
-    chat_template_kwargs: Arguments = Field({})
-    """Beyond the vendor: arguments of the template, such as `thinking` of V3.1 and V3.2. Scalars."""
+    chat_template_kwargs: chat.Arguments = Field({})
+    """Beyond the vendor: arguments that the template has, such as `thinking` of V3.1 and V3.2. Scalars."""
 
     def as_chat(self) -> Chat:
         if self.messages and self.messages[-1].role == "assistant":
@@ -207,7 +194,7 @@ class CountRequest(ApiRequest):
         blocks = ((i, j, it) for i, one in enumerate(self.messages) for j, it in enumerate(one.content))
         ignored = {f"messages[{i}].content[{j}]": it.type for i, j, it in blocks if isinstance(it, HostedBlock)}
         parallel = not self.tool_choice.disable_parallel_tool_use
-        return chat_of(self._turns(), self.tools, self.tool_choice.chosen(), parallel, self._arguments(), ignored)
+        return chat.chat_of(self._turns(), self.tools, self.tool_choice.chosen(), parallel, self._arguments(), ignored)
 
     def ask(self, request_id: str) -> Ask:
         schema = self.output_config.format
@@ -216,15 +203,15 @@ class CountRequest(ApiRequest):
 
     def _turns(self) -> Iterator[JsonObject]:
         if self.system:
-            yield message("system", _joined(self.system))
+            yield chat.message("system", _joined(self.system))
         for i, one in enumerate(self.messages):
             yield from one.turns(i)
 
     def _arguments(self) -> JsonObject:
         thinking = None if self.thinking is None else self.thinking.type != "disabled"
-        if len({**self.chat_template_kwargs, **present({"thinking": thinking})}) > MAX_ARGUMENTS:
-            raise FieldError("chat_template_kwargs", f"must have at most {MAX_ARGUMENTS} entries with ", ("thinking",))
-        return template_arguments(self.chat_template_kwargs, thinking, self.output_config.format)
+        if len({**self.chat_template_kwargs, **present({"thinking": thinking})}) > (most := chat.MAX_ARGUMENTS):
+            raise FieldError("chat_template_kwargs", f"must have at most {most} entries with ", ("thinking",))
+        return chat.template_arguments(self.chat_template_kwargs, thinking, self.output_config.format)
 
 
 class Metadata(Strict):

@@ -11,10 +11,10 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 from millrace_common.json_values import Json, JsonObject
 from millrace_common.quoted import cut
 from millrace_rpc.errors import FieldError, Path
-from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, Tag, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, Tag, ValidationInfo, model_validator
 
 from millrace_router.apis.openai.types import Common, JsonSchema, Strict, present
-from millrace_router.apis.parsing import HABITS, Items, OneOf, String, at_most, mistake
+from millrace_router.apis.parsing import HABITS, Items, OneOf, String, at_most, mistake, note_hint
 from millrace_router.apis.tool_parameters import Parameters
 from millrace_router.flow.ask import Ask, Chat
 from millrace_router.text.call_arguments import NONE
@@ -86,7 +86,7 @@ class Turn(Strict):
     role: str
     """`system`, `developer` (as system), `user`, `assistant` or `tool`."""
     content: OneOf[String | Items[TextPart]] | None = None
-    """Text; images and audio are refused. Required without `tool_calls`."""
+    """Text; images and audio are refused. The assistant's may be absent."""
     name: str | None = None
     """For templates that show it (Kimi K2): the sender, or the function of a result."""
     tool_calls: Items[CalledTool] | None = None
@@ -123,7 +123,7 @@ class Function(Strict):
 
 
 class AnyTool(Strict):
-    """A tool of a type that is not in `SERVED` is left out. Of it only the type is read."""
+    """A tool of a type that is not in `SERVED` is left out. Of it only the type and the hint about caches are read."""
 
     SERVED: ClassVar[frozenset[str]] = frozenset({"function"})
 
@@ -140,9 +140,12 @@ class AnyTool(Strict):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _of_any_type(cls, value: Json, handler: ModelWrapValidatorHandler[AnyTool]) -> AnyTool:
+    def _of_any_type(
+        cls, value: Json, handler: ModelWrapValidatorHandler[AnyTool], info: ValidationInfo[Json]
+    ) -> AnyTool:
         kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind not in cls.SERVED:
+            note_hint(value, info.context)
             return cls.model_construct(type=kind)
         return handler(value)
 
@@ -242,7 +245,7 @@ class Conversation(Strict):
     parallel_tool_calls: bool = True
     """False: the output ends with the first call."""
     chat_template_kwargs: Arguments = Field({})
-    """Beyond OpenAI: arguments of the template, such as `thinking` of V3.1 and V3.2. Scalars."""
+    """Beyond OpenAI: arguments that the template has, such as `thinking` of V3.1 and V3.2. Scalars."""
 
     def as_chat(self) -> Chat:
         choice = ChosenTools.of(self.tool_choice, ("tool_choice", "function", "name"))
@@ -281,9 +284,11 @@ class ChatRequest(Conversation, Common):
 
 def in_format(ask: Ask, form: ChatFormat) -> Ask:
     """Add the calls that must be right: required and strict ones, and those in the place of an answer that must. Raises
-    INVALID_ARGUMENT when the model has no calls.
+    INVALID_ARGUMENT when the model has no calls, or its template not all arguments.
     """
     chat = ask.prompt
+    if isinstance(chat, Chat) and (unknown := chat.arguments.keys() - form.arguments):
+        raise FieldError(("chat_template_kwargs", min(unknown)), "is no argument of the model's chat template")
     if not isinstance(chat, Chat) or not chat.tools:
         return ask
     if form.style is None:

@@ -122,7 +122,7 @@ class ResponseForm(BlockForm):
             "store": False,
             "previous_response_id": None,
             "reasoning": {"effort": wanted.reasoning.effort, "summary": None},
-            "text": {"format": wanted.text.format.model_dump(by_alias=True, exclude_unset=True) or {"type": "text"}},
+            "text": {"format": wanted.text.format.model_dump(by_alias=True, exclude_unset=True)},
             "metadata": {},
             **self.extensions,
         }

@@ -9,22 +9,8 @@ from millrace_common.json_values import Json, JsonObject
 from millrace_rpc.errors import Path
 from pydantic import BeforeValidator, Field, Tag
 
-from millrace_router.apis.openai.chat import (
-    AnyTool,
-    Arguments,
-    CallArguments,
-    Choice,
-    ChosenTools,
-    Effort,
-    Function,
-    FunctionName,
-    called,
-    chat_of,
-    message,
-    template_arguments,
-    thinks,
-)
-from millrace_router.apis.openai.types import ANY_OBJECT, JsonSchema, Lenient, Strict, VendorRequest
+from millrace_router.apis.openai import chat
+from millrace_router.apis.openai.types import Lenient, Obfuscation, PlainFormat, SchemaFormat, Strict, VendorRequest
 from millrace_router.apis.parsing import HABITS, Items, OfType, OneOf, or_text
 from millrace_router.flow.ask import Ask, Chat
 from millrace_router.text.chat_format import Tool
@@ -50,10 +36,10 @@ class CallItem(Lenient):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: CallArguments
+    arguments: chat.CallArguments
 
     def as_call(self) -> JsonObject:
-        return called(self.call_id, self.name, self.arguments)
+        return chat.called(self.call_id, self.name, self.arguments)
 
 
 class CustomCallItem(Lenient):
@@ -66,7 +52,7 @@ class CustomCallItem(Lenient):
     """The model sees a call with the argument `input`."""
 
     def as_call(self) -> JsonObject:
-        return called(self.call_id, self.name, json.dumps({"input": self.input}))
+        return chat.called(self.call_id, self.name, json.dumps({"input": self.input}))
 
 
 class ShellCallItem(Lenient):
@@ -78,7 +64,7 @@ class ShellCallItem(Lenient):
     action: JsonObject
 
     def as_call(self) -> JsonObject:
-        return called(self.call_id or self.id, "local_shell", json.dumps(self.action))
+        return chat.called(self.call_id or self.id, "local_shell", json.dumps(self.action))
 
 
 class CallOutputItem(Lenient):
@@ -131,38 +117,30 @@ Text = or_text(lambda text: {"role": "user", "content": text}, list[Item])
 Input = Annotated[Items[Item], BeforeValidator(_typed), Text]
 
 
-class ItemTool(AnyTool, Function):
+class ItemTool(chat.AnyTool, chat.Function):
     """All tools are seen at once, and nothing but the model calls."""
 
-    IGNORED: ClassVar = Function.IGNORED | {"allowed_callers", "defer_loading", "output_schema"}
+    IGNORED: ClassVar = chat.Function.IGNORED | {"allowed_callers", "defer_loading", "output_schema"}
 
     def as_tool(self, i: int) -> Tool:
         return self.tool(("tools", i))
 
     def about(self) -> JsonObject:
-        return self.model_dump(include=set(Function.model_fields)) if self.served else {}
+        return self.model_dump(include=set(chat.Function.model_fields)) if self.served else {}
 
 
-class FunctionChoice(FunctionName):
+class FunctionChoice(chat.FunctionName):
     type: Literal["function"]
 
 
-class TextFormat(JsonSchema):
-    type: Literal["text", "json_object", "json_schema"] = "text"
-
-    @property
-    def schema_of(self) -> JsonSchema | None:
-        return {"json_object": ANY_OBJECT, "json_schema": self}.get(self.type)
-
-
 class TextConfig(Strict):
-    format: TextFormat = TextFormat()
+    format: OfType[PlainFormat | SchemaFormat] = PlainFormat(type="text")
     verbosity: str | None = None
     """Changes nothing."""
 
 
 class ReasoningConfig(Strict):
-    effort: Effort | None = None
+    effort: chat.Effort | None = None
     """As `reasoning_effort` in chat."""
     summary: str | None = None
     """Changes nothing: reasoning comes whole."""
@@ -183,11 +161,6 @@ Include = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-
-
-class ObfuscationOption(Strict):
-    include_obfuscation: Literal[False] = False
-    """Nothing is obfuscated."""
 
 
 class ResponsesRequest(VendorRequest):
@@ -211,7 +184,7 @@ class ResponsesRequest(VendorRequest):
     """The system message."""
     tools: Items[ItemTool] = Field([])
     """At most 128."""
-    tool_choice: OneOf[Choice | Annotated[FunctionChoice, Tag("an object")]] = "auto"
+    tool_choice: OneOf[chat.Choice | Annotated[FunctionChoice, Tag("an object")]] = "auto"
     """`required` and a name make the output a call."""
     parallel_tool_calls: bool = True
     """False: the output ends with the first call."""
@@ -222,17 +195,16 @@ class ResponsesRequest(VendorRequest):
     truncation: Literal["disabled"] = "disabled"
     include: Items[Include] = Field([])
     """Reasoning comes in plain text, and nothing comes of the vendor's own tools."""
-    stream_options: ObfuscationOption = ObfuscationOption()
-    chat_template_kwargs: Arguments = Field({})
-    """Beyond the vendor: arguments of the template, such as `thinking` of V3.1 and V3.2. Scalars."""
+    stream_options: Obfuscation = Obfuscation()
+    chat_template_kwargs: chat.Arguments = Field({})
+    """Beyond the vendor: arguments that the template has, such as `thinking` of V3.1 and V3.2. Scalars."""
 
     def as_chat(self) -> Chat:
-        arguments = template_arguments(
-            self.chat_template_kwargs, thinks(self.reasoning.effort), self.text.format.schema_of
-        )
-        choice = ChosenTools.of(self.tool_choice, ("tool_choice", "name"))
+        schema, thinking = self.text.format.schema_of, chat.thinks(self.reasoning.effort)
+        arguments = chat.template_arguments(self.chat_template_kwargs, thinking, schema)
+        choice = chat.ChosenTools.of(self.tool_choice, ("tool_choice", "name"))
         ignored = {f"input[{i}]": item.type for i, item in enumerate(self.input) if isinstance(item, HostedItem)}
-        return chat_of(self._messages(), self.tools, choice, self.parallel_tool_calls, arguments, ignored)
+        return chat.chat_of(self._messages(), self.tools, choice, self.parallel_tool_calls, arguments, ignored)
 
     def ask(self, request_id: str) -> Ask:
         origins: dict[Path, Path] = {
@@ -248,7 +220,7 @@ class ResponsesRequest(VendorRequest):
     def _messages(self) -> Iterator[JsonObject]:
         """Consecutive items of the assistant are one turn."""
         if self.instructions:
-            yield message("system", self.instructions)
+            yield chat.message("system", self.instructions)
         kept = (item for item in self.input if not isinstance(item, HostedItem))
         for by_assistant, items in itertools.groupby(kept, _by_assistant):
             if by_assistant:
@@ -265,16 +237,16 @@ def _assistant(items: list[Item]) -> JsonObject:
     texts = [_joined(item.content) for item in items if isinstance(item, MessageItem)]
     reasoning = [part.text for item in items if isinstance(item, ReasoningItem) for part in item.content or ()]
     calls = [item.as_call() for item in items if isinstance(item, Call)]
-    return message("assistant", "".join(texts), calls, reasoning_content="".join(reasoning))
+    return chat.message("assistant", "".join(texts), calls, reasoning_content="".join(reasoning))
 
 
 def _turn(item: Item) -> JsonObject:
     if isinstance(item, CallOutputItem):
-        return message("tool", _joined(item.output), tool_call_id=item.call_id)
+        return chat.message("tool", _joined(item.output), tool_call_id=item.call_id)
     if isinstance(item, ShellOutputItem):
-        return message("tool", item.output, tool_call_id=item.id)
+        return chat.message("tool", item.output, tool_call_id=item.id)
     assert isinstance(item, MessageItem)
-    return message(item.role, _joined(item.content))
+    return chat.message(item.role, _joined(item.content))
 
 
 def _joined(parts: list[ItemText]) -> str:

@@ -41,7 +41,7 @@ from millrace_router.apis.parsing import (
 from millrace_router.flow.ask import Ask, Chat, Prompt
 
 T = TypeVar("T")
-KEPT_S = {None: 0, "in_memory": 300, "in-memory": 300, "30m": 1800, "24h": 24 * 3600}
+KEPT_S = {None: 0, "in_memory": 300, "in-memory": 300, "30m": 1800, "12h": 12 * 3600, "24h": 24 * 3600}
 REQUEST_ID: Path = ("x-request-id",)  # the header
 DEEP = ("input", "messages", "output_config", "response_format", "text", "tools")  # fields that hold any JSON values
 
@@ -132,7 +132,7 @@ class Lenient(Known):
 
 
 class CacheOptions(Lenient, frozen=True):
-    ttl: Literal["30m"] | None = None
+    ttl: Literal["30m", "12h"] | None = None
     """Keeps the prompt's cached pages so long."""
 
 
@@ -153,13 +153,15 @@ class VendorRequest(ApiRequest):
         return {"session_id": getattr(self, session), "keep_s": keep_s}, {("session_id",): (session,)}
 
 
-class StreamOptions(Strict, frozen=True):  # pydantic copies a default that may change with every request
+class Obfuscation(Strict, frozen=True):  # pydantic copies a default that may change with every request
+    UNSUPPORTED: ClassVar = {"include_obfuscation": "nothing is obfuscated"}
+
+
+class StreamOptions(Obfuscation, frozen=True):
     include_usage: bool = False
     """A last chunk has the usage."""
     continuous_usage_stats: bool = False
     """Beyond OpenAI, with `include_usage`: every chunk has the usage so far."""
-    include_obfuscation: Literal[False] = False
-    """Nothing is obfuscated."""
 
 
 class JsonSchema(Strict):
@@ -181,6 +183,22 @@ class JsonSchema(Strict):
 
 
 ANY_OBJECT = JsonSchema()
+
+
+class SchemaFormat(JsonSchema):
+    type: Literal["json_schema"]
+
+    @property
+    def schema_of(self) -> JsonSchema:
+        return self
+
+
+class PlainFormat(Strict, frozen=True):
+    type: Literal["text", "json_object"]
+
+    @property
+    def schema_of(self) -> JsonSchema | None:
+        return ANY_OBJECT if self.type == "json_object" else None
 
 
 class ResponseFormat(Strict, frozen=True):

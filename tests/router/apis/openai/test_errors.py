@@ -89,11 +89,8 @@ async def test_a_bad_field_gets_the_same_answer_on_both(pair: Cluster) -> None:
 async def test_a_malformed_body_is_refused_with_its_field(pair: Cluster) -> None:
     cases = {
         b"{": "not valid JSON",
-        b'{"prompt": "x", "temperature": "hot"}': 'temperature must be a number, not "hot"',
-        b'{"prompt": "x", "max_tokens": 1.5}': "max_tokens must be an integer, not 1.5",
         b'{"prompt": "x", "max_tokens": -1}': "max_tokens must be between 1 and",
         b'{"prompt": "x", "seed": -1}': "seed must be between 0 and",
-        b'{"prompt": "x", "n": true}': "n must be an integer, not true",
         b'{"prompt": "x", "n": 1%s}' % (b"0" * 400): "n must be between 1 and",
         b'{"prompt": "x", "seed": 1%s}' % (b"0" * 400): "seed must be between 0 and",
         b'{"prompt": ["x", "y"]}': "must be one prompt",
@@ -102,7 +99,6 @@ async def test_a_malformed_body_is_refused_with_its_field(pair: Cluster) -> None
         b'{"prompt": "x", "logit_bias": {" 5": 1}}': 'logit_bias[" 5"] is not a token id',
         b'{"prompt": "x", "logit_bias": {"1_0": 1}}': 'logit_bias["1_0"] is not a token id',
         '{"prompt": "x", "logit_bias": {"٥": 1}}'.encode(): "is not a token id",
-        b'{"prompt": "x", "echo": true}': "echo",
     }
     for body, words in cases.items():
         status, error = await http_error(pair, "/v1/completions", body)

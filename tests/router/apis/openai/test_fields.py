@@ -22,6 +22,7 @@ from millrace_router.apis.anthropic.http import POSTS
 from millrace_router.apis.parsing import IGNORED, REFUSED
 from millrace_rpc.errors import Path, spelled
 from router.harness import Cluster
+from router.http.test_http import POSTS as WHOLE
 
 DOCUMENT = openapi.document(POSTS)["components"]["schemas"]
 REQUESTS = {path: post.request.__name__ for path, post in {**openapi.POSTS, **POSTS}.items()}
@@ -136,22 +137,16 @@ async def test_clients_raise_their_own_error_with_the_path(pair: Cluster) -> Non
 
 async def test_a_long_name_of_a_tool(serve: Callable) -> None:
     """Anthropic allows twice as many characters as OpenAI."""
-    made, messages = await serve("v31"), [{"role": "user", "content": "hello"}]
-    for size, accepted in ((64, (200, 200, 200)), (65, (400, 400, 200)), (128, (400, 400, 200)), (129, (400,) * 3)):
-        name, schema = "a" * size, {"type": "object", "properties": {}}
-        function = {"type": "function", "function": {"name": name}}
-        bodies = (
-            ("/v1/chat/completions", {"messages": messages, "max_tokens": 2, "tools": [function]}),
-            (
-                "/v1/responses",
-                {"input": "hello", "max_output_tokens": 2, "tools": [{"type": "function", "name": name}]},
-            ),
-            (
-                "/v1/messages",
-                {"messages": messages, "max_tokens": 2, "tools": [{"name": name, "input_schema": schema}]},
-            ),
-        )
-        assert tuple([(await made.http.post(url, json=body)).status_code for url, body in bodies]) == accepted, size
+    made = await serve("v31")
+    for size, accepted in ((64, [200, 200, 200]), (65, [400, 400, 200]), (128, [400, 400, 200]), (129, [400] * 3)):
+        name = "a" * size
+        tools = {
+            "/v1/chat/completions": {"type": "function", "function": {"name": name}},
+            "/v1/responses": {"type": "function", "name": name},
+            "/v1/messages": {"name": name, "input_schema": {"type": "object"}},
+        }
+        answers = [await made.http.post(url, json=WHOLE[url] | {"tools": [tool]}) for url, tool in tools.items()]
+        assert [answer.status_code for answer in answers] == accepted, size
 
 
 # ------------------------------------------------------------------------------------- long inputs
