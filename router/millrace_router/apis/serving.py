@@ -25,7 +25,7 @@ from millrace_router.flow.heartbeat import Heartbeat
 from millrace_router.flow.inference import Answer, Inference
 from millrace_router.flow.slow_clients import lose
 from millrace_router.flow.stream import Delta, Stream, gone
-from millrace_router.http.answers import json_answer, read_body, received, request_names
+from millrace_router.http.answers import json_answer, names, read_body, received
 from millrace_router.http.json_shape import SHORT, TINY, shape
 from millrace_router.queue.tenant import caller
 
@@ -113,15 +113,15 @@ async def serve(
         answer = await inference.generate(ask, "http")
         ends.callback(answer.stream.close, gone())
         ends.callback(asyncio.create_task(_watch(request, answer.stream)).cancel)
-        form, headers = form_of(answer), request_names(answer.request_id)
+        form = form_of(answer)
         if not stream:
-            return json_answer(form.whole([delta async for delta in answer.stream.deltas()]), headers=headers)
+            return json_answer(form.whole([delta async for delta in answer.stream.deltas()]))
         beat = Heartbeat(inference.backend.config.connections.keep_alive, asyncio.get_running_loop())
         if (body := body_of(request.scope)) is not None:
             answer.stream.sink = _Direct(body, form, beat)
             body.on_stall = functools.partial(lose, answer.stream, inference.backend.config.timeouts.client)
             ends.callback(setattr, body, "on_stall", None)
-        return _Sse(form, answer.stream, headers, beat, ends.pop_all(), ask.origins)
+        return _Sse(form, answer.stream, beat, ends.pop_all(), ask.origins)
 
 
 async def serve_blocks(
@@ -170,7 +170,6 @@ class _Sse(Response):
         self,
         form: AnswerFormat,
         stream: Stream,
-        headers: dict[str, str],
         beat: Heartbeat,
         ends: contextlib.ExitStack,
         origins: Mapping[Path, Path],
@@ -178,7 +177,7 @@ class _Sse(Response):
         self._form, self._stream, self._beat, self._ends, self._origins = form, stream, beat, ends, origins
         self._begun = False
         self._beating: asyncio.Task[None] | None = None
-        self.init_headers(headers | {"cache-control": "no-cache"})
+        self.init_headers(names() | {"cache-control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         def beat() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -72,8 +72,8 @@ def tidy(scope: Scope) -> Scope:
     return {**scope, "path": "/" + "/".join(map(unquote, filter(None, raw.decode("latin-1").split("/"))))}
 
 
-def json_answer(value: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), status, headers, "application/json")
+def json_answer(value: Json, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, {**(headers or {}), **names()}, "application/json")
 
 
 def event(value: Json, name: str = "") -> bytes:
@@ -99,19 +99,19 @@ async def on_error(request: Request, error: Exception) -> Response:
         if request.method == "OPTIONS" and error.status_code == 405:
             return Response(None, 204, error.headers)
         unknown = MillraceError(Reason.NOT_FOUND, f"{request.method} {cut(request.url.path)}: {error.detail}")
-        return json_answer(_body(request, unknown), error.status_code, {**(error.headers or {}), **request_names()})
+        return json_answer(_body(request, unknown), error.status_code, error.headers)
     error = gone() if isinstance(error, ClientDisconnect) else MillraceError.of(error)
     if request.method == "POST":
         caller.get().tenant.refused(error, request.scope.get(SIZE, 0), time.monotonic())
     headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else {}
     if error.reason is Reason.UNSUPPORTED_ENCODING:
         headers["accept-encoding"] = ", ".join(encodings.CODINGS)
-    return json_answer(_body(request, error), error.row.http, headers | request_names())
+    return json_answer(_body(request, error), error.row.http, headers)
 
 
-def request_names(name: str = "") -> dict[str, str]:
-    """The headers that tell the clients of OpenAI and of Anthropic which request it was; by default the present one."""
-    name = name or request_id.get()
+def names() -> dict[str, str]:
+    """The headers by which the clients of OpenAI and of Anthropic tell which request it is."""
+    name = request_id.get()
     return {"x-request-id": name, "request-id": name} if name else {}
 
 
