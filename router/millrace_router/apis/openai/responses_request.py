@@ -52,7 +52,7 @@ class CustomCallItem(Lenient):
     """The model sees a call with the argument `input`."""
 
     def as_call(self) -> JsonObject:
-        return chat.called(self.call_id, self.name, json.dumps({"input": self.input}))
+        return chat.called(self.call_id, self.name, json.dumps({"input": self.input}, ensure_ascii=False))
 
 
 class ShellCallItem(Lenient):
@@ -64,7 +64,7 @@ class ShellCallItem(Lenient):
     action: JsonObject
 
     def as_call(self) -> JsonObject:
-        return chat.called(self.call_id or self.id, "local_shell", json.dumps(self.action))
+        return chat.called(self.call_id or self.id, "local_shell", json.dumps(self.action, ensure_ascii=False))
 
 
 class CallOutputItem(Lenient):
@@ -102,6 +102,8 @@ class ReasoningText(Lenient):
 class ReasoningItem(Lenient):
     type: Literal["reasoning"]
     content: Items[ReasoningText] | None = None
+    encrypted_content: str | None = None
+    """Of another server. Without `content` it is left out, and named in the answer."""
 
 
 def _typed(items: list[Json]) -> list[Json]:
@@ -203,7 +205,7 @@ class ResponsesRequest(VendorRequest):
         schema, thinking = self.text.format.schema_of, chat.thinks(self.reasoning.effort)
         arguments = chat.template_arguments(self.chat_template_kwargs, thinking, schema)
         choice = chat.ChosenTools.of(self.tool_choice, ("tool_choice", "name"))
-        ignored = {f"input[{i}]": item.type for i, item in enumerate(self.input) if isinstance(item, HostedItem)}
+        ignored = {f"input[{i}]": item.type for i, item in enumerate(self.input) if _is_left_out(item)}
         return chat.chat_of(self._messages(), self.tools, choice, self.parallel_tool_calls, arguments, ignored)
 
     def ask(self, request_id: str) -> Ask:
@@ -221,12 +223,17 @@ class ResponsesRequest(VendorRequest):
         """Consecutive items of the assistant are one turn."""
         if self.instructions:
             yield chat.message("system", self.instructions)
-        kept = (item for item in self.input if not isinstance(item, HostedItem))
+        kept = itertools.filterfalse(_is_left_out, self.input)
         for by_assistant, items in itertools.groupby(kept, _by_assistant):
             if by_assistant:
                 yield _assistant(list(items))
             else:
                 yield from map(_turn, items)
+
+
+def _is_left_out(item: Item) -> bool:
+    sealed = isinstance(item, ReasoningItem) and item.encrypted_content and not item.content
+    return bool(sealed) or isinstance(item, HostedItem)
 
 
 def _by_assistant(item: Item) -> bool:

@@ -222,6 +222,7 @@ async def test_items_of_tools_that_other_models_called(serve: Callable) -> None:
         {"type": "mcp_call", "id": "mcp_1", "server_label": "x", "name": "f", "arguments": "{}", "output": "y"},
         {"type": "tool_search_call", "call_id": "1", "execution": "client", "arguments": {}},
         {"type": "tool_search_output", "call_id": "1", "execution": "client", "tools": []},
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"},
     ]
     called = [
         {"type": "custom_tool_call", "status": "completed", "call_id": "1", "name": "apply_patch", "input": "*** é"},
@@ -236,7 +237,7 @@ async def test_items_of_tools_that_other_models_called(serve: Callable) -> None:
     ]  # fmt: skip
 
     def call(number: str, name: str, **arguments: Any) -> dict[str, Any]:
-        function = {"name": name, "arguments": json.dumps(arguments)}
+        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
         return {"role": "assistant", "content": "", "tool_calls": [{"id": number, "function": function}]}
 
     chat = [
