@@ -48,7 +48,7 @@ class ResponseForm(BlockForm):
 
     def fail(self, error: MillraceError) -> bytes:
         output = [self._item(block, "incomplete") for block in self.blocks.all]
-        code = "rate_limit_exceeded" if error.row.http == 429 else "server_error"
+        code = error.row.openai_code or ("rate_limit_exceeded" if error.row.http == 429 else "server_error")
         failed = self._response("failed", output) | {"error": {"code": code, "message": error.message}}
         begin = [] if self._sent else self.begin()
         return b"".join((*begin, self._event("response.failed", response=failed)))

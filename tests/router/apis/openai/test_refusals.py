@@ -80,7 +80,6 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [  # path, fields, the nam
     (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {"a": "x" * 70_000}}}}, "text.format", ""),
     (RESPONSES, {"text": {"format": {"type": "json_object", "schema": SCHEMA}}}, "text.format.schema", "unknown"),
     (RESPONSES, {"text": {"format": {"schema": SCHEMA}}}, "text.format.type", "is required"),
-    (MESSAGES, {"messages": []}, "messages", "must not be empty"),
     (MESSAGES, says({"type": "image", "source": {}}), "messages[0].content[0].type", "must be one of: 'text', "),
     (MESSAGES, says({"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}),
      "messages[0].content[0].content[0].type", "must be 'text'"),

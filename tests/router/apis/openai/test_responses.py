@@ -176,9 +176,10 @@ async def test_errors_become_the_clients_exceptions(pair: Cluster) -> None:
         pair.decodes[0].script.append(hangs())
         with pytest.raises(openai.InternalServerError):
             await client.responses.create(model="tiny", input="x", stream=True)
-        pair.decodes[0].script.append(fails("INTERNAL", after=2))
-        stream = await client.responses.create(model="tiny", input="x", stream=True)
-        *_, last = [event async for event in stream]
-        assert last.type == "response.failed" and last.response.error.code == "server_error"
-        assert "INTERNAL" in last.response.error.message and last.response.output[0].status == "incomplete"
+        for reason, code in (("INTERNAL", "server_error"), ("CONTEXT_TOO_LONG", "context_length_exceeded")):
+            pair.decodes[0].script.append(fails(reason, after=2))
+            stream = await client.responses.create(model="tiny", input="x", stream=True)
+            *_, last = [event async for event in stream]
+            assert last.type == "response.failed" and last.response.error.code == code
+            assert reason in last.response.error.message and last.response.output[0].status == "incomplete"
     await pair.quiet()
