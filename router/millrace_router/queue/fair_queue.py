@@ -2,8 +2,7 @@
 
 Each tenant of a priority has `spent`: the tokens it was given there, divided by its weight. The tenant that has spent
 the least goes next, its tickets in the order of their arrival; a retry (`paid`) goes before all of its priority.
-Late tickets go on as another tenant with a part of the weight: most others of their tenant go before them, and they
-never wait for ever. docs/explanation/admission.md has the reasons.
+Late ones go on as another tenant with a part of the weight. docs/explanation/admission.md has the reasons.
 """
 
 import heapq
@@ -164,8 +163,8 @@ class FairQueue:
 
     def tokens_before(self, place: Place, tokens: int) -> float:
         """Tokens that are served before a newcomer of so many, if no other ticket arrives: all of higher priorities,
-        and of its own priority the share of each tenant while its own tenant's waiting tickets are served. More tickets
-        that are in time arrive before a late one, while some wait.
+        and of its own priority the share of each tenant while its own tenant's waiting tickets are served. Before a
+        late one others of its tenant do arrive, while some wait.
         """
         before = float(sum(level.tokens for priority, level in self._levels.items() if priority > place.priority))
         level = self._levels[place.priority]

@@ -229,7 +229,6 @@ def test_tenants_without_tickets_and_debts_are_forgotten() -> None:
 
 
 def test_most_others_of_their_tenant_go_before_late_tickets() -> None:
-    """So an overload leaves some of a tenant's requests in time; another tenant's share is nearly what it was."""
     line = Line()
     late = [line.add("a", late_at=1.0) for _ in range(3)]
     assert line.queue.turn_late(0.9) == [] and line.queue.turn_late(1.0) == late

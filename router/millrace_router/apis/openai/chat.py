@@ -140,9 +140,7 @@ class AnyTool(Strict):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _of_any_type(
-        cls, value: Json, handler: ModelWrapValidatorHandler[AnyTool], info: ValidationInfo[Json]
-    ) -> AnyTool:
+    def _of_any_type(cls, value: Json, handler: ModelWrapValidatorHandler[AnyTool], info: ValidationInfo) -> AnyTool:
         kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind not in cls.SERVED:
             note_hint(value, info.context)
