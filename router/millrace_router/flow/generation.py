@@ -156,10 +156,9 @@ class Generation:
 
     def _enter(self) -> None:
         self._again = None
-        want = self._want()
         self._spans.waits(self._loop.time())
         late_at = self.job.received + self.slo.ttft_s / 2  # the rest is for workers
-        self._ticket = Ticket(self.job.place, want, self._serve, self._refuse, self.flow.attempt >= 0, late_at)
+        self._ticket = Ticket(self.job.place, self._want(), self._serve, self._refuse, self.flow.attempt >= 0, late_at)
         self._backend.admission.enter(self._ticket)
 
     def _refuse(self, error: MillraceError) -> None:
