@@ -70,15 +70,14 @@ async def cluster(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncI
             for worker in workers:
                 await worker.start()
                 stack.push_async_callback(worker.stop)
-            timeouts = {"drain": 1.0, "no_workers": HANG_S, "silence": HANG_S, **settings.pop("timeouts", {})}
-            config = RouterConfig.model_validate(
-                {
-                    "model": str(model_folder),
-                    "workers": tuple(worker.address for worker in workers),
-                    "timeouts": timeouts,
-                    **settings,
-                }
-            )
+            patient = dict.fromkeys(("no_workers", "silence", "client"), HANG_S)
+            timeouts = {"drain": 1.0, **patient, **settings.pop("timeouts", {})}
+            given = {
+                "model": str(model_folder),
+                "workers": [worker.address for worker in workers],
+                "timeouts": timeouts,
+            }
+            config = RouterConfig.model_validate(given | settings)
             router = main.Router(config)
             await router.start()
             stack.push_async_callback(router.stop)
