@@ -72,11 +72,8 @@ async def cluster(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncI
                 stack.push_async_callback(worker.stop)
             patient = dict.fromkeys(("no_workers", "silence", "client"), HANG_S)
             timeouts = {"drain": 1.0, **patient, **settings.pop("timeouts", {})}
-            given = {
-                "model": str(model_folder),
-                "workers": [worker.address for worker in workers],
-                "timeouts": timeouts,
-            }
+            addresses = [worker.address for worker in workers]
+            given = {"model": str(model_folder), "workers": addresses, "timeouts": timeouts}
             config = RouterConfig.model_validate(given | settings)
             router = main.Router(config)
             await router.start()

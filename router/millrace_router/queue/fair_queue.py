@@ -2,7 +2,8 @@
 
 Each tenant of a priority has `spent`: the tokens it was given there, divided by its weight. The tenant that has spent
 the least goes next, its tickets in the order of their arrival; a retry (`paid`) goes before all of its priority.
-Late ones go on as another tenant with a part of the weight. docs/explanation/admission.md has the reasons.
+Late ones go on as another tenant: with a part of the weight, while others wait that are not late.
+docs/explanation/admission.md has the reasons.
 """
 
 import heapq
@@ -17,7 +18,7 @@ from millrace_rpc.errors import MillraceError
 from millrace_router.policy.choose import Decision
 from millrace_router.policy.snapshot import PlacementRequest
 
-LATE = 1 / 8  # of a tenant's weight, for its late tickets
+LATE = 1 / 8  # of a tenant's weight, for its late tickets while it has others
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,8 @@ class _Level:
         found = self.tenants.get((place.tenant, place.late))
         if found is None:
             found = self.tenants[place.tenant, place.late] = _Tenant(place.weight, self.reached)
-        found.weight = place.weight
+        others = self.tenants.get((place.tenant, False)) if place.late else None
+        found.weight = place.weight * LATE if others and others.tickets else place.weight
         return found
 
     def add(self, ticket: Ticket) -> None:
@@ -97,7 +99,7 @@ class _Level:
         tenant = self.tenant(place)
         waiting = [other.spent for other in self.tenants.values() if other.tickets]
         self.reached = max(self.reached, min(tenant.spent, *waiting) if waiting else tenant.spent)
-        tenant.spent += tokens / place.weight
+        tenant.spent += tokens / tenant.weight
         for name in [n for n, t in self.tenants.items() if not t.tickets and t.spent <= self.reached]:
             del self.tenants[name]  # as good as new
 
@@ -148,7 +150,7 @@ class FairQueue:
         found = list(itertools.chain.from_iterable(lines))
         for ticket in found:
             self.remove(ticket)
-            ticket.place = replace(ticket.place, weight=ticket.place.weight * LATE, late=True)
+            ticket.place = replace(ticket.place, late=True)
             self.add(ticket)
         return found
 
@@ -162,16 +164,15 @@ class FairQueue:
             yield from self._levels[priority].in_order()
 
     def tokens_before(self, place: Place, tokens: int) -> float:
-        """Tokens that are served before a newcomer of so many, if no other ticket arrives: all of higher priorities,
-        and of its own priority the share of each tenant while its own tenant's waiting tickets are served. Before a
-        late one others of its tenant do arrive, while some wait.
+        """Tokens before a newcomer of so many, if no other ticket arrives: all of higher priorities, and the share of
+        each tenant while its own one's are served. Before a late one others of its tenant do arrive, while some wait.
         """
         before = float(sum(level.tokens for priority, level in self._levels.items() if priority > place.priority))
         level = self._levels[place.priority]
         own = level.tenants.get((place.tenant, place.late))
         waiting = own.tokens if own is not None else 0
         start = max(own.spent, level.reached) if own is not None else level.reached
-        served_at = start + waiting / place.weight  # what it will have spent when it is the newcomer's turn
+        served_at = start + waiting / (own or place).weight  # what it will have spent when it is the newcomer's turn
         before += waiting + sum(ticket.want.tokens for ticket in level.paid.values())
         for name, tenant in level.tenants.items():
             share = max(served_at - tenant.spent, 0.0) * tenant.weight if tenant is not own else 0.0

@@ -238,3 +238,6 @@ def test_most_others_of_their_tenant_go_before_late_tickets() -> None:
     assert places == sorted(places) and places[1] - places[0] == places[2] - places[1] == 1 + 2 / LATE
     first = [ticket.place.tenant for ticket in order[: places[2]]]
     assert first.count("a") == (1 + LATE) * first.count("d") and order[-1] is others[-1]
+    late = [line.add("b", late_at=1.0) for _ in range(20)]
+    assert [line.add("d") for _ in late] and line.queue.turn_late(1.0) == late
+    assert sum(it.place.tenant == "b" for it in line.serve_all()[:15]) >= 10, "late ones alone have all of its weight"
