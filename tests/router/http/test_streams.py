@@ -62,7 +62,7 @@ def paused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Connection]]:
 async def made(cluster: Callable) -> Cluster:
     worker = FakeWorker(UNIFIED)
     worker.context = 1 << 21
-    return await cluster(worker, limits={"unread": 1 << 20})
+    return await cluster(worker, limits={"unread": 1 << 20}, timeouts={"client": LIMIT_S})
 
 
 @contextlib.asynccontextmanager
