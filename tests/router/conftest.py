@@ -72,8 +72,7 @@ async def cluster(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncI
                 stack.push_async_callback(worker.stop)
             patient = dict.fromkeys(("no_workers", "silence", "client"), HANG_S)
             timeouts = {"drain": 1.0, **patient, **settings.pop("timeouts", {})}
-            addresses = [worker.address for worker in workers]
-            given = {"model": str(model_folder), "workers": addresses, "timeouts": timeouts}
+            given = {"model": str(model_folder), "workers": [w.address for w in workers], "timeouts": timeouts}
             config = RouterConfig.model_validate(given | settings)
             router = main.Router(config)
             await router.start()
