@@ -6,8 +6,7 @@
    Before a rate was measured, the least wait counts (first_waits.py), also of those who wait already.
 2. `enter` takes a ticket. The first ticket is served at once if a placement exists.
 3. `pump` serves in fair order. It is called whenever capacity or workers may have appeared; nothing polls. A ticket
-   without a placement does not block the next ones, up to LOOK_AHEAD of them. After some of them one worker's room is
-   kept for it. Tickets that have become late go after most others (FairQueue.turn_late).
+   without a placement does not block the next ones, up to LOOK_AHEAD of them. After some, one worker keeps room for it.
 4. `leave` withdraws a ticket (cancel, deadline). `closed` refuses new requests (drain); waiting ones are still served.
    A retried request enters again at its first place, and the queue's size does not refuse it.
 """

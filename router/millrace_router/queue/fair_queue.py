@@ -146,8 +146,7 @@ class FairQueue:
     def turn_late(self, now: float) -> list[Ticket]:
         """Give the tickets their places that have become late since the last call."""
         tenants = [one for level in self._levels.values() for (_, late), one in level.tenants.items() if not late]
-        lines = (itertools.takewhile(lambda it: it.late_at <= now, one.tickets.values()) for one in tenants)
-        found = list(itertools.chain.from_iterable(lines))
+        found = [it for one in tenants for it in itertools.takewhile(lambda t: t.late_at <= now, one.tickets.values())]
         for ticket in found:
             self.remove(ticket)
             ticket.place = replace(ticket.place, late=True)

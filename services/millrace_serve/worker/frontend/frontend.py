@@ -68,8 +68,7 @@ class Frontend:
             RankProgress: lambda rank, report: self.lifecycle.advance(State(report.state), report.message),
             GcPauses: lambda rank, report: self.gc.observe("rank", report.pauses),
         }
-        stray = lambda kind: self.metrics.worker_stale.labels(kind=kind).inc()  # noqa: E731
-        self.ranks = Ranks(config, launcher, handlers, self._on_lost, stray, self._count_compilations)
+        self.ranks = Ranks(config, launcher, handlers, self._on_lost, self._on_stray, self._count_compilations)
         self.board = LoadBoard(config.dp, epoch, self._state)
         self.caches = CacheBoard(config.dp, epoch)
         self.spans = WorkerSpans(tracing.make(config.tracing, f"millrace-{config.role}", epoch))
@@ -224,6 +223,9 @@ class Frontend:
             self._compiled[rank, library] = count
             if self.lifecycle.state is State.READY:
                 self.metrics.compilations.labels(library=library).inc(new)
+
+    def _on_stray(self, kind: str) -> None:
+        self.requests.count_stale(kind)
 
     def _on_events(self, rank: int, events: Events) -> None:
         replica = rank // self.config.tp
