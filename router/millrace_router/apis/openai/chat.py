@@ -6,7 +6,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self, cast
 
 from millrace_common.json_values import Json, JsonObject
 from millrace_common.quoted import cut
@@ -140,11 +140,11 @@ class AnyTool(Strict):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _of_any_type(cls, value: Json, handler: ModelWrapValidatorHandler[AnyTool], info: ValidationInfo) -> AnyTool:
+    def _of_any_type(cls, value: Json, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind not in cls.SERVED:
             note_hint(value, info.context)
-            return cls.model_construct(type=kind)
+            return cast("Self", cls.model_construct(type=kind))
         return handler(value)
 
 
