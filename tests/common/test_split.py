@@ -57,9 +57,8 @@ def test_a_split_that_lacks_a_phase_answers_nothing_or_little() -> None:
 def test_a_queue_grows_before_it_fails() -> None:
     found = [expect(DutySplit(2, 2), Workload(4096, 256, rate), SLO, TIMES, CAPACITY) for rate in (2, 6, 10, 14, 20)]
     assert [f.ttft_s for f in found] == sorted(f.ttft_s for f in found)
-    assert [f.goodput / rate for f, rate in zip(found, (2, 6, 10, 14, 20), strict=True)] == sorted(
-        (f.goodput / rate for f, rate in zip(found, (2, 6, 10, 14, 20), strict=True)), reverse=True
-    )
+    parts = [f.goodput / rate for f, rate in zip(found, (2, 6, 10, 14, 20), strict=True)]
+    assert parts == sorted(parts, reverse=True)
     assert found[0].served == 2 and found[-1].served < 20
 
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 from millrace_common.grammar import checker as checker_module
@@ -43,11 +44,14 @@ HOSTILE: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def checker() -> Iterator[Checker]:
+def one_process() -> Iterator[Checker]:
     made = Checker(1)
     yield made
     made.close()
+
+
+checker = pytest.fixture(one_process, scope="module")
+fresh = pytest.fixture(one_process)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -71,55 +75,53 @@ def test_a_grammar_over_the_limits_is_refused_with_the_limit(checker: Checker) -
     ("name", "value"),
     [("WAIT_S", 0.0), ("_START", "import os; os.kill(os.getpid(), 9)"), ("_START", "import nothing_of_this_name")],
 )
-def test_process_that_is_starved_or_ended(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_is_starved_or_ended(fresh: Checker, name: str, value: object) -> None:
     """It says nothing of the grammar, which would be remembered as too complex."""
-    checker = Checker(1)
-    with monkeypatch.context() as patched, pytest.raises(CompilerStarved):
-        patched.setattr(checker_module, name, value)
-        checker.check("regex", "a", threading.Event())
-    assert checker.check("regex", "a", threading.Event())
-    checker.close()
+    with mock.patch.object(checker_module, name, value), pytest.raises(CompilerStarved):
+        fresh.check("regex", "a", threading.Event())
+    assert fresh.check("regex", "a", threading.Event())
 
 
-def test_compiles_beside_a_thousand_connections() -> None:
+def test_compiles_beside_a_thousand_connections(fresh: Checker) -> None:
     """The descriptor of the process's answer is a large number then, which `select` refuses."""
-    checker, before = Checker(1), resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
-        assert checker.check("regex", "a", threading.Event())
-        assert checker._children[0]._process.stdout.fileno() >= 1024
+        assert fresh.check("regex", "a", threading.Event())
+        assert fresh._children[0]._process.stdout.fileno() >= 1024
     finally:
         for fd in taken:
             os.close(fd)
-        checker.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("end", [signal.SIGXCPU, signal.SIGABRT, signal.SIGSEGV])
-def test_a_limit_ends_a_process_for_its_grammar(end: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_ends_a_process_for_its_grammar(fresh: Checker, end: signal.Signals) -> None:
     dies = f"import os, sys; sys.stdin.readline(); os.kill(os.getpid(), {end.value})"
-    monkeypatch.setattr(checker_module, "_START", dies)
-    checker = Checker(1)
-    with pytest.raises(GrammarError):
-        checker.check("regex", "a+", threading.Event())
-    checker.close()
+    with mock.patch.object(checker_module, "_START", dies), pytest.raises(GrammarError):
+        fresh.check("regex", "a+", threading.Event())
 
 
-def test_a_job_that_is_given_up_frees_its_process() -> None:
+def test_a_job_that_is_given_up_frees_its_process(fresh: Checker) -> None:
     """A process that never answers, and two that wait for it: all end when they are given up."""
-    checker = Checker(1)
-    checker.check("regex", "a", threading.Event())
-    child = checker._children[0]._process
+    fresh.check("regex", "a", threading.Event())
+    child = fresh._children[0]._process
     child.send_signal(19)  # SIGSTOP
-    given_up = [threading.Event() for _ in range(3)]
+    looks = threading.Semaphore(0)
+
+    class GivenUp(threading.Event):
+        def is_set(self) -> bool:
+            looks.release()
+            return super().is_set()
+
+    given_up = GivenUp()  # of all: a job that is given up later would start a process that answers
     with ThreadPoolExecutor(3) as threads:
-        jobs = [threads.submit(checker.check, "regex", "b", event) for event in given_up]
-        for event in given_up:
-            event.set()
+        jobs = [threads.submit(fresh.check, "regex", "b", given_up) for _ in range(3)]
+        assert all(looks.acquire(timeout=HANG_S) for _ in range(2)), "the second look comes after the question"
+        given_up.set()
         for job in jobs:
             with pytest.raises(NobodyWaits):
                 job.result(HANG_S)
     assert child.returncode is not None, "it was killed"
-    assert checker.check("regex", "b", threading.Event())
-    checker.close()
+    assert fresh.check("regex", "b", threading.Event())

@@ -16,7 +16,6 @@ class Proxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._flowing = asyncio.Event()
         self._flowing.set()
-        self.bytes_to_client = 0
 
     async def __aenter__(self) -> Proxy:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -49,16 +48,15 @@ class Proxy:
             writer.close()
             return
         self._writers |= {writer, far_writer}
-        for source, sink, counts in ((reader, far_writer, False), (far_reader, writer, True)):
-            task = asyncio.create_task(self._pump(source, sink, counts))
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            task = asyncio.create_task(self._pump(source, sink))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, counts: bool) -> None:
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.CancelledError):
             while data := await source.read(65536):
                 await self._flowing.wait()
-                self.bytes_to_client += len(data) if counts else 0
                 sink.write(data)
                 await sink.drain()
         self._writers.discard(sink)
