@@ -79,5 +79,6 @@ def test_drafts_are_compared_on_the_same_weights(runners: list[weakref.ref[Any]]
     none, two = (row for row in rows if row["kind"] == "decode")
     assert (none["drafts"], none["accept"], two["drafts"], two["accept"]) == (0, 1.0, 2, 3.0) and two["exact"]
     assert [row["kind"] for row in rows[4:]] == ["ratio", "best", "draft_batches"]
-    assert rows[4]["speedup"] == pytest.approx(two["tokens_per_s"] / none["tokens_per_s"], rel=1e-2)
+    rounded = 1e-3 + sum(0.05 / row["tokens_per_s"] for row in (none, two))  # much of a few tokens per second
+    assert rows[4]["speedup"] == pytest.approx(two["tokens_per_s"] / none["tokens_per_s"], rel=rounded)
     assert [runner() for runner in runners] == [None, None]

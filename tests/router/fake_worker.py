@@ -10,17 +10,13 @@ import asyncio
 import collections
 import contextlib
 import secrets
+import weakref
 import zlib
 from collections.abc import AsyncIterator, Callable
+from typing import ClassVar
 
 import grpc
-from millrace.v1 import (
-    common_pb2,
-    decode_pb2_grpc,
-    prefill_pb2_grpc,
-    worker_pb2,
-    worker_pb2_grpc,
-)
+from millrace.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from millrace_common.reasons import Reason
 from millrace_common.versions import WORKER_API
 from millrace_rpc.access import Access
@@ -127,6 +123,8 @@ class FakeWorker(
     decode_pb2_grpc.DecodeServiceServicer,
     worker_pb2_grpc.WorkerServiceServicer,
 ):
+    at: ClassVar = weakref.WeakValueDictionary[str, "FakeWorker"]()
+
     def __init__(self, role: int, capacity: int = 64, layout: str = "layout-a", step_s: float = 0.0) -> None:
         self.role, self.capacity, self.layout, self.step_s = role, capacity, layout, step_s
         self.counts: dict[str, int | list[int]] = {}  # of its load
@@ -139,6 +137,7 @@ class FakeWorker(
         self.script: collections.deque[Behaviour] = collections.deque()
         self.submitted: list[worker_pb2.EngineRequest] = []
         self.sources: list[worker_pb2.KvSourceRef | None] = []
+        self.came = collections.defaultdict[tuple[int, int], asyncio.Event](asyncio.Event)
         self.exports: set[tuple[int, int]] = set()  # what a flexible worker was told to prefill
         self.duty, self.duties = worker_pb2.DUTY_UNSPECIFIED, []  # what it was told
         self.duty_failures: collections.deque[str] = collections.deque()
@@ -166,6 +165,7 @@ class FakeWorker(
         else:
             decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server.grpc)
         self.address = f"127.0.0.1:{await self._server.start(address)}"
+        self.at[self.address] = self
         return self.address
 
     async def stop(self) -> None:
@@ -303,9 +303,10 @@ class FakeWorker(
                 imports = self.role in (DECODE, FLEXIBLE) and kind == "submit" and message.submit.HasField("source")
                 self.sources.append(message.submit.source if imports else None)
                 key = request.id.room, request.id.attempt
+                self.came[key].set()
                 if kind == "prefill":
                     self.exports.add(key)
-                self.active[key] = asyncio.create_task(self._work(key, request, outgoing))
+                self.active[key] = asyncio.create_task(self._work(key, request, outgoing, self.sources[-1]))
                 tasks.add(self.active[key])
             else:
                 key = message.abort.id.room, message.abort.id.attempt
@@ -316,7 +317,9 @@ class FakeWorker(
                     step = worker_pb2.StepOutputs(outputs=[end])
                     outgoing.put_nowait(worker_pb2.LinkResponse(outputs=step))
 
-    async def _work(self, key, request, outgoing):
+    async def _work(self, key, request, outgoing, source):
+        if source and (prefill := self.at.get(source.address)):
+            await prefill.came[key].wait()  # no sequence goes on without its KV
         behave = self.script.popleft() if self.script else normal
         async for out in behave(self, request):
             outgoing.put_nowait(worker_pb2.LinkResponse(outputs=worker_pb2.StepOutputs(outputs=[out])))
