@@ -91,11 +91,7 @@ def test_what_does_not_fit_is_refused_and_counted() -> None:
     assert x.on_chunk(chunk(3, 5)) == []
     assert x.on_reserved(range(5), 0) == []
     assert x.on_release_confirmed() == []
-    assert x.refused == {
-        Refusal.DUPLICATE_CHUNK: 2,
-        Refusal.CHUNK_GAP: 1,
-        Refusal.LATE: 2,
-    }
+    assert x.refused == {Refusal.DUPLICATE_CHUNK: 2, Refusal.CHUNK_GAP: 1, Refusal.LATE: 2}
     assert x.state is ImportState.READING
     assert x.on_chunk(chunk(2, 5)) == [ReadPages(ID, 1, [102, 103, 104], [12, 13, 14])]
     assert x.on_chunk(chunk(2, 5)) == [] and x.refused[Refusal.LATE] == 3, "nothing follows the last one"
