@@ -160,6 +160,10 @@ class Driver:
             self.tell(LeaseEnded(id))
         self.run()
 
+    def finish_all(self) -> None:
+        self.end_leases()
+        self.check_whole()
+
     def run(self, max_steps: int = 1000) -> int:
         """Step until nothing is left to do or to copy; returns the number of steps."""
         for count in range(max_steps):

@@ -157,14 +157,18 @@ async def test_final_first_token_gives_pages_back_and_reaches_fetches() -> None:
 
 @run
 async def test_ended_attempts_are_remembered_up_to_a_limit() -> None:
+    """Of few also the chunks: nobody fetches those of a request of one token."""
     bench = Bench()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exports_module, "MAX_ENDED", 2)
+        patch.setattr(exports_module, "MAX_ENDED", 3)
+        patch.setattr(exports_module, "MAX_FINISHED", 2)
         ids = [RequestId(room, 0) for room in range(1, 5)]
         for id in ids:
             bench.exports.expect(id, 0)
-            bench.exports.fail(id, ABORTED)
-    assert [id in bench.exports for id in ids] == [False, False, True, True]
+            bench.publish(0, last=True, first=FINAL, id=id)
+    assert [id in bench.exports for id in ids] == [False, True, True, True]
+    assert await bench.refusal(bench.fetch(ids[1])) is Reason.KV_NOT_FOUND
+    assert await bench.fetch(ids[2]) == await bench.fetch(ids[3]) == ["source", 0]
 
 
 @run
@@ -175,8 +179,7 @@ async def test_prefix_fetch_counts_its_pages_and_is_never_renewed() -> None:
     bench.exports.publish(1, KvChunk(id, 0, [4, 5], [block(1), block(2)], 128, True))
     fetch = asyncio.create_task(bench.fetch(id))
     await asyncio.sleep(15)
-    assert bench.metrics.prefix_fetch_pages.labels(direction="served")._value.get() == 2 and bench.outcomes() == {
-        "live": 1
-    }
+    assert bench.metrics.prefix_fetch_pages.labels(direction="served")._value.get() == 2
+    assert bench.outcomes() == {"live": 1}
     assert await bench.refusal(fetch) is Reason.KV_EXPIRED
     assert id not in bench.exports and bench.outcomes() == {"expired": 1, "live": 0}

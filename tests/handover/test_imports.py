@@ -116,6 +116,11 @@ def frontend_of(
     )
 
 
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
 class Bench:
     """One import of two pages on a replica of two ranks."""
 
@@ -144,16 +149,12 @@ class Bench:
         request = Request(id=ID, token_ids=PROMPT, sampling=SamplingParams(max_tokens=4))
         self.imports.start(request, 0, worker_pb2.KvSourceRef(address="p:1", epoch="e"))
 
-    async def settle(self) -> None:
-        for _ in range(10):
-            await asyncio.sleep(0)
-
     async def reading(self) -> None:
         """To both ranks reading the pages."""
         hashes = page_hashes(PROMPT, 64)
         self.peer.said.put_nowait(SOURCES)
         self.peer.said.put_nowait(KvChunk(ID, 0, [7, 8], hashes, 100, True, FIRST))
-        await self.settle()
+        await settle()
         assert self.engine == [KvOffered(ID)]
         self.imports.on_reserved(KvReserved(ID, [3, 4], 0))
         reads = [(rank, message) for rank, message in self.transfer if isinstance(message, ReadPages)]
@@ -175,10 +176,10 @@ async def test_held_after_every_rank_has_read(bench: Bench) -> None:
     await bench.reading()
     bench.imports.on_read_done(0, ReadDone(ID, 0, "", 2))
     bench.imports.on_read_done(0, ReadDone(ID, 0, "", 2))  # said twice
-    await bench.settle()
+    await settle()
     assert bench.peer.released == 0
     bench.imports.on_read_done(1, ReadDone(ID, 0, "", 2))
-    await bench.settle()
+    await settle()
     assert bench.engine[1:] == [KvArrived(ID, FIRST)] and bench.outputs == [FIRST]
     assert len(bench.imports) == 0 and bench.failed == []
     assert bench.peer.ended and bench.metrics.kv_bytes._value.get() == 2 * 2 * 64, "two pages of each rank"
@@ -188,10 +189,10 @@ async def test_quarantine_counts_pages_of_reads_under_way_alone(bench: Bench) ->
     hashes = page_hashes(PROMPT, 64)
     bench.peer.said.put_nowait(SOURCES)
     bench.peer.said.put_nowait(KvChunk(ID, 0, [7], hashes[:1], 64, False))
-    await bench.settle()
+    await settle()
     bench.imports.on_reserved(KvReserved(ID, [3, 4], 0))
     bench.peer.said.put_nowait(KvChunk(ID, 1, [8], hashes[1:], 100, True, FIRST))
-    await bench.settle()
+    await settle()
     for rank in (0, 1):
         bench.imports.on_read_done(rank, ReadDone(ID, 0, "", 1))
     assert bench.quarantined() == 0
@@ -206,7 +207,7 @@ async def test_final_first_token_goes_out_without_the_end(bench: Bench) -> None:
     final = msgspec.structs.replace(FIRST, finish=FinishReason.STOP)
     bench.peer.said.put_nowait(SOURCES)
     bench.peer.said.put_nowait(KvChunk(ID, 0, [7, 8], page_hashes(PROMPT, 64), 100, True, final))
-    await bench.settle()
+    await settle()
     assert bench.engine == [KvArrived(ID, final)] and bench.outputs == [FIRST]
 
 
@@ -215,7 +216,7 @@ async def test_pages_without_memory_fail_the_import_and_not_the_worker(bench: Be
     """They would be read when a rank has reported pages for them, and what that raises ends the worker."""
     for item in (*said, KvChunk(ID, 0, [7, 8], page_hashes(PROMPT, 64), 100, True, FIRST)):
         bench.peer.said.put_nowait(item)
-    await bench.settle()
+    await settle()
     bench.imports.on_reserved(KvReserved(ID, [3, 4], 0))
     [failed] = bench.engine
     assert failed.failure.reason == Reason.TRANSFER_FAILED and len(bench.imports) == 0
@@ -223,7 +224,7 @@ async def test_pages_without_memory_fail_the_import_and_not_the_worker(bench: Be
 
 async def test_peer_with_another_epoch_is_dropped(bench: Bench) -> None:
     bench.peer.said.put_nowait(MillraceError(Reason.EPOCH_CHANGED, "it is another process"))
-    await bench.settle()
+    await settle()
     [failed] = bench.engine
     assert failed.failure.reason == Reason.EPOCH_CHANGED and bench.peer.dropped
 
@@ -232,13 +233,13 @@ async def test_abort_during_reads_holds_the_pages_until_they_are_over(bench: Ben
     await bench.reading()
     assert bench.imports.abort(ID, Failure(Reason.CANCELLED, "gone"))
     bench.imports.on_read_done(1, ReadDone(ID, 0, "", 2))
-    await bench.settle()
+    await settle()
     assert bench.engine == [KvOffered(ID)] and bench.quarantined() == 2
     bench.imports.on_read_done(0, ReadDone(ID, 0, "", 2))
-    await bench.settle()
+    await settle()
     assert bench.engine[1:] == [KvFailed(ID, Failure(Reason.CANCELLED, "gone"))]
     assert bench.failed == [] and bench.quarantined() == 0  # the engine's own output is the answer
-    await bench.settle()
+    await settle()
     assert bench.peer.released == 1 and bench.peer.ended  # what we will not use is given back
     assert not bench.imports.abort(ID, Failure(Reason.CANCELLED, "gone"))
 
@@ -268,7 +269,7 @@ async def test_import_that_ends_before_it_begins_leaves_no_warning(recwarn: pyte
 async def test_failure_of_ours_is_told_at_once_while_reads_are_in_flight(bench: Bench) -> None:
     await bench.reading()
     bench.imports.on_stuck(0, ReadStuck(ID, 0))
-    await bench.settle()
+    await settle()
     [report] = bench.peer.reports
     assert report.reader == "ours" and report.error.startswith("rank 0: a read of KV pages has not ended after")
     assert [failure.reason for failure in bench.failed] == [Reason.STALLED]
@@ -281,7 +282,7 @@ async def test_failure_of_ours_is_told_at_once_while_reads_are_in_flight(bench: 
 
 async def test_answer_that_nobody_understands_ends_the_import(bench: Bench) -> None:
     bench.peer.said.put_nowait(ValueError("a chunk that cannot be read"))
-    await bench.settle()
+    await settle()
     [failed] = bench.engine
     assert isinstance(failed, KvFailed) and failed.failure.reason == Reason.INTERNAL
     assert "ValueError: a chunk that cannot be read" in failed.failure.message and len(bench.imports) == 0
@@ -290,7 +291,7 @@ async def test_answer_that_nobody_understands_ends_the_import(bench: Bench) -> N
 async def test_broken_stream_during_reads(bench: Bench) -> None:
     await bench.reading()
     bench.peer.said.put_nowait(MillraceError(Reason.WORKER_LOST, "reset"))
-    await bench.settle()
+    await settle()
     assert [failure.reason for failure in bench.failed] == [Reason.WORKER_LOST]
     for rank in (0, 1):
         bench.imports.on_read_done(rank, ReadDone(ID, 0, "", 2))
@@ -304,7 +305,7 @@ async def test_end_of_one_stream_drops_no_peer_whose_watch_lives(bench: Bench, c
     nothing = grpc.aio.Metadata()
     error = grpc.aio.AioRpcError(code, nothing, nothing, details="Internal error from Core")
     bench.peer.said.put_nowait(from_rpc_error(error))
-    await bench.settle()
+    await settle()
     assert len(bench.failed) == 1 and not bench.peer.dropped
     assert bench.imports._peers.get("p:1", "e") is bench.peer
     assert not [message for _, message in bench.transfer if isinstance(message, DropSource)]
@@ -315,7 +316,7 @@ async def test_end_of_one_stream_drops_no_peer_whose_watch_lives(bench: Bench, c
 async def test_end_of_the_watch_drops_the_peer(bench: Bench) -> None:
     await bench.reading()
     bench.peer.watch.set_result(True)
-    await bench.settle()
+    await settle()
     assert bench.peer.dropped
     assert [message for _, message in bench.transfer if isinstance(message, DropSource)] == [
         DropSource(f"p{rank}") for rank in (0, 1)
@@ -335,7 +336,7 @@ async def test_nothing_but_held_is_good(bench: Bench, answer: MillraceError | No
     await bench.reading()
     for rank in (0, 1):
         bench.imports.on_read_done(rank, ReadDone(ID, 0, "", 2))
-    await bench.settle()
+    await settle()
     [failed] = bench.engine[1:]
     assert isinstance(failed, KvFailed) and failed.failure.reason == reason and bench.outputs == []
 
@@ -343,21 +344,21 @@ async def test_nothing_but_held_is_good(bench: Bench, answer: MillraceError | No
 async def test_pages_are_reserved_while_the_prompt_is_computed(bench: Bench) -> None:
     bench.peer.said.put_nowait(SOURCES)
     bench.peer.said.put_nowait(KvChunk(ID, 0, [], [], 0, False))
-    await bench.settle()
+    await settle()
     assert bench.engine == [KvOffered(ID)]
     bench.imports.on_reserved(KvReserved(ID, [3, 4], 0))
     assert bench.transfer == []
     bench.peer.said.put_nowait(KvChunk(ID, 0, [7, 8], page_hashes(PROMPT, 64), 100, True, FIRST))
-    await bench.settle()
+    await settle()
     assert [message for _, message in bench.transfer if isinstance(message, ReadPages)] == [
         ReadPages(ID, 0, [7, 8], [3, 4], f"p{rank}") for rank in (0, 1)
     ]
 
 
 async def test_nothing_is_given_back_before_anything_was_offered(bench: Bench) -> None:
-    await bench.settle()
+    await settle()
     assert bench.imports.abort(ID, Failure(Reason.CANCELLED, "gone"))
-    await bench.settle()
+    await settle()
     assert bench.peer.released == 0 and bench.peer.ended
 
 
@@ -368,7 +369,7 @@ async def test_read_that_fails_on_one_rank_waits_for_the_other(bench: Bench) -> 
     bench.imports.on_read_done(1, ReadDone(ID, 0, "", 2))
     [failed] = bench.engine[1:]
     assert failed.failure.reason == Reason.TRANSFER_FAILED and "rank 0: endpoint lost" in failed.failure.message
-    await bench.settle()
+    await settle()
     assert bench.peer.reports == [kv_pb2.ReadFailed(reader="ours", error="rank 0: endpoint lost")]
     assert bench.failed == [] and bench.left == []
 

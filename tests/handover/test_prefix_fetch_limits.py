@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from handover.test_imports import Peer, frontend_of
+from handover.test_imports import Peer, frontend_of, settle
 from millrace.v1 import prefill_pb2, worker_pb2
 from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
@@ -77,19 +77,15 @@ class Bench:
         message.prefix.CopyFrom(prefill_pb2.KvPrefixRef(worker=worker, replica=2, num_pages=num_pages))
         self.role.submit(None, message)  # type: ignore[arg-type]
 
-    async def settle(self) -> None:
-        for _ in range(10):
-            await asyncio.sleep(0)
-
     async def to(self, stage: str) -> None:
         """Stages: asked, offered, reading, releasing."""
         self.submit()
-        await self.settle()
+        await settle()
         if stage == "asked":
             return
         self.prefix_source.said.put_nowait([MemoryHandle("nixl", "prefix_source", b"", 0, 64, 10)])
         self.prefix_source.said.put_nowait(KvChunk(ID, 0, [7, 8], HASHES[:2], 128, True))
-        await self.settle()
+        await settle()
         assert self.engine == [KvOffered(ID, 2)]
         if stage == "offered":
             return
@@ -100,7 +96,7 @@ class Bench:
         self.prefix_source.answer = asyncio.CancelledError  # nothing is answered
         self.prefix_source.release = self._hear_release  # type: ignore[method-assign]
         self.role.handlers[ReadDone](0, ReadDone(ID, 0, "", 1))
-        await self.settle()
+        await settle()
         assert self.prefix_source.released == 1
 
     async def _hear_release(self) -> None:
@@ -133,7 +129,7 @@ async def test_what_is_served_is_read_and_proved(bench: Bench) -> None:
     assert bench.prefix_source.prefix is not None
     assert (bench.prefix_source.prefix.replica, list(bench.prefix_source.prefix.blocks)) == (2, HASHES)
     bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "", 1))
-    await bench.settle()
+    await settle()
     assert bench.prefix_source.released == 1 and bench.engine[1:] == [KvArrived(ID)] and bench.failures() == {}
     assert bench.metrics.prefix_fetch_pages.labels(direction="fetched")._value.get() == 1
     assert bench.board.reads.per_s > 0
@@ -146,7 +142,7 @@ async def test_further_prefix_fetches_of_a_prefix_source_are_measured_and_forgot
     await bench.to("reading")
     bench.role.imports._live[ID].connects = False  # type: ignore[attr-defined]
     bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "", 1))
-    await bench.settle()
+    await settle()
     assert bench.board.prefix_fetch_s > 0
     monkeypatch.setattr(load, "PREFIX_FETCH_MEMORY_S", 0.0)
     assert bench.board.prefix_fetch_s == 0
@@ -156,7 +152,7 @@ async def test_further_prefix_fetches_of_a_prefix_source_are_measured_and_forgot
 async def test_prefix_fetch_leaves_a_token_to_compute(bench: Bench, length: int, pages: int) -> None:
     bench.submit(num_pages=1000, length=length)
     assert len(bench.role.imports) == 1
-    await bench.settle()
+    await settle()
     assert bench.prefix_source.prefix is not None and list(bench.prefix_source.prefix.blocks) == HASHES[:pages]
 
 
@@ -176,7 +172,7 @@ async def test_prefix_fetch_has_a_limit_at_each_stage(bench: Bench, stage: str, 
 async def test_lost_prefix_source_costs_only_the_prefix_fetch(bench: Bench, stage: str) -> None:
     await bench.to(stage)
     bench.prefix_source.said.put_nowait(MillraceError(Reason.WORKER_LOST, "reset"))
-    await bench.settle()
+    await settle()
     if stage == "reading":
         assert bench.engine[1:] == [KvLate(ID)]  # the engine need not wait for the reads
         bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "peer lost", 1))
@@ -190,7 +186,7 @@ async def test_abort_ends_the_prefix_fetch_when_nothing_is_in_flight(bench: Benc
     if stage == "reading":
         assert bench.engine == [KvOffered(ID, 2), LeaseEnded(ID)]  # the engine keeps the pages, it knows of the abort
         bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "", 1))
-    await bench.settle()
+    await settle()
     failed = [message for message in bench.engine if isinstance(message, KvFailed)]
     assert [message.failure.reason for message in failed] == [Reason.CANCELLED] and len(bench.role.imports) == 0
     assert bench.prefix_source.released == (0 if stage == "asked" else 1)
@@ -243,12 +239,12 @@ async def test_what_is_not_the_prefix_is_not_read(bench: Bench, chunk: KvChunk, 
     await bench.to("asked")
     bench.prefix_source.said.put_nowait([MemoryHandle("nixl", "prefix_source", b"", 0, 64, 10)])
     bench.prefix_source.said.put_nowait(chunk)
-    await bench.settle()
+    await settle()
     bench.over(reason)
 
 
 async def test_another_layout_is_not_asked_for(bench: Bench) -> None:
     bench.submit(fingerprint="other")
-    await bench.settle()
+    await settle()
     assert not bench.submitted.fetches_prefix and len(bench.role.imports) == 0
     assert bench.engine == [] and bench.failures() == {Reason.LAYOUT_MISMATCH: 1}

@@ -61,13 +61,14 @@ def test_pages_are_reserved_before_there_is_anything_to_read() -> None:
     assert x.on_read_done(0) == [AskRelease()]
 
 
-@pytest.mark.parametrize("reserved", [False, True])
-def test_offer_that_is_given_up_is_given_back(reserved: bool) -> None:
+@pytest.mark.parametrize(("offer", "reserved"), [(OFFER, False), (OFFER, True), (chunk(0, 2), False)])
+def test_offer_that_is_given_up_is_given_back(offer: KvChunk, reserved: bool) -> None:
     x = KvImport(ID, HASHES)
-    x.on_chunk(OFFER)
+    x.on_chunk(offer)
     if reserved:
         x.on_reserved(range(10, 15), 0)
     assert x.on_abort(CANCELLED) == [AskRelease(), Over(CANCELLED)]
+    assert x.on_reserved(range(10, 15), 0) == [] and x.refused == {Refusal.LATE: 1}
 
 
 @pytest.mark.parametrize("cached", range(6))
@@ -90,20 +91,10 @@ def test_what_does_not_fit_is_refused_and_counted() -> None:
     assert x.on_chunk(chunk(3, 5)) == []
     assert x.on_reserved(range(5), 0) == []
     assert x.on_release_confirmed() == []
-    assert x.refused == {
-        Refusal.DUPLICATE_CHUNK: 2,
-        Refusal.CHUNK_GAP: 1,
-        Refusal.LATE: 2,
-    }
+    assert x.refused == {Refusal.DUPLICATE_CHUNK: 2, Refusal.CHUNK_GAP: 1, Refusal.LATE: 2}
     assert x.state is ImportState.READING
     assert x.on_chunk(chunk(2, 5)) == [ReadPages(ID, 1, [102, 103, 104], [12, 13, 14])]
-
-
-def test_nothing_follows_the_last_part() -> None:
-    x = reading()
-    x.on_chunk(chunk(2, 5))
-    assert x.on_chunk(chunk(2, 5)) == []
-    assert x.refused == {Refusal.LATE: 1}
+    assert x.on_chunk(chunk(2, 5)) == [] and x.refused[Refusal.LATE] == 3, "nothing follows the last one"
 
 
 def over(actions: list[Action]) -> Failure:
@@ -166,14 +157,6 @@ def test_pages_that_were_not_held_are_discarded() -> None:
 
 def test_abort_before_anything_arrived_gives_nothing_back() -> None:
     assert KvImport(ID, HASHES).on_abort(CANCELLED) == [Over(CANCELLED)]
-
-
-def test_abort_while_reserving_ends_at_once() -> None:
-    x = KvImport(ID, HASHES)
-    x.on_chunk(chunk(0, 2))
-    assert x.on_abort(CANCELLED) == [AskRelease(), Over(CANCELLED)]
-    assert x.on_reserved(range(10, 15), 0) == []
-    assert x.refused == {Refusal.LATE: 1}
 
 
 def test_abort_while_releasing_does_not_release_again() -> None:

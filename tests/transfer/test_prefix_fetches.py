@@ -45,6 +45,7 @@ def test_prefix_source_without_a_page_holds_nothing() -> None:
     [
         KvChunk(ID, 0, [100, 101], [HASHES[0], block(7)], 128, True),
         KvChunk(ID, 0, [100] * 6, [*HASHES, block(7)], 384, True),
+        served(2, last=False),  # others would follow pages that are reserved by then
         served(5, first=SequenceOutput(ID, 0, [TokenOutput(1)])),
     ],
 )

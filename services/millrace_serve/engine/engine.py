@@ -186,15 +186,11 @@ class Engine:
 
     def check_idle(self) -> None:
         """Raise InvariantError with the numbers if pages are lost, or are not all back when no request is live."""
-        cache, live, served_pages = (
-            self._scheduler.pages.cache,
-            self._scheduler.requests.live,
-            self._scheduler.served_pages,
-        )
+        scheduler, cache = self._scheduler, self._scheduler.pages.cache
         cache.check()
-        self._scheduler.host.check()
-        pool = cache.pool
-        if not live and not served_pages and pool.num_free + pool.num_cached != pool.total:
+        scheduler.host.check()
+        pool, used = cache.pool, scheduler.requests.live or scheduler.served_pages
+        if not used and pool.num_free + pool.num_cached != pool.total:
             raise InvariantError(
                 f"no request is live, but of {pool.total} pages {pool.num_running} are running and "
                 f"{pool.num_published} published (free {pool.num_free}, cached {pool.num_cached})"

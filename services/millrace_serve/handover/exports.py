@@ -19,7 +19,7 @@ import asyncio
 import collections
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
@@ -33,6 +33,7 @@ from millrace_serve.worker.frontend.wakeup import Wakeup
 log = logging.getLogger(__name__)
 
 MAX_ENDED = 65536
+MAX_FINISHED = 256  # of these with their chunks: some 100 bytes for each page of a prompt
 PREFIX_ROOM = 0  # which no request has
 _END: dict[LeaseEnd, Failure | None] = {
     LeaseEnd.RELEASED: None,
@@ -64,6 +65,7 @@ class Exports:
         self._prefix_fetches = itertools.count()
         self._live: dict[RequestId, Export] = {}
         self._ended: collections.OrderedDict[RequestId, Export] = collections.OrderedDict()
+        self._finished: collections.deque[Export] = collections.deque()  # that have chunks for late Fetches
         self._expected = Wakeup()  # fires when an attempt is added
         self._timer: asyncio.TimerHandle | None = None
 
@@ -147,20 +149,20 @@ class Exports:
         self._end(id, _END[end])
 
     def _finish(self, chunk: KvChunk, export: Export) -> None:
-        """The first token ended the sequence, or nothing is served. Its pages are released now; a Fetch still gets the
-        chunk, however late.
+        """The first token ended the sequence, or nothing is served. Its pages are released now; a late Fetch still gets
+        the chunk, unless many finished meanwhile: nobody fetches requests of one token.
         """
-        chunks = [*export.chunks, chunk]
-        self._end(chunk.id, None)
-        export.chunks = chunks
+        self._end(chunk.id, None, [*export.chunks, chunk])
+        self._finished.append(export)
+        if len(self._finished) > MAX_FINISHED:
+            self._finished.popleft().chunks = []
         self.leases.abort(chunk.id)
 
-    def _end(self, id: RequestId, failure: Failure | None) -> None:
+    def _end(self, id: RequestId, failure: Failure | None, chunks: Sequence[KvChunk] = ()) -> None:
         export = self._live.pop(id, None)
         if export is None:
             return
-        export.failure = failure
-        export.chunks = []
+        export.failure, export.chunks = failure, list(chunks)
         if not export.prefix_fetch:
             self._ended[id] = export
         if len(self._ended) > MAX_ENDED:

@@ -13,7 +13,6 @@ A prefix fetch never fails its prompt. While reads of a failed prefix fetch are 
 """
 
 import asyncio
-import functools
 import time
 from dataclasses import dataclass
 
@@ -112,8 +111,7 @@ class PrefixFetches(ImportUse):
         if timer := self._timers.get(job.machine.id):
             timer.cancel()
         failure = Failure(Reason.STALLED, f"worker {job.peer.address}: {why}")
-        end = functools.partial(self._imports.fail, job, failure)
-        self._timers[job.machine.id] = asyncio.get_running_loop().call_later(seconds, end)
+        self._timers[job.machine.id] = asyncio.get_running_loop().call_later(seconds, self._imports.fail, job, failure)
 
     def _count_failure(self, reason: str) -> None:
         self._metrics.prefix_fetch_failures.labels(reason=reason).inc()

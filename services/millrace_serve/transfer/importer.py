@@ -174,6 +174,8 @@ class KvImport:
             return f"chunk has {len(chunk.page_ids)} pages but {len(chunk.fingerprints)} fingerprints"
         if end > total:
             return f"chunk ends at page {end}, the prompt has {total} pages"
+        if self._prefix_fetch and not chunk.last:
+            return "a prefix fetch has one chunk, and this is not its last one"
         if chunk.last and (self._prefix_fetch is not (chunk.first is None) or (end != total and chunk.first)):
             return f"last chunk ends at page {end} of {total}, {'with' if chunk.first else 'without'} a first token"
         expected = self._expected[chunk.first_page : end]

@@ -41,10 +41,6 @@ class Filling(Driver):
         self.engine._stale = True
         return seq
 
-    def finish_all(self) -> None:
-        self.end_leases()
-        self.check_whole()
-
 
 @pytest.fixture(params=[True, False], ids=["overlap", "synchronous"])
 def overlap(request: pytest.FixtureRequest) -> bool:
@@ -110,11 +106,9 @@ def test_preempted_sequence_is_filled_again(overlap):
     driver.end(3)
     driver.run()
     driver.end(3)
-    assert driver.engine.load().counters["preemptions"] == 1
-    assert (driver.engine.load().counters["prompt_tokens"], driver.engine.load().counters["cached_tokens"]) == (
-        7 + 14,
-        12,
-    ), "each counts once"
+    counters = driver.engine.load().counters
+    assert counters["preemptions"] == 1
+    assert (counters["prompt_tokens"], counters["cached_tokens"]) == (7 + 14, 12), "each counts once"
     driver.finish_all()
     assert all(output.finish is FinishReason.LENGTH for output in driver.finish.values())
 

@@ -12,7 +12,7 @@ from millrace_common.step_times import StepTimes
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Route
 from millrace_serve.engine.lockstep.lockstep import _agreement, _state
-from millrace_serve.engine.schedule.plan import Plan, Work
+from millrace_serve.engine.schedule.plan import ContextParallelTurn, Plan, Work
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.schedule.step_fit import StepFit
 from millrace_testing.examples import examples
@@ -165,14 +165,29 @@ def test_chunks_stay_between_their_bounds(times: StepTimes, limit_s: float, rout
     assert plan is not None and sum(chunk.end - chunk.start for chunk in plan.chunks) == tokens
 
 
+def test_an_export_that_waits_for_leases_lengthens_no_chunk() -> None:
+    run = Run(max_held_pages=10)
+    run.submit(1, 30, 0.001, outputs=200)
+    for room in (2, 3):
+        run.submit(room, 100, route=Route.EXPORT, outputs=2)  # 7 pages
+    run.steps(6)
+    run.submit(4, 1024, outputs=2)
+    run.steps(2)
+    assert run.done[-1].tokens == 16
+
+
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("spare_s", "tokens"), [(-0.01, 0), (0.02, 0), (0.05, 570), (0.09, 1024)])
-def test_streams_of_other_replicas_set_limits_too(spare_s: float, tokens: int) -> None:
-    """0.02 s are not worth the 4 ms that the step takes anew."""
-    run = Run()
-    run.scheduler.limit_s, run.scheduler.spare_s = 0.03, spare_s
+def test_streams_of_other_replicas_set_limits_too(spare_s: float, tokens: int, shared: bool) -> None:
+    """0.02 s are not worth the 4 ms that the step takes anew, nor does a turn make them so."""
+    run = Run(context_parallel_tokens=1000 * shared)
     run.submit(1, 3000, outputs=2)
+    if shared:
+        run.step()  # now it has pages
+        run.scheduler.turn = ContextParallelTurn(mine=True, replicas=2)
+    run.scheduler.limit_s, run.scheduler.spare_s = 0.03, spare_s
     plan = run.scheduler.schedule()
-    assert (plan.work.tokens if plan is not None else 0) == tokens
+    assert 0 <= tokens - (plan.work.tokens if plan is not None else 0) <= 2 * shared
 
 
 def test_replicas_agree_on_the_least_that_is_spare() -> None:

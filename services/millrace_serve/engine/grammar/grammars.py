@@ -160,9 +160,7 @@ class Grammars:
 
     def admit(self, message: SchedulerInput) -> list[SchedulerInput]:
         """Return the message if it may go on to the scheduler now."""
-        if not self._held and not isinstance(message, Submit):  # nearly always
-            return [message]
-        if isinstance(message, FlushCache):
+        if isinstance(message, FlushCache) or not (self._held or isinstance(message, Submit)):  # nearly always
             return [message]
         id = message.request.id if isinstance(message, Submit) else message.id
         if id in self._held:

@@ -79,6 +79,8 @@ class DiskMoves:
     def keep(self, copies: Iterable[Copy]) -> None:
         if self.store:
             self._new.extend(copies)
+            if len(self._new) > 2 * self._tier.total:  # behind one that waits long most are gone
+                self._new = deque(copy for copy in self._new if self._tier.find([copy.block]) == [copy])
             self._store_new(self.store)
 
     def count(self, blocks: Iterable[bytes]) -> int:

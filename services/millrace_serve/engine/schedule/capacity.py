@@ -57,9 +57,8 @@ class ReplicaCapacity:
             return cache.pool.total * size
         streams = [seq for seq in live if not seq.exports]
         queued = sum(count(len(seq.tokens)) for seq in live if seq.phase in QUEUED)
-        typical = (
-            sum(min(mean, seq.request.sampling.max_tokens) for seq in streams) // len(streams) if streams else mean
-        )
+        wanted = [min(mean, seq.request.sampling.max_tokens) for seq in streams]
+        typical = sum(wanted) // len(wanted) if wanted else mean
         available = cache.available - queued - 1  # for the newcomer's last page
         return room(available * size, map(self._need, streams), typical)
 

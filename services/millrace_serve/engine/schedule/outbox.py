@@ -20,8 +20,7 @@ class Outbox:
         self.events = Events()
 
     def refuse(self, request: Request, failure: Failure) -> None:
-        first = request.num_prior_outputs
-        self.events.outputs.append(SequenceOutput(request.id, first, [], FinishReason.ERROR, failure))
+        self.put(SequenceOutput(request.id, request.num_prior_outputs, [], FinishReason.ERROR, failure))
 
     def admitted(self, seq: Sequence, now: float) -> None:
         """`seq` got its first pages; a sequence that was preempted does not count again."""

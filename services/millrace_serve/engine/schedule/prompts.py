@@ -67,7 +67,7 @@ class Prompts(Leaving):
     @property
     def _chunk_tokens(self) -> int:
         """Prompt tokens of this replica's own in the next step."""
-        return max(self._most - shared_tokens(self._most), 1) if self.turn else self._most
+        return max(self._most - shared_tokens(self._most), 1) if self.turn and self._most else self._most
 
     def _most_within(self, plan: Plan) -> int:
         """Prompt tokens for which the decode sequences of `plan` leave time by their limits.
@@ -75,10 +75,10 @@ class Prompts(Leaving):
         Prompts whose KV other workers read take whole chunks: routers send such to prefill workers, where streams from
         before a change of duty must not halve what the change was made for.
         """
-        most, head, work = self.config.max_prefill_tokens, self.requests.waiting.head(), plan.work
-        if (head and head.exports) or any(seq.exports for seq in self._prefilling):
-            return most
+        most, head, work = self.config.max_prefill_tokens, self._head(), plan.work
         begun = [seq for seq in self._prefilling if not seq.filling]
+        if (head and head.exports) or any(seq.exports for seq in begun):
+            return most
         start = max((seq.num_computed for seq in begun), default=0)
         wanted = min(sum(seq.num_left for seq in begun) + self.requests.waiting.num_tokens, most)
         limit_s, spare_s = min(plan.limit_s, self.limit_s), min(plan.spare_s, self.spare_s)
@@ -122,7 +122,7 @@ class Prompts(Leaving):
     def _take_shared(self, plan: Plan) -> None:
         """Use the turn, and ask for the next one; after all other chunks."""
         long = [seq for seq in self._prefilling if self._is_long(seq)]
-        if long and self.turn is not None and self.turn.mine:
+        if long and self._most and self.turn is not None and self.turn.mine:
             self._take_chunk(plan, long[0], self.turn.replicas * shared_tokens(self._most))
             plan.chunks[-1].shared = True
         plan.wants_turn = any(map(self._is_long, long))

@@ -46,8 +46,11 @@ class Streams(Prompts):
             return
         cache = self.pages.cache
         stuck = [seq for seq in short if seq.num_reserved >= seq.capacity]
-        while cache.available < len(stuck) and not self.leaving:
+        filled = {seq for seq in self.leaving if seq.filling}  # perhaps for as long as a lost worker likes
+        while cache.available < len(stuck) and self.leaving == filled:
             victim = max((*self._ready, *self._local_prompts(), *self._decoding))
+            if filled and stuck == [victim]:
+                break  # in the queue it would need as many pages
             self._preempt(victim)
             stuck, short = ([seq for seq in group if seq is not victim] for group in (stuck, short))
         if cache.available < len(stuck):
