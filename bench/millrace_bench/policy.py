@@ -10,7 +10,6 @@
    per second a KV index takes from the workers' reports.
 """
 
-import argparse
 import gc
 import random
 import time
@@ -22,8 +21,8 @@ from typing import Annotated, Any
 from millrace.v1.worker_pb2 import CacheChange
 from millrace_common.page_hash import BLOCK_BYTES, page_hashes
 from millrace_common.step_times import StepTimes
-from millrace_load.options import add_options
-from millrace_load.record import Record, Summary, print_record, print_row
+from millrace_load.options import CommandLine, add_options
+from millrace_load.record import Record, Summary, print_record, print_row, printed
 from millrace_router.config import Policy, RouterConfig, Routing, SloConfig
 from millrace_router.flow.metrics import build
 from millrace_router.policy.kv_index import KvIndex
@@ -203,13 +202,10 @@ def _fill_prefix(s: Settings) -> PrefixIndex:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="millrace bench policy", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = CommandLine("millrace bench policy")
     add_options(parser, Settings)
     record = run(Settings(**vars(parser.parse_args())))
-    for row in (*record.results["decisions"], *record.results["memory"]):
-        print_row(**row)
+    printed((*record.results["decisions"], *record.results["memory"]))
     print_row("hash_us", **record.results["hash_us"])
     print_record(record)
 
