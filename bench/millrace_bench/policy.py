@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from millrace.v1.worker_pb2 import CacheChange
 from millrace_common.page_hash import BLOCK_BYTES, page_hashes
 from millrace_common.step_times import StepTimes
-from millrace_load.options import CommandLine, add_options
+from millrace_load.options import CommandLine, add_options, number
 from millrace_load.record import Record, Summary, print_record, print_row, printed
 from millrace_router.config import Policy, RouterConfig, Routing, SloConfig
 from millrace_router.flow.metrics import build
@@ -42,7 +42,7 @@ class Settings:
     tokens: Annotated[int, "tokens of a prompt"] = 4096
     requests: Annotated[int, "decisions for each policy"] = 2000
     memory_blocks: Annotated[int, "blocks of the memory measurement"] = 1_000_000
-    seed: Annotated[int, "seed of all that is drawn"] = 1
+    seed: Annotated[int, "seed of all that is drawn", number(int)] = 1
 
 
 def run(settings: Settings) -> Record:

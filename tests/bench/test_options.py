@@ -17,10 +17,10 @@ OTHERS = ("drafts", "duties", "eval.logits", "eval.matrix", "kernels.forms", "ke
 BAD = {
     "pd": "--loads 4096@1, --loads 4096/256, --loads 0/4@1, --loads 4/4x0@1, --loads 4/4@0, --loads a/b@1, "
     "--loads 4/4@1.2.3, --topologies 3p, --topologies 1d, --topologies 0u, --topologies 1p+1p+1d, --topologies 3x, "
-    "--topologies 4flex+1p, --topologies 1p+1d+, --topologies pair, --topologies '', --changing 4/4@1;2, --changing 4/4, --over http, "
-    "--plot goodput.pdf, --model /nowhere, --think-time x, --preset /nowhere",
+    "--topologies 4flex+1p, --topologies 1p+1d+, --topologies '', --changing 4/4@1;2, --changing 4/4, --over http, "
+    "--plot goodput.pdf, --model /no, --think-time x",
     "duel": "--slo tttf=1, --slo ttft, --slo ttft=-1, --slo ttft=nan, --out /dev/null/x, --out /tmp, --worker-set dp, "
-    "--loads 4096@1, --disturbed 64/8x2@1, --disturbed 64/8@1;2, --faults flood, --kinds beam, --controls 1, --aiperf a",
+    "--loads 4096@1, --disturbed 64/8x2@1, --disturbed 64/8@1;2, --faults no, --kinds beam, --controls 1, --aiperf a",
     "serving": "--input-len 5:2, --output-len many, --shared-prefix 3, --think-time -1, --trace /none, --slo speed=1, "
     "--plot load.pdf, --api smtp, --max-concurrency 4, --batches 4 --request-rate 2, --model /nowhere, "
     "--trace setup.py --sharegpt setup.py, --mooncake setup.py --multi-turn 2",
