@@ -196,8 +196,8 @@ def _fill_kv(s: Settings) -> KvIndex:
 
 def _fill_prefix(s: Settings) -> PrefixIndex:
     rng, index = random.Random(s.seed), PrefixIndex(s.memory_blocks)
-    for number in range(s.memory_blocks // 64):
-        index.note(_pages(rng, 64), [(f"e{number % s.workers}", 0)])
+    for each in range(s.memory_blocks // 64):
+        index.note(_pages(rng, 64), [(f"e{each % s.workers}", 0)])
     return index
 
 

@@ -75,7 +75,7 @@ device = matching(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")
 
 @reader
 def file(text: str) -> str:
-    if not Path(text).is_file():
+    if text and not Path(text).is_file():
         raise ValueError(f"there is no file {text}")
     return text
 
