@@ -187,8 +187,8 @@ def _memory(s: Settings, name: str, fill: Callable[[Settings], object]) -> dict[
 def _fill_kv(s: Settings) -> KvIndex:
     rng, index = random.Random(s.seed), KvIndex()
     per_change = 64
-    for number in range(s.memory_blocks // per_change):
-        replica, turn = number % s.workers, number // s.workers
+    for each in range(s.memory_blocks // per_change):
+        replica, turn = each % s.workers, each // s.workers
         blocks = _pages(rng, per_change)
         index.apply((f"e{replica}", 0), CacheChange(after=turn, sequence=turn + 1, stored=blocks, snapshot=turn == 0))
     return index
