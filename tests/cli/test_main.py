@@ -73,7 +73,7 @@ def test_every_command_has_help(command: str, here: Callable[..., CompletedProce
         (["batch", "/dev/null", "--out", "x", "--address", "http://a:65536"], "a port up to 65535"),
         (["plan", "--model", str(TINY), "--set", "colour=red"], "colour: unknown key"),
         (["check", str(TINY), "--set", "colour=red"], "colour: unknown key"),
-        (["router", "--config", __file__], "while scanning"),
+        (["router", "--config", __file__], "expected '<document start>'"),
         (["weights", "a:1", "b", "pause"], "'b' is not HOST:PORT of a gRPC port"),
         (["weights", "a:1", "stop"], "'stop' is not one of 'pause', 'load', 'resume', 'sleep', 'wake'"),
         (["keys", "nwe"], "Did you mean 'new'?"),
