@@ -25,7 +25,8 @@ from millrace_kernels.fp8 import Operand
 from millrace_kernels.peer.reduce_norm import ReduceNorm, Ways
 from millrace_kernels.rms_norm import rms_norm
 from millrace_kernels.testing.tolerances import FP8_TOLERANCE, dequantised, rms_error
-from millrace_load.record import Record, Row, print_record, print_row
+from millrace_load.options import CommandLine
+from millrace_load.record import Record, Row, print_record, printed
 from millrace_serve.model.parallel import ParallelDims
 from torch import Tensor
 
@@ -132,15 +133,13 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Sums over tensor-parallel ranks with the norm behind them.")
+    parser = CommandLine("millrace bench allreduce", "Sums over tensor-parallel ranks with the norm behind them.")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--width", type=int, default=7168)
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
-    rows = run(args)
-    for row in rows:
-        print_row(**row)
+    rows = printed(run(args))
     wrong = [row for row in rows if row.get("error", 0) > FP8_TOLERANCE or not row.get("same", True)]
     print(f"wrong: {wrong}" if wrong else "all results are right, and the same on all ranks")
     print_record(Record("allreduce", vars(args), {"rows": rows}))

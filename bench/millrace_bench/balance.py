@@ -11,7 +11,6 @@ Steps on GPUs with skewed gates: `python -m millrace_bench.replicas --skew "powe
 millrace bench balance                                  no device: R = 2, 8, 72
 """
 
-import argparse
 import asyncio
 import statistics
 import time
@@ -19,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from millrace_load.record import Record, Row, print_record, print_row
+from millrace_load.options import CommandLine
+from millrace_load.record import Record, Row, print_record, printed
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.engine.config import Execution, Limits, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
@@ -128,12 +128,10 @@ def skew(model: DeepseekV3, name: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Expert load balancing.")
+    parser = CommandLine("millrace bench balance", "Expert load balancing.")
     parser.add_argument("--rows", type=int, default=128, help="rows of a rank in a step")
     args = parser.parse_args()
-    rows = pure(args.rows)
-    for row in rows:
-        print_row(**row)
+    rows = printed(pure(args.rows))
     print_record(Record("balance", vars(args), {"rows": rows}))
 
 

@@ -10,7 +10,6 @@ One engine after the other in this process, without drafts and with 1, 2 and 3, 
     same         answers that are those without drafts, token by token; exit code 1 when one differs
 """
 
-import argparse
 import asyncio
 import contextlib
 import math
@@ -20,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace_cli.cluster import TINY
-from millrace_load.record import Record, Row, print_record, print_row
+from millrace_load.options import CommandLine, checkpoint, number
+from millrace_load.record import Record, Row, print_record, printed
 
 from millrace_bench.eval.backend import Answer, Job
 from millrace_bench.eval.in_process import EngineBackend
@@ -95,11 +95,11 @@ def compare(without: Sequence[tuple[Row, list[Answer]]], found: Sequence[tuple[R
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How many drafts of a checkpoint's own MTP layer are accepted.")
-    parser.add_argument("--model", type=Path, default=TINY, help="checkpoint folder (%(default)s)")
+    parser = CommandLine("python -m millrace_bench.drafts", "How many drafts of a checkpoint's own MTP are accepted.")
+    parser.add_argument("--model", type=checkpoint, default=TINY, help="checkpoint folder (%(default)s)")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--num-items", type=int, default=10, help="items per task, and texts, at most (%(default)s)")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--temperatures", type=number(float), nargs="+", default=[0.0, 1.0])
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3], choices=range(1, 4))
     parser.add_argument("--tokens", type=int, default=64, help="tokens of a text's continuation (%(default)s)")
     parser.add_argument("--concurrency", type=int, default=4, help="sequences of a step (%(default)s)")
@@ -108,9 +108,7 @@ def main() -> None:
     without = asyncio.run(run(args.model, 0, args.concurrency, plan))
     rows: list[Row] = []
     for drafts in args.drafts:
-        rows += compare(without, asyncio.run(run(args.model, drafts, args.concurrency, plan)))
-    for row in rows:
-        print_row(**row)
+        rows += printed(compare(without, asyncio.run(run(args.model, drafts, args.concurrency, plan))))
     print_record(Record("drafts", vars(args), {"rows": rows}))
     sys.exit(int(any(row["same"] != row["items"] for row in rows)))
 

@@ -20,6 +20,7 @@ from dataclasses import asdict, replace
 import numpy as np
 from millrace_common.split import Capacity, Slo, Workload, best
 from millrace_common.step_times import StepTimes
+from millrace_load.options import CommandLine, number, reader
 from millrace_load.record import ROOT, Record, Row, Summary, print_record, print_row
 from millrace_load.workload import poisson_arrivals
 from millrace_router.config import Policy
@@ -126,8 +127,8 @@ def simulate(system: str, segments: Sequence[Segment], made: Machine, limit: Slo
     began = time.perf_counter()
     run = fleet(system, made, limit, segments[0].load.output_len)
     duties = Duties(run) if "flex" in system else None
-    for number, segment in enumerate(segments):
-        send(run, segment, number)
+    for index, segment in enumerate(segments):
+        send(run, segment, index)
     end = segments[-1].begin_s + segments[-1].seconds
     run.run(end + DRAIN_S)
     parts = [row(run.jobs, one.begin_s, one.begin_s + one.seconds, limit) for one in segments]
@@ -222,16 +223,16 @@ def grid(args: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine("python -m millrace_bench.duties", __doc__)
     parser.add_argument("--systems", nargs="+", default=["3p+5d,4p+4d,5p+3d,6p+2d,8u,8flex"], help="for each fleet")
-    parser.add_argument("--loads", type=Load.parse, nargs="+", default=[Load.parse(text) for text in LOADS])
+    parser.add_argument("--loads", type=reader(Load.parse), nargs="+", default=[Load.parse(text) for text in LOADS])
     parser.add_argument("--part", type=float, default=0.9, help="share of what the best split can serve (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="seconds of a load alone; 0: none (%(default)s)")
-    parser.add_argument("--lead", type=float, default=20.0, help="uncounted seconds before a load (%(default)s)")
+    parser.add_argument("--seconds", type=number(float), default=30.0, help="of a load alone; 0: none (%(default)s)")
+    parser.add_argument("--lead", type=number(float), default=20.0, help="uncounted, before a load (%(default)s)")
     parser.add_argument("--every", type=float, default=30.0, help="seconds until the load changes (%(default)s)")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of all loads (%(default)s)")
     parser.add_argument("--steps", default="h100/mixed-steps", help="run with the step times (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=number(int), default=0)
     parser.add_argument("--compare", action="store_true", help="compare predicted and measured instead")
     args = parser.parse_args()
     rows = compare() if args.compare else grid(args)

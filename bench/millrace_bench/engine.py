@@ -16,11 +16,11 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace_common.config import load
-from millrace_load.record import Record, Row, command, print_record, print_row
+from millrace_load.options import SET, CommandLine, checkpoint, number
+from millrace_load.record import Record, Row, command, print_record, printed
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig, Execution, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
@@ -155,9 +155,9 @@ def _acceptance(args: argparse.Namespace, drafts: int) -> list[str]:
     return ["random_weights=true", f"simulated_acceptance={list(args.acceptance[:drafts])}"]
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Offline benchmarks of the engine.")
-    parser.add_argument("--model", type=Path, help="checkpoint folder; without: host overhead")
+def parser() -> CommandLine:
+    parser = CommandLine("millrace bench engine", "Offline benchmarks of the engine.")
+    parser.add_argument("--model", type=checkpoint, help="checkpoint folder; without: host overhead")
     parser.add_argument("--shard", choices=("tp8", "ep8"), help="time a rank of the 671B model (bench shard)")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of the shard's group, a process and device each")
     parser.add_argument("--sums", nargs="+", default=["fused"], choices=("fused", "nccl"), help="library of sums")
@@ -165,7 +165,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--tiny", action="store_true", help="small widths of the shard, for a CPU")
     parser.add_argument("--variants", nargs="+", default=[], choices=list(VARIANTS), help="variants, one by one")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting: graphs, kv_dtype …")
+    parser.add_argument("--set", action="append", **SET, help="setting: graphs, kv_dtype …")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--steps", type=int, default=300, help="steps for the host overhead")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
@@ -173,27 +173,24 @@ def parser() -> argparse.ArgumentParser:
         "--context", type=int, help="tokens before the first output, with random KV: no prompt is computed"
     )
     parser.add_argument(
-        "--drafts", type=int, nargs="+", default=[0], choices=range(4), help="draft tokens, one engine each"
+        "--drafts", type=number(int), nargs="+", default=[0], choices=range(4), help="draft tokens, one engine each"
     )
     parser.add_argument(
-        "--acceptance", type=float, nargs=3, default=ACCEPTANCE, metavar="P",
+        "--acceptance", type=number(float, 0, 1), nargs=3, default=ACCEPTANCE, metavar="P",
         help="random weights: probability that 1, 2 and 3 draft tokens are accepted (%(default)s)",
     )  # fmt: skip
     parser.add_argument("--outputs", type=int, default=32, help="output tokens")
     parser.add_argument("--prefill-tokens", type=int, default=1024, help="prompt tokens per step")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=number(float), default=0.0)
     return parser
 
 
 def report(command: str, args: argparse.Namespace, joined: ParallelDims | None = None) -> None:
     """Measures, and prints unless another rank does. `command` started the bench, perhaps not this process."""
     found = run_model(args, joined) if args.model or args.shard else run(tuple(args.batches), args.steps)
-    rows: list[Row] = []
-    for row in found:
-        rows.append(row)
-        if not joined or not joined.rank:
-            print_row(**row)
-    if not joined or not joined.rank:
+    quiet = joined and joined.rank
+    rows = list(found) if quiet else printed(found)
+    if not quiet:
         print_record(Record("engine", vars(args), {"rows": rows}, command=command))
 
 

@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from millrace_load.record import Record, Row, print_record, print_row
+from millrace_load.options import CommandLine
+from millrace_load.record import Record, Row, print_record, printed
 from millrace_serve.model.parallel import ParallelDims
 from torch import multiprocessing
 
@@ -127,7 +128,7 @@ def run(family: str, args: argparse.Namespace, seconds: float) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Rows to the experts of other ranks and back.")
+    parser = CommandLine("millrace bench exchange", "Rows to the experts of other ranks and back.")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="rows of each rank")
     parser.add_argument("--width", type=int, default=7168)
@@ -138,9 +139,7 @@ def main() -> None:
     args = parser.parse_args()
     rows, end = [], time.monotonic() + args.seconds
     for family in args.families:
-        rows += run(family, args, min(args.seconds / 3, end - time.monotonic()))
-    for row in rows:
-        print_row(**row)
+        rows += printed(run(family, args, min(args.seconds / 3, end - time.monotonic())))
     wrong = [row["rows"] for row in rows if not row.get("right", True)]
     print(f"wrong sums: {wrong} rows" if wrong else "all sums are right")
     print_record(Record("exchange", vars(args), {"rows": rows}))

@@ -7,7 +7,6 @@ the time when it was sent: time.perf_counter() modulo CLOCK_S, which another pro
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import secrets
@@ -21,6 +20,7 @@ import grpc
 from millrace.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from millrace_common.tls_config import Tls
 from millrace_common.versions import WORKER_API
+from millrace_load.options import CommandLine
 from millrace_rpc.server import Server, run
 from millrace_rpc.tls import Identity
 
@@ -152,9 +152,9 @@ def identity_in(folder: Path) -> Identity:
     return Identity(Tls(**files, require_client_cert=True))
 
 
-def options(about: str | None) -> argparse.ArgumentParser:
+def options(about: str | None) -> CommandLine:
     """Of every process that stands for a worker; `about` is its module's docstring."""
-    parser = argparse.ArgumentParser(description=about and about.splitlines()[0])
+    parser = CommandLine("python -m millrace_bench.fake_worker", about and about.splitlines()[0])
     parser.add_argument("--step-ms", type=float, default=10.0)
     parser.add_argument("--announce", type=Path, required=True)
     return parser

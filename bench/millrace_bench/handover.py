@@ -23,6 +23,7 @@ from pathlib import Path
 import httpx
 from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from millrace_cli.cluster import TINY, ClusterSpec, LocalCluster
+from millrace_load.options import SET, CommandLine, checkpoint
 from millrace_load.record import Record, Summary, print_record, print_row
 from millrace_rpc.client import channel
 
@@ -89,15 +90,15 @@ async def run(spec: ClusterSpec, prompts: list[list[int]]) -> tuple[list[list[in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="millrace bench handover", description="What handing a prompt over costs.")
-    parser.add_argument("--model", type=Path, default=TINY)
+    parser = CommandLine("millrace bench handover", "What handing a prompt over costs.")
+    parser.add_argument("--model", type=checkpoint, default=TINY)
     parser.add_argument("--widths", choices=list(v3.WIDTHS), help="use random weights in these shapes")
     parser.add_argument("--layers", type=int, default=6, help="layers of the random weights")
     parser.add_argument("--engine", choices=("model", "sim"), default="model", help="sim: messages without a model")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--vocab", type=int, default=1000, help="limit of the drawn token ids")
-    parser.add_argument("--worker-set", nargs="*", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--worker-set", nargs="*", **SET)
     parser.add_argument("--start-timeout", type=float, help="seconds for the start (default: that of a cluster)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="millrace-handover-") as folder:

@@ -9,14 +9,14 @@ with and without, taken in one run on the same inputs; `error` is how far the tw
 in `millrace bench kernels`.
 """
 
-import argparse
 import gc
 import math
 import time
 from collections.abc import Iterator
 
 import torch
-from millrace_load.record import Record, Row, print_record, print_row
+from millrace_load.options import CommandLine
+from millrace_load.record import Record, Row, print_record, printed
 
 from millrace_bench import onoff_steps
 from millrace_bench.kernels.__main__ import wake
@@ -57,7 +57,7 @@ def run(seeds: list[str], device: torch.device, tiny: bool, layers: int) -> Iter
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine("python -m millrace_bench.onoff", __doc__)
     parser.add_argument("seeds", nargs="*", metavar="ROW", help=f"rows: {' '.join(SEEDS)}; none: all")
     parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU")
     parser.add_argument("--layers", type=int, default=61, help="layers of the rank whose steps are timed (X1, X3, X4)")
@@ -67,11 +67,8 @@ def main() -> None:
     device = torch.device("cpu" if args.tiny else "cuda")
     if device.type == "cuda":
         wake(device)
-    rows: list[Row] = []
     started = time.monotonic()
-    for found in run(args.seeds or list(SEEDS), device, args.tiny, args.layers):
-        print_row(**found)
-        rows.append(found)
+    rows = printed(run(args.seeds or list(SEEDS), device, args.tiny, args.layers))
     seconds = round(time.monotonic() - started, 1)
     print_record(Record("onoff", vars(args), {"rows": rows, "seconds": seconds}))
 

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from millrace_common.step_times import StepTimes
-from millrace_load.record import Record, Summary, print_record, print_row
+from millrace_load.options import CommandLine, number
+from millrace_load.record import Record, Summary, print_record, printed
 from millrace_serve.engine.schedule.expected import LEAST
 
 from millrace_bench.fleet import Fleet, Fleets, Request
@@ -114,20 +115,16 @@ def fleet_row(args: argparse.Namespace, workers: int, load: float, each: float) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine("python -m millrace_bench.overload", __doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 40, 400], help="workers of each fleet")
     parser.add_argument("--loads", type=float, nargs="+", default=[1.0, 1.5, 2.0, 4.0], help="times the capacity")
     parser.add_argument("--seconds", type=float, default=300.0, help="seconds of the smallest fleet; larger: less")
     parser.add_argument("--queue", type=float, default=10.0, help="the router's timeouts.queue, seconds")
     parser.add_argument("--blind", action="store_true", help="workers report no room and no waits")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=number(int), default=0)
     args = parser.parse_args()
-    rows, each = [], fleet_capacity(args)
-    for workers in args.workers:
-        for load in args.loads:
-            row = fleet_row(args, workers, load, each)
-            rows.append(row)
-            print_row(**row)
+    each = fleet_capacity(args)
+    rows = printed(fleet_row(args, workers, load, each) for workers in args.workers for load in args.loads)
     print_record(Record("overload-fleet", vars(args), {"rows": rows}))
 
 

@@ -33,7 +33,8 @@ import httpx
 from millrace.v1 import worker_pb2
 from millrace_cli import probe
 from millrace_cli.cluster import TINY, ClusterSpec, LocalCluster, StartError, count_gpus
-from millrace_load import plots
+from millrace_load import plots, serving_options
+from millrace_load.options import SET, CommandLine, checkpoint, file, number, reader
 from millrace_load.record import Record, Row, print_record
 from millrace_load.report import Slo
 from millrace_rpc.enums import name_of
@@ -48,6 +49,7 @@ POLICIES = ("prefill_policy=kv_aware", "decode_policy=kv_aware")  # of all: conv
 WAYS = re.compile(r'^millrace_placements_total\{.*?route="(\w+)".*?\} (\S+)$', re.MULTILINE)
 QUEUED = re.compile(r"^millrace_queue_requests(?:\{.*?\})? (\S+)$", re.MULTILINE)
 POLL_S = 1.0
+SLO = "ttft=1,tpot=0.04"
 TIMES = ("ttft", "tpot", "icl")
 
 
@@ -95,7 +97,7 @@ def limits(slo: str) -> list[str]:
 def _of_preset(model: Path, args: argparse.Namespace) -> ClusterSpec:
     """The settings that the chart would install, and no others unless they are asked for."""
     random = ["random_weights=true"] if args.model is None and args.engine == "model" else []
-    found = preset.load(args.preset).scaled(args.gpus)
+    found = preset.load(Path(args.preset)).scaled(args.gpus)
     made = found.spec((*random, *args.worker_set), model=model, engine=args.engine, gpus=args.gpus)
     return replace(made, router_set=(*made.router_set, *args.router_set), routers=args.routers)
 
@@ -227,76 +229,47 @@ def main() -> None:
 def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made = parser()
     args = made.parse_args(argv)
-    for name in ("seconds", "every", "rounds", "clients", "routers"):
-        if not getattr(args, name) > 0:
-            made.error(f"--{name}: must be above 0, not {getattr(args, name)}")
     if several := [load.name for load in args.changing if len(load.rates) > 1]:
         made.error(f"--changing: one rate for each load, not several for {several[0]}")
     if args.over == "http" and (talks := [load.name for load in (*args.loads, *args.changing) if load.turns > 1]):
         made.error(
             f"--over http: its answers have no token ids to continue with, so no load of several turns: {talks[0]}"
         )
-    try:
-        Slo.parse(args.slo)
-    except ValueError as error:
-        made.error(f"--slo: {error}")
     if args.preset:
         args.topologies = [PRESET]
     return args
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="millrace bench pd", description="Splits of the same GPUs, compared.")
+def parser() -> CommandLine:
+    parser = CommandLine("millrace bench pd", "Splits of the same GPUs, compared.")
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model", type=Path, help="checkpoint folder (default: random weights)")
+    model.add_argument("--model", type=checkpoint, help="checkpoint folder (default: random weights)")
     model.add_argument("--widths", choices=list(v3.WIDTHS), default="e32", help="shapes of the random weights")
     parser.add_argument("--layers", type=int, default=61, help="layers of the random weights")
     parser.add_argument("--engine", choices=("model", "sim"), default="model", help="sim: a timing model")
-    parser.add_argument("--topologies", nargs="+", type=_topology, default=["1p+1d", "2u"], help="splits (%(default)s)")
-    parser.add_argument("--preset", type=Path, help="measure what the chart installs from this file")
+    split = reader(workers, keep=True)
+    parser.add_argument("--topologies", nargs="+", type=split, default=["1p+1d", "2u"], help="splits (%(default)s)")
+    parser.add_argument("--preset", type=file, help="measure what the chart installs from this file")
     parser.add_argument("--gpus", type=int, default=count_gpus(), help="GPUs of a preset (%(default)s)")
-    parser.add_argument("--loads", type=load_option, nargs="+", default=[Load.parse(text) for text in LOADS])
+    parser.add_argument("--loads", type=reader(Load.parse), nargs="+", default=[Load.parse(text) for text in LOADS])
     parser.add_argument("--seconds", type=float, default=40.0, help="seconds for which a rate is offered")
     parser.add_argument(
-        "--changing", type=load_option, nargs="+", default=[], help="loads that follow each other in one run"
+        "--changing", type=reader(Load.parse), nargs="+", default=[], help="loads that follow each other in one run"
     )
     parser.add_argument("--every", type=float, default=30.0, help="seconds of each load of --changing (%(default)s)")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of all loads (%(default)s)")
     parser.add_argument("--clients", type=int, default=1, help="client processes (%(default)s)")
     parser.add_argument("--over", choices=("grpc", "http"), default="grpc", help="protocol of the clients")
     parser.add_argument("--routers", type=int, default=1, help="router processes that share clients (%(default)s)")
-    parser.add_argument("--warmup", type=int, default=8, help="uncounted requests before each load")
-    parser.add_argument("--think-time", default="1", help="seconds between turns, as for bench serving")
-    parser.add_argument("--slo", default="ttft=1,tpot=0.04", help="limits of goodput and of the router, in seconds")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--warmup", type=number(int), default=8, help="uncounted requests before each load")
+    parser.add_argument("--think-time", type=serving_options.TIMES, default="1", help="as for bench serving")
+    parser.add_argument("--slo", type=serving_options.SLO, default=SLO, help="of goodput and of the router, seconds")
+    parser.add_argument("--seed", type=number(int), default=0)
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds of each system, with its start")
-    parser.add_argument("--plot", type=_picture, help="write a picture to this file (.svg or .png)")
-    parser.add_argument("--worker-set", nargs="*", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--router-set", nargs="*", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--plot", type=reader(plots.check), help="write a picture (.svg or .png)")
+    parser.add_argument("--worker-set", nargs="*", **SET)
+    parser.add_argument("--router-set", nargs="*", **SET)
     return parser
-
-
-def load_option(text: str) -> Load:
-    try:
-        return Load.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _topology(text: str) -> str:
-    try:
-        workers(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def _picture(text: str) -> Path:
-    try:
-        plots.check(text)
-    except plots.PlotError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return Path(text)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@
    per second a KV index takes from the workers' reports.
 """
 
-import argparse
 import gc
 import random
 import time
@@ -22,8 +21,8 @@ from typing import Annotated, Any
 from millrace.v1.worker_pb2 import CacheChange
 from millrace_common.page_hash import BLOCK_BYTES, page_hashes
 from millrace_common.step_times import StepTimes
-from millrace_load.options import add_options
-from millrace_load.record import Record, Summary, print_record, print_row
+from millrace_load.options import CommandLine, add_options, number
+from millrace_load.record import Record, Summary, print_record, print_row, printed
 from millrace_router.config import Policy, RouterConfig, Routing, SloConfig
 from millrace_router.flow.metrics import build
 from millrace_router.policy.kv_index import KvIndex
@@ -43,7 +42,7 @@ class Settings:
     tokens: Annotated[int, "tokens of a prompt"] = 4096
     requests: Annotated[int, "decisions for each policy"] = 2000
     memory_blocks: Annotated[int, "blocks of the memory measurement"] = 1_000_000
-    seed: Annotated[int, "seed of all that is drawn"] = 1
+    seed: Annotated[int, "seed of all that is drawn", number(int)] = 1
 
 
 def run(settings: Settings) -> Record:
@@ -188,8 +187,8 @@ def _memory(s: Settings, name: str, fill: Callable[[Settings], object]) -> dict[
 def _fill_kv(s: Settings) -> KvIndex:
     rng, index = random.Random(s.seed), KvIndex()
     per_change = 64
-    for number in range(s.memory_blocks // per_change):
-        replica, turn = number % s.workers, number // s.workers
+    for each in range(s.memory_blocks // per_change):
+        replica, turn = each % s.workers, each // s.workers
         blocks = _pages(rng, per_change)
         index.apply((f"e{replica}", 0), CacheChange(after=turn, sequence=turn + 1, stored=blocks, snapshot=turn == 0))
     return index
@@ -197,19 +196,16 @@ def _fill_kv(s: Settings) -> KvIndex:
 
 def _fill_prefix(s: Settings) -> PrefixIndex:
     rng, index = random.Random(s.seed), PrefixIndex(s.memory_blocks)
-    for number in range(s.memory_blocks // 64):
-        index.note(_pages(rng, 64), [(f"e{number % s.workers}", 0)])
+    for each in range(s.memory_blocks // 64):
+        index.note(_pages(rng, 64), [(f"e{each % s.workers}", 0)])
     return index
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="millrace bench policy", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = CommandLine("millrace bench policy")
     add_options(parser, Settings)
     record = run(Settings(**vars(parser.parse_args())))
-    for row in (*record.results["decisions"], *record.results["memory"]):
-        print_row(**row)
+    printed((*record.results["decisions"], *record.results["memory"]))
     print_row("hash_us", **record.results["hash_us"])
     print_record(record)
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from millrace_kernels.peer.sizes import row_bytes
+from millrace_load.options import CommandLine, form
 from millrace_load.record import Record, Row, print_record
 from millrace_serve.engine.start.exchange import PEER_BYTES
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
@@ -117,13 +118,13 @@ def _size(row: Row) -> tuple[Any, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Ranks of the 671B model that compute together.")
+    parser = CommandLine("millrace bench ranks", "Ranks of the 671B model that compute together.")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--exchange", nargs="+", default=["none", "gather"], choices=sorted(EXCHANGES))
     parser.add_argument("--experts", type=int, default=64, help="experts of the model")
     parser.add_argument("--layers", type=int, default=61)
-    parser.add_argument("--decode", nargs="*", default=[], metavar="BATCHxCONTEXT", help="decode batches of each rank")
-    parser.add_argument("--prefill", nargs="*", default=[], metavar="PROMPTSxLENGTH", help="prompts of each rank")
+    parser.add_argument("--decode", nargs="*", default=[], **form("BATCHxCONTEXT", keep=True), help="for each rank")
+    parser.add_argument("--prefill", nargs="*", default=[], **form("PROMPTSxLENGTH", keep=True), help="for each rank")
     parser.add_argument("--kv-dtype", nargs="+", default=["bfloat16"], choices=["bfloat16", "float8_e4m3fn"])
     parser.add_argument("--tiny", action="store_true", help="small widths on a CPU, to see that it runs")
     parser.add_argument("--repeats", type=int, default=20)

@@ -22,7 +22,6 @@ import argparse
 import faulthandler
 import itertools
 import random
-import re
 import statistics
 import tempfile
 import time
@@ -32,7 +31,8 @@ from pathlib import Path
 
 import torch
 from millrace_common.config import load
-from millrace_load.record import Record, Row, print_record, print_row
+from millrace_load.options import SET, CommandLine, form, number
+from millrace_load.record import Record, Row, print_record, printed
 from millrace_serve.engine.config import GIB, Execution, Limits, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
 from millrace_serve.engine.engine import Engine
@@ -275,32 +275,27 @@ def merged(rows: list[Row], engines: Engines) -> Row:
     return {**row, **rate, **how}
 
 
-def size(text: str) -> tuple[int, ...]:
-    """ "8x100", or "8x100+512"."""
-    return tuple(map(int, re.split("[x+]", text)))
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Replicas of the 671B model that step together.")
+def parser() -> CommandLine:
+    parser = CommandLine("millrace bench replicas", "Replicas of the 671B model that step together.")
     parser.add_argument("--dp", type=int, default=2, help="replicas, each with a GPU")
     parser.add_argument("--widths", choices=list(v3.WIDTHS), default="v3")
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--exchange", nargs="+", default=["gather"], choices=("gather", "peer", "deepep"))
-    parser.add_argument("--drafts", type=int, nargs="+", default=[0], choices=range(4))
-    parser.add_argument("--spare", type=int, nargs="+", default=[0], help="slots of a rank for experts that move")
+    parser.add_argument("--drafts", type=number(int), nargs="+", default=[0], choices=range(4))
+    parser.add_argument("--spare", type=number(int), nargs="+", default=[0], help="slots of a rank for moved experts")
     parser.add_argument("--skew", nargs="+", default=["even"], choices=list(SKEWS), help="skew of the gates")
-    parser.add_argument("--decode", nargs="*", default=[], type=size, metavar="BATCHxCONTEXT", help="per replica")
-    parser.add_argument("--prefill", nargs="*", default=[], type=size, metavar="PROMPTSxLENGTH", help="per replica")
-    parser.add_argument("--mixed", nargs="*", default=[], type=size, metavar="BATCHxCONTEXT+CHUNK")
+    parser.add_argument("--decode", nargs="*", default=[], **form("BATCHxCONTEXT"), help="per replica")
+    parser.add_argument("--prefill", nargs="*", default=[], **form("PROMPTSxLENGTH"), help="per replica")
+    parser.add_argument("--mixed", nargs="*", default=[], **form("BATCHxCONTEXT+CHUNK"))
     parser.add_argument("--eager-prompts", action="store_true", help="the prompts again, launched op by op")
     parser.add_argument("--steps", type=int, default=50, help="counted decode steps")
     parser.add_argument("--repeats", type=int, default=3, help="repeats of prefill")
     parser.add_argument(
-        "--acceptance", type=float, nargs=3, default=ACCEPTANCE, metavar="P",
+        "--acceptance", type=number(float, 0, 1), nargs=3, default=ACCEPTANCE, metavar="P",
         help="probability that 1, 2 and 3 draft tokens are accepted (%(default)s)",
     )  # fmt: skip
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting: kv_dtype, graphs …")
+    parser.add_argument("--set", action="append", **SET, help="setting: kv_dtype, graphs …")
     parser.add_argument(
         "--limit-s", type=float, default=1200.0, help="seconds of one set of engines, else ranks print stacks"
     )
@@ -308,14 +303,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = parser().parse_args()
+    made = parser()
+    args = made.parse_args()
     if not (args.decode or args.prefill or args.mixed):
-        raise SystemExit("--decode, --prefill or --mixed: nothing to measure")
-    rows = []
-    for exchange, drafts, spare in itertools.product(args.exchange, args.drafts, args.spare):
-        for row in run(Engines(exchange, drafts, spare), args):
-            rows.append(row)
-            print_row(**row)
+        made.error("--decode, --prefill or --mixed: nothing to measure")
+    engines = itertools.product(args.exchange, args.drafts, args.spare)
+    rows = printed(row for each in engines for row in run(Engines(*each), args))
     memory, timed = ([row for row in rows if (row["kind"] == "memory") is wanted] for wanted in (True, False))
     print_record(Record("replicas", vars(args), {"rows": timed, "memory": memory}))
 

@@ -16,7 +16,6 @@ Where there are more cores than routers, each router has a core that nobody else
 the routers, when each used up a core, or else the machine's cores; the CPU time of all processes is reported by role.
 """
 
-import argparse
 import asyncio
 import multiprocessing
 import os
@@ -25,7 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from millrace_load.options import add_options
+from millrace_load.options import CommandLine, add_options
 from millrace_load.record import Record, Summary, print_record, print_row
 
 from millrace_bench.router_load import Got, Work, direct, one_by_one, probe, start, streams, timed
@@ -136,9 +135,7 @@ def _limit(router_cores: float, routers: int, rate: float, offered: float) -> st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="millrace bench router", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = CommandLine("millrace bench router")
     add_options(parser, Settings)
     given = vars(parser.parse_args())
     record = run(Settings(**given | {"routers": tuple(given["routers"])}))

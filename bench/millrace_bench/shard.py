@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from millrace_kernels.int8 import Matrix
+from millrace_load.options import CommandLine, form
 from millrace_load.record import Record, Row, print_record
 from millrace_serve.engine.step.device import Replay, device_of
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
@@ -298,11 +299,11 @@ def runs(model: DeepseekV3, args: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One rank of the 671B model on one GPU.")
+    parser = CommandLine("millrace bench shard", "One rank of the 671B model on one GPU.")
     parser.add_argument("--shard", choices=sorted(SHARDS), required=True)
     parser.add_argument("--layers", type=int, default=61)
-    parser.add_argument("--decode", nargs="*", default=[], metavar="BATCHxCONTEXT")
-    parser.add_argument("--prefill", nargs="*", default=[], metavar="PROMPTSxLENGTH")
+    parser.add_argument("--decode", nargs="*", default=[], **form("BATCHxCONTEXT", keep=True))
+    parser.add_argument("--prefill", nargs="*", default=[], **form("PROMPTSxLENGTH", keep=True))
     parser.add_argument("--kv-dtype", nargs="+", default=["bfloat16"], choices=["bfloat16", "float8_e4m3fn"])
     parser.add_argument("--attention", nargs="+", default=["dense"], choices=["dense", "sparse"])
     parser.add_argument("--tiny", action="store_true", help="small widths on a CPU, to see that it runs")

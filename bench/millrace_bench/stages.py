@@ -21,6 +21,7 @@ from typing import Any
 
 import jinja2
 from millrace_cli.cluster import LOG_DIR
+from millrace_load.options import CommandLine, folder
 from millrace_load.record import Record, busiest_gpus, print_record
 from millrace_serve.worker import caches
 from millrace_serve.worker.config import WorkerConfig
@@ -178,19 +179,17 @@ def results(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------ command lines
 
 
-def command_line(name: str, description: str | None) -> argparse.ArgumentParser:
+def command_line(name: str, description: str | None) -> CommandLine:
     """Options of every bench that consists of stages."""
-    parser = argparse.ArgumentParser(
-        prog=f"millrace bench {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path(name), metavar="DIR", help="folder of results (%(default)s)")
+    parser = CommandLine(f"millrace bench {name}", description)
+    parser.add_argument("--out", type=folder, default=Path(name), metavar="DIR", help="folder of results (%(default)s)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run these stages, in the usual order")
     parser.add_argument("--seconds", type=float, default=3 * 3600.0, help="seconds for all stages together")
     parser.add_argument("--list", action="store_true", help="print the stages with their limits and commands")
     return parser
 
 
-def carry_out(name: str, stages: Sequence[Stage], parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def carry_out(name: str, stages: Sequence[Stage], parser: CommandLine, args: argparse.Namespace) -> None:
     """What `args` asks for of the stages. Exits with 1 when one failed or had no time."""
     if unknown := set(args.only) - {stage.name for stage in stages}:
         parser.error(f"--only {' '.join(sorted(unknown))}: choose from {' '.join(stage.name for stage in stages)}")

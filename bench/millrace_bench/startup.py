@@ -9,13 +9,13 @@ millrace bench startup --widths tp8 --layers 61 --device cuda
 millrace bench startup --widths tiny --layers 2                        on a CPU: whether everything runs
 """
 
-import argparse
 import asyncio
 import tempfile
 from pathlib import Path
 
 from millrace_cli import probe
 from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_load.options import SET, CommandLine
 from millrace_load.record import Record, Row, print_record, print_row
 from millrace_serve.worker import caches
 
@@ -34,11 +34,11 @@ async def start(spec: ClusterSpec) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="millrace bench startup", description="From start to READY, cold and warm.")
+    parser = CommandLine("millrace bench startup", "From start to READY, cold and warm.")
     parser.add_argument("--widths", choices=list(v3.WIDTHS), required=True)
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--worker-set", nargs="*", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--worker-set", nargs="*", **SET)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="millrace-startup-") as folder:
         model, cache = v3.write_folder(Path(folder) / args.widths, args.widths, args.layers), Path(folder) / "cache"

@@ -16,7 +16,6 @@ alone_us  the work of one rank after the other in one process, so that nobody wa
 The load averages (one minute) before and after the run are in the record: its own ranks raise the second one.
 """
 
-import argparse
 import itertools
 import os
 import pickle
@@ -30,7 +29,8 @@ from operator import methodcaller
 
 import torch
 import torch.distributed as dist
-from millrace_load.record import Record, Row, print_record, print_row
+from millrace_load.options import CommandLine, form
+from millrace_load.record import Record, Row, print_record, printed
 from millrace_serve.engine.config import Limits
 from millrace_serve.engine.lockstep import packing
 from millrace_serve.engine.lockstep.join import Exchange
@@ -178,19 +178,14 @@ def _broadcast(data: bytes | None) -> bytes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Host time of stepping together, beside that of torch.distributed.", epilog=NEEDS
-    )
+    about = "Host time of stepping together, beside that of torch.distributed."
+    parser = CommandLine("python -m millrace_bench.stepping", about, NEEDS)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--agreements", nargs="+", default=["2/1", "8/1", "72/9"], metavar="REPLICAS/HOSTS")
+    parser.add_argument("--agreements", nargs="+", default=[(2, 1), (8, 1), (72, 9)], **form("REPLICAS/HOSTS"))
     parser.add_argument("--groups", type=int, nargs="+", default=[2, 8], help="ranks of a tensor-parallel replica")
     args = parser.parse_args()
-    agreements = [[int(count) for count in pair.split("/")] for pair in args.agreements]
     config = {"steps": args.steps, "load_average_before": os.getloadavg()[0]}
-    rows = []
-    for row in run(agreements, args.groups, args.steps):
-        rows.append(row)
-        print_row(**row)
+    rows = printed(run(args.agreements, args.groups, args.steps))
     print_record(Record("stepping", config | {"load_average_after": os.getloadavg()[0]}, {"rows": rows}))
 
 

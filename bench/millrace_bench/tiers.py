@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from millrace_common.page_hash import BLOCK_BYTES
+from millrace_load.options import CommandLine, form
 from millrace_load.record import ROOT, Record, Row, Summary, print_record, print_row
 from millrace_serve.engine.cache.changes import TierChanges
 from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
@@ -207,13 +208,15 @@ def _engine(kind: str, device: str, limits: dict[str, Any]) -> Engine:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine("millrace bench tiers", __doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--pages", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--length", type=int, default=1000, help="tokens of a prompt")
-    parser.add_argument("--step", metavar="BATCHxCONTEXT", help="step beside the copies (64x4096, on a CPU 4x256)")
+    parser.add_argument(
+        "--step", **form("BATCHxCONTEXT", keep=True), help="beside the copies (64x4096, on a CPU 4x256)"
+    )
     parser.add_argument("--layers", type=int, help="layers of the rank whose steps are timed (61, on a CPU 2)")
     args = parser.parse_args()
     step, layers = STEPS[args.device]

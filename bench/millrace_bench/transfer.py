@@ -8,7 +8,6 @@ millrace bench transfer                              host memory
 millrace bench transfer --devices cuda:0 cuda:1      from the first GPU to the second
 """
 
-import argparse
 import ctypes
 import multiprocessing as mp
 import queue
@@ -22,7 +21,8 @@ from typing import Any
 
 import numpy as np
 import zmq
-from millrace_load.record import Record, print_record, print_row
+from millrace_load.options import CommandLine, device, matching
+from millrace_load.record import Record, print_record, print_row, printed
 from millrace_serve.engine.core import RequestId
 from millrace_serve.transfer.base import KvSink, MemoryHandle, PageBuffer, ReadState
 from millrace_serve.transfer.messages import AddSource, FromReader, ReadDone, ReadPages, StopReader, ToReader
@@ -205,21 +205,23 @@ def _export(pipe: Connection, num_pages: int, page_bytes: int, device: str, ucx:
     del memory
 
 
+UCX = "KEY=VALUE[,KEY=VALUE...]"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = CommandLine("millrace bench transfer", __doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--pages-per-read", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument(
         "--repeats", type=int, default=20, help="reads per row at V3's page size; ten times that, small"
     )
-    parser.add_argument("--ucx", default="NET_DEVICES=lo", help="UCX settings, KEY=VALUE[,KEY=VALUE...]")
-    parser.add_argument("--devices", nargs=2, default=("cpu", "cpu"), metavar=("FROM", "TO"), help="cpu or cuda:N")
+    parser.add_argument("--ucx", type=matching(r"(\w+=[^,]*(,|$))*", UCX), default="NET_DEVICES=lo", metavar=UCX)
+    parser.add_argument("--devices", nargs=2, type=device, default=("cpu", "cpu"), help="cpu or cuda:N")
     args = parser.parse_args()
     ucx = dict(setting.split("=", 1) for setting in args.ucx.split(",") if setting)
     settings = Settings(args.pages_per_read, args.repeats, ucx, tuple(args.devices))
     result = run(settings)
     results = asdict(result) | {"v3_gb_per_s": result.v3_gb_per_s}
-    for row in results["rows"]:
-        print_row(**row)
+    printed(results["rows"])
     print_row(**{name: value for name, value in results.items() if name != "rows"})
     print_record(Record("transfer", asdict(settings), results))
 

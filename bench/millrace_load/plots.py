@@ -44,12 +44,13 @@ class Point:
     where: str = ""  # hardware and day
 
 
-def check(path: str | Path) -> None:
-    """PlotError when no picture can be written there."""
-    if Path(path).suffix not in SUFFIXES:
+def check(path: str | Path) -> Path:
+    """PlotError when no picture can be written there. Empty: none is wanted."""
+    if path and Path(path).suffix not in SUFFIXES:
         raise PlotError(f"plot {str(path)!r} must end in {' or '.join(SUFFIXES)}")
-    if importlib.util.find_spec("matplotlib") is None:
+    if path and importlib.util.find_spec("matplotlib") is None:
         raise PlotError("plot needs matplotlib: pip install 'millrace[bench]'")
+    return Path(path)
 
 
 def points(record: Mapping[str, Any], name: str = "") -> list[Point]:

@@ -195,6 +195,11 @@ def print_row(*names: str, **figures: Any) -> None:
     print("  ".join((*names, *(f"{key} {_short(value)}" for key, value in figures.items()))), flush=True)
 
 
+def printed(rows: Iterable[Row]) -> list[Row]:
+    """All of them, each printed when it comes."""
+    return [print_row(**row) or row for row in rows]
+
+
 def _short(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"({', '.join(f'{key} {_short(one)}' for key, one in value.items())})"

@@ -5,6 +5,7 @@ Names and definitions are AIPerf's (docs/how-to/load-test.md maps them to other 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -40,8 +41,9 @@ class Slo:
                 raise ValueError(f"SLO {item!r}: the figures are {', '.join(LIMITS)}")
             try:
                 limits[key] = float(value)
-            except ValueError:
-                raise ValueError(f"SLO {item!r} is not of the form {key}=SECONDS") from None
+                assert 0 < limits[key] < math.inf
+            except (AssertionError, ValueError):
+                raise ValueError(f"SLO {item!r} is not of the form {key}=SECONDS, above 0") from None
         return cls(**limits)
 
     def met_by(self, sample: Sample) -> bool:

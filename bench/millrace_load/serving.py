@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from millrace_load import serving_batches, traces
 from millrace_load.clients import Client, GrpcClient, HttpClient, Options, Sample, Target
 from millrace_load.plots import draw, points
-from millrace_load.record import Record, print_record, print_row
+from millrace_load.record import Record, print_record, printed
 from millrace_load.replay import Replay, Session
 from millrace_load.report import Report, Slo, by_turn, latency_table, throughput_table, turn_table
 from millrace_load.sending import send
@@ -72,8 +72,7 @@ def run(settings: Settings, console: Console | None = None) -> Record:
 
 def _run_batches(settings: Settings, console: Console) -> Record:
     target, rows = asyncio.run(collect_batches(settings, console))
-    for row in rows:
-        print_row(**asdict(row))
+    printed(map(asdict, rows))
     return Record("serving", asdict(settings) | {"target": asdict(target)}, {"batches": [asdict(row) for row in rows]})
 
 

@@ -50,7 +50,7 @@ def load(model: type[C], path: str | Path | None = None, overrides: Sequence[str
         try:
             values = yaml.safe_load(Path(path).read_text()) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"cannot read configuration {path}: {error}") from error
+            raise ConfigError(f"cannot read configuration {path}: {' '.join(str(error).split())}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"configuration {path} must be a mapping, not {type(values).__name__}")
     for item in overrides:
@@ -88,7 +88,7 @@ def override(values: JsonObject, item: str) -> None:
     try:
         values[leaf] = yaml.safe_load(raw)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--set {item!r}: the value is not YAML: {error}") from error
+        raise ConfigError(f"--set {item!r}: the value is not YAML: {' '.join(str(error).split())}") from error
 
 
 def _explain(error: ValidationError, model: type[Config]) -> str:

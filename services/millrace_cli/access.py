@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millrace_cli.errors import CommandError
+from millrace_cli.errors import CommandError, told
 
 if TYPE_CHECKING:
     import ssl
@@ -38,7 +38,8 @@ def _api_key(key: str) -> str:
 
 def _grpc_address(given: str | list[str]) -> str | list[str]:
     for address in [given] if isinstance(given, str) else given:
-        if ":" not in address or address.startswith(("http://", "https://")):
+        host, _, port = address.rpartition(":")
+        if not host or "/" in host or not (port.isdecimal() and 0 < int(port) < 1 << 16):
             raise CommandError(f"{address!r} is not HOST:PORT of a gRPC port, such as 127.0.0.1:50051", code=2)
     return given
 
@@ -55,17 +56,21 @@ ApiKey = Annotated[
 ]
 
 
+def _plain(ca: Path | None, cert: Path | None, key: Path | None) -> bool:
+    if (cert is None) != (key is None):
+        raise CommandError("--tls-cert and --tls-key go together", code=2)
+    return ca is None and cert is None
+
+
 def identity(ca: Path | None, cert: Path | None, key: Path | None, name: str = "") -> Identity | None:
     """None: plain."""
-    if ca is None and cert is None and key is None:
+    if _plain(ca, cert, key):
         return None
     from millrace_common.tls_config import Tls
     from millrace_rpc.tls import Identity
 
-    try:
+    with told(OSError, ValueError):
         return Identity(Tls(ca=ca, cert=cert, key=key, server_name=name))
-    except (OSError, ValueError) as error:
-        raise CommandError(str(error), code=2) from error
 
 
 def token(secret: Path | None) -> str:
@@ -73,22 +78,18 @@ def token(secret: Path | None) -> str:
     from millrace_common.deployment_secret import read
     from millrace_rpc.access import token
 
-    try:
+    with told(OSError, of="--secret-file"):
         return token(read(secret))
-    except OSError as error:
-        raise CommandError(f"--secret-file: {error}", code=2) from error
 
 
 def ssl_context(ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLContext | bool:
     """For HTTPS. True: the system's authorities."""
-    if ca is None and cert is None and key is None:
+    if _plain(ca, cert, key):
         return True
     import ssl
 
-    try:
+    with told(OSError, of="--tls-ca, --tls-cert, --tls-key"):  # of the files, and ssl's own
         context = ssl.create_default_context(cafile=ca)
         if cert is not None:
             context.load_cert_chain(cert, key)
-    except OSError as error:  # of the files, and ssl's own
-        raise CommandError(f"--tls-ca, --tls-cert, --tls-key: {error}", code=2) from error
     return context

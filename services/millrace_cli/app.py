@@ -16,7 +16,7 @@ import typer
 import typer.core
 
 from millrace_cli import access, proxies
-from millrace_cli.errors import CommandError
+from millrace_cli.errors import CommandError, told
 
 
 class Commands(typer.core.TyperGroup):
@@ -134,7 +134,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="Prompt; - reads it from standard input.")],
     address: Annotated[str, access.address("The router's gRPC address.")] = "127.0.0.1:50051",
     max_tokens: Annotated[int, typer.Option(min=1, max=2**32 - 1, help="Most output tokens.")] = 128,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0: greedy.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0: greedy.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Seed, for equal answers.")] = None,
     chat: Annotated[bool, typer.Option(help="Send the prompt as a chat message or as it is.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON line at the end instead.")] = False,
@@ -146,11 +146,9 @@ def generate(
     """Stream the answer to one prompt."""
     from millrace_cli import generate as command
 
-    try:
+    with told(UnicodeError, of="the prompt is not valid UTF-8"):
         text = sys.stdin.read() if prompt == "-" else prompt
         request = command.request_of(text, chat, max_tokens, temperature, seed)
-    except UnicodeError as error:
-        raise CommandError(f"the prompt is not valid UTF-8: {error}", code=2) from error
     asyncio.run(command.generate(address, request, json, access.identity(ca, cert, key), api_key))
 
 

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from millrace_cli import batch_file, proxies
 from millrace_cli.batch_file import Line
-from millrace_cli.errors import CommandError
+from millrace_cli.errors import CommandError, told
 
 BUSY = (429, 502, 503, 504)  # of the server, or of a proxy before it while the server restarts
 TRIES = 20
@@ -50,10 +50,11 @@ def client_of(address: str, api_key: str, concurrency: int, verify: ssl.SSLConte
     timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S, pool=None)
     limits = httpx.Limits(max_connections=concurrency)
     url = address.rstrip("/").removesuffix("/v1")
-    try:
-        return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits, verify=verify)
-    except httpx.InvalidURL as error:
-        raise CommandError(f"--address {address}: {error}", code=2) from error
+    with told(httpx.InvalidURL, of=f"--address {address}"):
+        parsed = httpx.URL(url)
+        if parsed.scheme not in ("http", "https") or not parsed.host or (parsed.port or 1) >= 1 << 16:
+            raise httpx.InvalidURL("must be http:// or https://, a host, and a port up to 65535")
+        return httpx.AsyncClient(base_url=parsed, headers=headers, timeout=timeout, limits=limits, verify=verify)
 
 
 async def run(client: httpx.AsyncClient, file: Path, out: Path, concurrency: int) -> int:

@@ -18,7 +18,7 @@ from millrace_serve.worker.config import WorkerConfig
 from rich.console import Console
 from rich.table import Table
 
-from millrace_cli.errors import CommandError
+from millrace_cli.errors import CommandError, told
 
 GPUS: dict[str, float] = {  # GiB of each kind
     name: gpu["gib"] for name, gpu in yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text()).items()
@@ -31,7 +31,7 @@ def check(path: Path, gpu: str, overrides: Sequence[str]) -> None:
     """
     if gpu not in GPUS:
         raise CommandError(f"--gpu: must be one of {', '.join(GPUS)}, not {gpu!r}", code=2)
-    try:
+    with told(ModelConfigError, CheckpointError, code=1), told(configuration.ConfigError):
         config = configuration.load(
             WorkerConfig, None, ["role=unified", "device=cuda", "limits.num_pages=auto", f"model={path}", *overrides]
         )
@@ -39,8 +39,6 @@ def check(path: Path, gpu: str, overrides: Sequence[str]) -> None:
         if not config.random_weights:
             check_headers(path, mtp=model.num_nextn_predict_layers > 0)
         tokenizer = Tokenizer.load(path)
-    except (ModelConfigError, CheckpointError, configuration.ConfigError) as error:
-        raise CommandError(str(error)) from error
     others = [item for item in overrides if item.partition("=")[0].strip() not in ("tp", "dp")]
     shapes = SHAPES if len(others) == len(overrides) else ((config.tp, config.dp),)
     found = list(layouts(config.limits, config, model, GPUS, shapes))

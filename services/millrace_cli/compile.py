@@ -18,7 +18,7 @@ from millrace_serve.worker.messages import GcPauses, RankProgress
 from rich.console import Console
 from rich.table import Table
 
-from millrace_cli.errors import CommandError
+from millrace_cli.errors import CommandError, told
 
 STOP_GRACE_S = 10.0
 MIB = 1 << 20
@@ -50,10 +50,8 @@ def settings(path: Path | None, overrides: Sequence[str], *, random_weights: boo
     """Those of a unified worker, which compiles for every role. What is auto follows from role and weights of the
     worker that comes. Raises CommandError.
     """
-    try:
+    with told(configuration.ConfigError):
         config = configuration.load(WorkerConfig, path, [*(() if path else ("role=unified",)), *overrides])
-    except configuration.ConfigError as error:
-        raise CommandError(str(error), code=2) from error
     role = config.role if any(item.startswith("role=") for item in overrides) else Role.UNIFIED
     return config.model_copy(update={"role": role, "random_weights": random_weights or config.random_weights})
 

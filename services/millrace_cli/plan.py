@@ -18,7 +18,7 @@ from millrace_serve.plan.settings import NODE, Goal, Setting, Setup, decide, set
 from millrace_serve.worker.config import WorkerConfig
 
 from millrace_cli.check import GPUS
-from millrace_cli.errors import CommandError
+from millrace_cli.errors import CommandError, told
 
 HANDOVER_S = 0.01  # between the first token and the second, when another worker goes on
 
@@ -43,14 +43,10 @@ def workload(
     overrides: Sequence[str],
 ) -> None:
     """Print what each split of `gpus` into workers of tp x dp is expected to serve. Raises CommandError."""
-    try:
+    with told(ValueError, of="--workload"):
         load = splits.workload(asked)
-    except ValueError as error:
-        raise CommandError(f"--workload: {error}", code=2) from error
-    try:
+    with told(ValueError, of="--slo"):
         limits = splits.limits(slo)
-    except ValueError as error:
-        raise CommandError(f"--slo: {error}", code=2) from error
     tp, dp = ranks[0] or 1, ranks[1] or _timed_dp(model)
     workers, rest = divmod(gpus, tp * dp)
     if rest or workers < 2:
@@ -68,10 +64,8 @@ def workload(
 
 def _timed_dp(model: Path) -> int:
     """Ranks of a worker that has the experts of a timed rank on each."""
-    try:
+    with told(ModelConfigError, code=1):
         return max(ModelConfig.load(model).n_routed_experts // EXPERTS, 1)
-    except ModelConfigError as error:
-        raise CommandError(str(error)) from error
 
 
 def _chosen(
@@ -83,7 +77,7 @@ def _chosen(
     tp, dp = ranks
     own = [f"role={role}", f"goal={goal}", "device=cuda", f"model={model}", f"tp={tp}", f"dp={dp}", *overrides]
     values: dict[str, object] = {"dtype": "bfloat16"}
-    try:
+    with told(ModelConfigError, code=1), told(configuration.ConfigError):
         ModelConfig.load(model)
         for item in own:
             configuration.override(values, item)
@@ -91,17 +85,13 @@ def _chosen(
         choices = decide(setup) if setup else ()
         chosen = [f"{choice.key}={json.dumps(choice.value)}" for choice in choices]
         config = configuration.load(WorkerConfig, None, [*own[:6], *chosen, *overrides])
-    except (ModelConfigError, configuration.ConfigError) as error:
-        raise CommandError(str(error)) from error
     assert setup is not None, "the configuration was valid"
     return setup, config, choices
 
 
 def _memory(setup: Setup, config: WorkerConfig) -> MemoryPlan:
-    try:
+    with told(OverCommitted, ValueError, code=1):
         return layouts.memory_plan(setup, config, GPUS[setup.gpu])
-    except (OverCommitted, ValueError) as error:
-        raise CommandError(str(error)) from error
 
 
 def split(gpus: int, goal: Goal, tp: int | None, dp: int | None) -> tuple[int, int]:

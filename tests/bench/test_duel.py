@@ -195,23 +195,6 @@ def test_a_prompt_is_its_token_ids(tmp_path: Path) -> None:
     assert len(words) == 2048 - NO_WORDS and all(WORD.fullmatch(word) for word in words)
 
 
-BAD = [
-    ("--server", "vllm-pair"), ("--loads", "4096@1"), ("--disturbed", "64/8x2@1"), ("--disturbed", "64/8@1,2"),
-    ("--faults", "flood"), ("--kinds", "beam"), ("--controls", "1"), ("--seconds", "0"), ("--patience", "0"),
-    ("--limit", "-1"), ("--loads", None), ("--aiperf", "no/aiperf"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("option", "text"), BAD)
-def test_bad_options_are_named_before_anything_starts(
-    option: str, text: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = ["--server", "millrace-pair"] + (["--disturbed", "64/8@1"] if text is not None else [])
-    with pytest.raises(SystemExit) as caught:
-        duel.parsed([*given, option, *([text] if text is not None else [])])
-    assert caught.value.code == 2 and option in capsys.readouterr().err
-
-
 # ------------------------------------------------------------------------------------- the shapes of SGLang
 
 ERROR = {"object": "error", "message": "out of memory", "param": None}

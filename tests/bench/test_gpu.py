@@ -17,6 +17,7 @@ import pytest
 from millrace_bench import figures, gpu, node, stages
 from millrace_bench.stages import Stage
 from millrace_cli.cluster import LOG_DIR
+from millrace_testing.paths import TINY
 from millrace_testing.procs import gone
 from rich.console import Console
 
@@ -128,7 +129,7 @@ def test_the_table_shows_what_every_stage_says() -> None:
     }  # fmt: skip
 
 
-MODEL = Path("a folder")
+MODEL = TINY
 NODE = [stage for gpus in node.WIDTHS for stage in node.stages(node.Host(gpus, 61, MODEL))]
 ALL = [stage.command for stage in (*gpu.STAGES, *gpu.stages_of_tests(), *NODE)]
 ALL += [stage.command for stage in stages.small_stages([*gpu.STAGES, *NODE])]

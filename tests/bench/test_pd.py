@@ -51,24 +51,6 @@ def test_goodput_is_of_the_requests_that_are_due_within_the_time() -> None:
     assert (row["goodput"], row["requests"], row["completed"]) == (0.5, 3, 3)
 
 
-BAD = [
-    *(("--loads", text) for text in ("4096@1", "4096/256", "0/4@1", "4/4x0@1", "4/4@0", "4/4@1,,2", "a/b@1")),
-    ("--loads", "4/4@1.2.3"),
-    *(("--topologies", text) for text in ("3p", "1d", "0u", "1p+1p+1d", "3x", "4flex+1p", "", "1p+1d+", "pair")),
-    ("--changing", "4/4@1,2"), ("--changing", "4/4"), ("--every", "0"), ("--rounds", "0"), ("--clients", "0"),
-    ("--routers", "-1"), ("--slo", "tttf=1"), ("--over", "http"), ("--plot", "goodput.pdf"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("option", "text"), BAD)
-def test_bad_options_are_named_before_anything_starts(
-    option: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parsed([option, text])
-    assert caught.value.code == 2 and option in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("topology", "roles"),
     [

@@ -25,33 +25,6 @@ def test_options_are_the_fields() -> None:
     assert parse(["--batches", "1", "8"]).batches == [1, 8]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--num-requests", "0"], "num_requests must be at least 1"),
-        (["--request-rate", "-1"], "request_rate must be at least 0"),
-        (["--input-len", "5:2"], "length '5:2'"),
-        (["--output-len", "many"], "length 'many'"),
-        (["--shared-prefix", "3"], "shared prefix '3'"),
-        (["--think-time", "-1"], "time '-1'"),
-        (["--speed", "0"], "speed must be above 0"),
-        (["--trace", "a", "--sharegpt", "b"], "trace: it has its own turns: no sharegpt, multi_turn"),
-        (["--mooncake", "a", "--multi-turn", "2"], "--mooncake is now --trace"),
-        (["--slo", "speed=1"], "ttft, tpot, request_latency"),
-        (["--max-concurrency", "4"], "max_concurrency needs an open loop"),
-        (["--batches", "4", "0"], "batches must be at least 1, not 0"),
-        (["--batches", "4", "--request-rate", "2"], "batches: no request_rate"),
-        (["--plot", "load.pdf"], "plot 'load.pdf' must end in .svg or .png"),
-        (["--api", "smtp"], "smtp"),
-    ],
-)
-def test_bad_options_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parse(arguments)
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_bad_trace_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 9}\n')

@@ -127,9 +127,9 @@ def _limits(field: FieldInfo) -> str:
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         choices = tuple(item.value for item in kind)
-    found = [(text, getattr(item, attribute, None)) for item in field.metadata for attribute, text in BOUNDS.items()]
-    bounds = [f"{text} {value:g}" for text, value in found if value is not None and value < LONGEST]
-    return ", ".join([*bounds, *(f"`{choice}`" for choice in choices)])
+    found = {text: getattr(item, key) for item in field.metadata for key, text in BOUNDS.items() if hasattr(item, key)}
+    told = [text for text in found if found[text] < LONGEST and not (text == "at least" and "above" in found)]
+    return ", ".join([*(f"{text} {found[text]:g}" for text in told), *(f"`{choice}`" for choice in choices)])
 
 
 @functools.cache

@@ -14,7 +14,6 @@ time, and no run finds those of another one in a cache.
 start, did not end within its limit, or was wrong.
 """
 
-import argparse
 import asyncio
 import functools
 import itertools
@@ -27,6 +26,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from millrace_cli.cluster import GPU_START_S, StartError, new_log_dir
+from millrace_load import serving_options
+from millrace_load.options import SET, CommandLine, number, output, reader
 from millrace_load.record import Record, Row, busiest_gpus, print_record
 from millrace_load.report import Report, Slo
 
@@ -37,7 +38,7 @@ from millrace_bench.duel.control import Control
 from millrace_bench.duel.faults import STRIKE, TIMETABLE, Fault, strike, timetable
 from millrace_bench.duel.load import KINDS, MODEL, Clients, write_model
 from millrace_bench.duel.parts import Layout, Part, Running
-from millrace_bench.pd import line, load_option
+from millrace_bench.pd import SLO, line
 from millrace_bench.pd_load import WARMING, Load, Segment
 
 SERVERS = {**millrace.SERVERS, **sglang.SERVERS}
@@ -151,13 +152,8 @@ def run(args: Namespace, folder: Path) -> Record:
 def parsed(argv: Sequence[str] | None = None) -> Namespace:
     made = parser()
     args = made.parse_args(argv)
-    for name in ("seconds", "patience", "limit"):
-        if not getattr(args, name) > 0:
-            made.error(f"--{name}: must be above 0, not {getattr(args, name)}")
     if args.aiperf and shutil.which(args.aiperf) is None:
         made.error(f"--aiperf: no program {args.aiperf} (`make peers` makes build/peers/aiperf/bin/aiperf)")
-    if args.controls < 2:
-        made.error(f"--controls: the control and one more at least, not {args.controls}")
     if args.disturbed and (args.disturbed.turns > 1 or len(args.disturbed.rates) > 1):
         made.error("--disturbed: one rate and one turn: a turn depends on the answer before it")
     if not (args.loads or args.disturbed):
@@ -165,28 +161,26 @@ def parsed(argv: Sequence[str] | None = None) -> Namespace:
     return args
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="millrace bench duel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser() -> CommandLine:
+    parser = CommandLine("millrace bench duel", __doc__)
     parser.add_argument("--server", nargs="+", choices=list(SERVERS), required=True, metavar="NAME", help="%(choices)s")
     parser.add_argument("--widths", choices=list(v3.WIDTHS), default="e32", help="of the model; weights are random")
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--engine", choices=("model", "sim"), default="model", help="of Millrace; sim: a timing model")
-    parser.add_argument("--loads", type=load_option, nargs="*", default=[], help="undisturbed")
-    parser.add_argument("--disturbed", type=load_option, help="load before the faults, at one rate")
+    parser.add_argument("--loads", type=reader(Load.parse), nargs="*", default=[], help="undisturbed")
+    parser.add_argument("--disturbed", type=reader(Load.parse), help="load before the faults, at one rate")
     names = [fault.name for fault in TIMETABLE]
     parser.add_argument("--faults", nargs="*", choices=names, default=names, metavar="NAME", help="%(choices)s")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of requests, in turns")
     parser.add_argument("--seconds", type=float, default=20.0, help="for which a rate is offered")
-    parser.add_argument("--controls", type=int, default=2, help="undisturbed runs before the faults (%(default)s)")
+    parser.add_argument("--controls", type=number(int, 2), default=2, help="undisturbed runs before faults (2)")
     parser.add_argument("--patience", type=float, default=90.0, help="seconds after which a request hangs")
-    parser.add_argument("--slo", default="ttft=1,tpot=0.04", help="of goodput, seconds")
+    parser.add_argument("--slo", type=serving_options.SLO, default=SLO, help="of goodput, seconds")
     parser.add_argument("--aiperf", type=Path, metavar="PATH", help="AIPerf's program: a second client of --loads")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds of each server, its start included")
-    parser.add_argument("--out", type=Path, default=Path("build/duel.json"), help="(%(default)s)")
-    parser.add_argument("--worker-set", nargs="*", default=[], metavar="KEY=VALUE", help="of Millrace's workers")
+    parser.add_argument("--out", type=output, default=Path("build/duel.json"), help="(%(default)s)")
+    parser.add_argument("--worker-set", nargs="*", **SET, help="of Millrace's workers")
     parser.add_argument(
         "--peer", type=shlex.split, default=[], metavar="ARGUMENTS", help="of a peer's servers, in quotes"
     )

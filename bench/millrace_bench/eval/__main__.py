@@ -20,6 +20,7 @@ from pathlib import Path
 
 from millrace_cli.cluster import TINY
 from millrace_cli.errors import CommandError
+from millrace_load.options import SET, CommandLine, number
 from millrace_load.record import Record, print_record
 from rich.console import Console
 
@@ -37,20 +38,10 @@ from millrace_bench.tasks import TASKS
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT = Suite()
-LIMITS = {  # of what the command line says
-    "num_items": (1, 1_000_000),
-    "concurrency": (1, 10_000),
-    "shots": (0, 1_000),
-    "max_tokens": (1, 1_000_000),
-    "temperature": (0, 100),
-    "seed": (0, 2**31 - 1),
-}
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="millrace eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser() -> CommandLine:
+    parser = CommandLine("millrace eval", __doc__)
     where = parser.add_argument_group("what to evaluate (one of them)").add_mutually_exclusive_group()
     where.add_argument("--address", metavar="HOST:PORT", help=f"gRPC (default: {DEFAULT_ADDRESS})")
     where.add_argument("--http", metavar="URL", help="an OpenAI-compatible server")
@@ -63,19 +54,13 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--checkpoint", metavar="DIR", default=str(TINY), help="checkpoint of --self-serve")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of --model")
-    parser.add_argument(
-        "--worker-set",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="setting of every worker or engine that this run starts",
-    )
+    parser.add_argument("--worker-set", nargs="+", **SET, help="of every worker or engine that this run starts")
     parser.add_argument("--concurrency", type=int, default=8, help="items at the same time")
     add_suite(parser)
     return parser
 
 
-def add_suite(parser: argparse.ArgumentParser) -> None:
+def add_suite(parser: CommandLine) -> None:
     items = parser.add_argument_group("items")
     names = ", ".join(TASKS)
     items.add_argument("--tasks", nargs="+", choices=TASKS, metavar="TASK", help=f"{names} (all; with --jsonl: none)")
@@ -83,18 +68,13 @@ def add_suite(parser: argparse.ArgumentParser) -> None:
     items.add_argument(
         "--jsonl", type=Path, metavar="FILE", help='GSM8K-style lines {"question": …, "answer": … #### N}'
     )
-    items.add_argument("--shots", type=int, default=DEFAULT.shots, help="worked examples from FILE (%(default)s)")
+    items.add_argument("--shots", type=number(int), default=DEFAULT.shots, help="examples from FILE (%(default)s)")
     items.add_argument("--max-tokens", type=int, default=DEFAULT.max_tokens, help="most output tokens (%(default)s)")
-    items.add_argument("--temperature", type=float, default=DEFAULT.temperature, help="0: greedy (default)")
-    items.add_argument("--seed", type=int, default=DEFAULT.seed, help="seed of sampling (%(default)s)")
+    items.add_argument("--temperature", type=number(float, 0, 100), default=DEFAULT.temperature, help="0: greedy")
+    items.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=DEFAULT.seed, help="of sampling (%(default)s)")
 
 
 def suite_of(arguments: argparse.Namespace) -> Suite:
-    """CommandError names what is out of range."""
-    for name, (least, most) in LIMITS.items():
-        value = getattr(arguments, name)
-        if not least <= value <= most:
-            raise CommandError(f"--{name.replace('_', '-')} must be {least} to {most}, not {value}", code=2)
     default = () if arguments.jsonl else DEFAULT.tasks
     return Suite(
         tuple(arguments.tasks or default),

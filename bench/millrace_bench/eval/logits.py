@@ -11,7 +11,6 @@
 Exit code 1 when one does not.
 """
 
-import argparse
 import asyncio
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 from millrace_cli.cluster import TINY
 from millrace_kernels.testing.tolerances import TEXT_TOLERANCE
+from millrace_load.options import CommandLine, checkpoint
 from millrace_load.record import Record, print_record
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.model.checkpoint.export_quantised import export
@@ -84,10 +84,8 @@ async def _encoded(folder: Path, num_texts: int) -> list[list[int]]:
 
 def main(argv: Sequence[str]) -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(
-        prog="millrace eval logits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--checkpoint", type=Path, metavar="DIR", default=TINY, help="BF16 checkpoint (%(default)s)")
+    parser = CommandLine("millrace eval logits", __doc__)
+    parser.add_argument("--checkpoint", type=checkpoint, metavar="DIR", default=TINY, help="of BF16 (%(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--num-texts", type=int, default=len(TEXTS), help="texts (%(default)s)")
     arguments = parser.parse_args(argv)

@@ -16,7 +16,6 @@
 Exit code 1 when a check fails.
 """
 
-import argparse
 import asyncio
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from typing import Any
 
 from millrace_cli.cluster import TINY
 from millrace_cli.errors import CommandError
+from millrace_load.options import CommandLine
 from millrace_load.record import Record, gpus, print_record
 from millrace_serve.model.checkpoint.export_quantised import QUANTIZATIONS, export
 from rich.console import Console
@@ -177,9 +177,7 @@ def summary_table(evaluations: Sequence[Evaluation], comparisons: Sequence[Compa
 
 def main(argv: Sequence[str]) -> int:
     """The exit code. CommandError for what cannot be run."""
-    parser = argparse.ArgumentParser(
-        prog="millrace eval matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandLine("millrace eval matrix", __doc__)
     parser.add_argument("--checkpoint", metavar="DIR", default=str(TINY), help="BF16 checkpoint (%(default)s)")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--num-items", type=int, default=40, help="items of each task (%(default)s)")
@@ -188,9 +186,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max-prefill-tokens", type=int, default=256, help="for the chunked row (%(default)s)")
     parser.add_argument("--rows", nargs="+", default=[], metavar="TEXT", help="only rows with one of the texts")
     arguments = parser.parse_args(argv)
-    for name in ("num_items", "concurrency", "max_prefill_tokens"):
-        if getattr(arguments, name) < 1:
-            raise CommandError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}", code=2)
     checkpoint = System(Kind.MODEL, arguments.checkpoint).where
     concurrency, chunk = arguments.concurrency, arguments.max_prefill_tokens
     suite = Suite(tuple(arguments.tasks), arguments.num_items)

@@ -3,15 +3,14 @@
 millrace bench kernels [--group moe] [--op fp8_linear] [--device cpu] [--quick] [--seconds 120] [--out kernels.json]
 """
 
-import argparse
 import importlib
 import math
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from millrace_kernels.backend import capability
+from millrace_load import options
 from millrace_load.record import Record, print_record
 
 from millrace_bench.kernels.case import Case
@@ -28,13 +27,13 @@ def cases(groups: list[str], op: str, device: torch.device) -> Iterator[Case]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="millrace bench kernels", description="Time the ops.")
+    parser = options.CommandLine("millrace bench kernels", "Time the ops.")
     parser.add_argument("--group", nargs="+", default=list(GROUPS), choices=GROUPS)
     parser.add_argument("--op", default="", help="only ops whose name contains this")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=options.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="one input set, few samples: whether everything runs")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further case after this time")
-    parser.add_argument("--out", type=Path, help="a file for the JSON line, rewritten after every case")
+    parser.add_argument("--out", type=options.output, help="a file for the JSON line, rewritten after every case")
     args = parser.parse_args()
     until = time.monotonic() + args.seconds
     device = torch.device(args.device)

@@ -11,7 +11,6 @@ python -m millrace_bench.kernels.forms --tiny        small widths on a CPU, to s
 interpolated between the two numbers that were measured; null: the absorbed form always was.
 """
 
-import argparse
 import itertools
 import statistics
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from millrace_kernels.fp8 import Operand
 from millrace_kernels.mla_prefill import Heads
 from millrace_kernels.scratch import Scratch
+from millrace_load.options import CommandLine, number
 from millrace_load.record import Record, print_record
 from millrace_serve.model.attn_step import FORMS, AttnStep, FormThresholds
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
@@ -96,9 +96,9 @@ def break_even(absorbed: dict[int, float], expanded: dict[int, float]) -> float 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Absorbed against expanded attention of prompt chunks.")
+    parser = CommandLine("python -m millrace_bench.kernels.forms", "Absorbed and expanded attention of prompt chunks.")
     parser.add_argument("--heads", type=int, nargs="+", help="heads of a rank: 16 is TP8 of V3, 128 is DP")
-    parser.add_argument("--prefix", type=int, nargs="+", help="cached tokens")
+    parser.add_argument("--prefix", type=number(int), nargs="+", help="cached tokens")
     parser.add_argument("--queries", type=int, nargs="+", help="tokens of the chunk")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--tiny", action="store_true", help="small widths on a CPU")

@@ -9,7 +9,6 @@ Several GPUs share the jobs, through Ray. Most kernels of attention have no tabl
 kernels' defaults.
 """
 
-import argparse
 import functools
 import importlib
 import os
@@ -21,6 +20,7 @@ import torch
 import triton
 from millrace_kernels import tuned
 from millrace_kernels.gpu import Gpu, gpu
+from millrace_load.options import CommandLine, output
 from millrace_load.record import Record, print_record, versions
 
 from millrace_bench.kernels import tuned_file
@@ -65,13 +65,13 @@ def over_gpus(task: Callable[[int], Any], gpus: int) -> list[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tune our kernels for this kind of GPU.")
+    parser = CommandLine("python -m millrace_bench.kernels.tune", "Tune our kernels for this kind of GPU.")
     parser.add_argument("kinds", nargs="*", help=f"kinds: {', '.join(KINDS)}")
     parser.add_argument("--all", action="store_true", help="every kind")
     parser.add_argument("--match", default="", help="only jobs whose name contains this")
     parser.add_argument("--seconds", type=float, default=900.0, help="begin no further job after this time")
     parser.add_argument("--folder", type=Path, default=tuned.FOLDER, help="folder of the GPU's file")
-    parser.add_argument("--out", type=Path, help="write all times to this file as JSON")
+    parser.add_argument("--out", type=output, help="write all times to this file as JSON")
     args = parser.parse_args()
     kinds = list(KINDS) if args.all else args.kinds
     if not kinds or not set(kinds) <= set(KINDS):

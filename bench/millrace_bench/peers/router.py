@@ -16,7 +16,6 @@ Then memory with `memory_streams` streams at once, which get a token per second.
 routers have one for themselves. requirements/peers.txt has the command that installs smg.
 """
 
-import argparse
 import asyncio
 import functools
 import multiprocessing
@@ -28,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from millrace_load.options import add_options
+from millrace_load.options import CommandLine, add_options
 from millrace_load.record import ROOT, Record, Summary, print_record, print_row
 
 from millrace_bench.peers.clients import Load, first_tokens, latencies
@@ -106,9 +105,7 @@ async def _memory(side: Side, streams: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m millrace_bench.peers.router", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = CommandLine("python -m millrace_bench.peers.router")
     add_options(parser, Settings)
     record = run(Settings(**vars(parser.parse_args())))
     for name, found in record.results.items():
