@@ -180,8 +180,7 @@ def compare() -> list[Row]:
     for (system, rate, seed), measured in MEASURED.items():
         columns = zip(FIGURES, _figures(system, made, rate, seed), measured, strict=True)
         figures = {name: {"predicted": own, "measured": one, "error": own / one - 1} for name, own, one in columns}
-        rows.append({"system": system, "rate": rate, **figures})
-        print_row(**rows[-1])
+        rows.append(print_row(system=system, rate=rate, **figures))
     return rows
 
 
@@ -217,8 +216,7 @@ def grid(args: argparse.Namespace) -> list[Row]:
         runs.append(changing(loads, args.every, args.rounds, args.seed + 1))
         for segments, system in itertools.product(runs, systems):
             lead_s = args.lead if len(segments) == 1 else 0.0
-            rows.append({"workers": replicas, **simulate(system, segments, made, LIMIT, lead_s)})
-            print_row(**rows[-1])
+            rows.append(print_row(workers=replicas, **simulate(system, segments, made, LIMIT, lead_s)))
     return rows
 
 

@@ -46,8 +46,7 @@ def main() -> None:
         spec = ClusterSpec(prefill=0, decode=0, unified=1, model=model, worker_set=own)
         rows: list[Row] = []
         for name in ("cold", "warm"):
-            rows.append({"caches": name, **asyncio.run(start(spec)), "files": _files(cache)})
-            print_row(**rows[-1])
+            rows.append(print_row(caches=name, **asyncio.run(start(spec)), files=_files(cache)))
     print_record(Record("startup", vars(args), {"rows": rows}))
 
 

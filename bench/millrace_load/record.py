@@ -190,14 +190,15 @@ def _plain(value: Any) -> Any:
     return str(value).replace(f"{ROOT}{os.sep}", "")  # no record names a folder of one machine
 
 
-def print_row(*names: str, **figures: Any) -> None:
-    """A line for who looks on; the JSON has all digits."""
+def print_row(*names: str, **figures: Any) -> Row:
+    """A line for who looks on; the JSON has all digits. Returns the figures."""
     print("  ".join((*names, *(f"{key} {_short(value)}" for key, value in figures.items()))), flush=True)
+    return figures
 
 
 def printed(rows: Iterable[Row]) -> list[Row]:
     """All of them, each printed when it comes."""
-    return [print_row(**row) or row for row in rows]
+    return [print_row(**row) for row in rows]
 
 
 def _short(value: Any) -> str:
