@@ -29,7 +29,7 @@ async def cluster() -> AsyncIterator[LocalCluster]:
 @pytest.mark.parametrize(
     ("arguments", "port", "message"),
     [
-        (["generate", "x", "--temperature", "-1"], "grpc", "temperature must be between 0 and 100, not -1.0"),
+        (["generate", "x", "--temperature", "101"], "grpc", "temperature must be between 0 and 100, not 101.0"),
         (["generate", "x", "--max-tokens", "100000"], "grpc", "max_tokens"),
         (["generate", "x"], "http", "speaks HTTP; this command asks a router's gRPC API, port 50051 by default, which"),
         (["generate", "x"], "admin", "is another gRPC port; this command asks a router's gRPC API, port 50051"),
