@@ -8,18 +8,15 @@ import re
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from millrace_bench.duel import __main__ as duel
 from millrace_bench.duel import aiperf, millrace, sglang
-from millrace_bench.duel.control import Control
+from millrace_bench.duel.evidence import WORD, Judged
 from millrace_bench.duel.faults import TIMETABLE, timetable
-from millrace_bench.duel.judge import HUNG, Compared, Key, compare, conclude, error_free_s
-from millrace_bench.duel.load import NO_WORDS, Clients, write_model
+from millrace_bench.duel.judge import HUNG, Key, compare, conclude, error_free_s
+from millrace_bench.duel.load import NO_WORDS, QUOTE, Clients, write_model
 from millrace_bench.duel.parts import Layout
-from millrace_bench.duel.ties import WORD, Judged
-from millrace_bench.duel.ties import words as split
 from millrace_bench.pd_load import Load, Segment
 from millrace_load.clients import Job, Sample
 from millrace_rpc.http_server import HttpServer
@@ -55,14 +52,14 @@ CONTROL = sample("abcd")
     ],
 )
 def test_an_answer_beside_its_control(control: Sample, run: Sample, answers: int, differs: bool) -> None:
-    assert compare({(0, 0): control}, {(0, 0): run}) == Compared(answers, ((0, 0),) * differs)
+    assert compare({(0, 0): control}, {(0, 0): run}) == (answers, [(0, 0)] * differs)
 
 
 def test_only_requests_of_the_kind_and_of_both_runs_are_compared() -> None:
     control: dict[Key, Sample] = {(index, 0): CONTROL for index in range(7)}
     run: dict[Key, Sample] = {(index, 0): sample("abcd" if index % 3 else "x") for index in range(1, 9)}
     found = [compare(control, run, kind, 3) for kind in range(3)]
-    assert found == [Compared(2, ((3, 0), (6, 0))), Compared(2), Compared(2)]
+    assert found == [(2, [(3, 0), (6, 0)]), (2, []), (2, [])]
 
 
 @pytest.mark.parametrize(
@@ -80,28 +77,17 @@ def test_seconds_until_error_free(samples: list[Sample], seconds: float | None) 
     assert error_free_s(10.0, samples) == seconds
 
 
-@pytest.mark.parametrize(
-    ("noisy", "judged", "wrong", "untold"),
-    [
-        (False, None, 1, 1),  # any other answer is wrong, where undisturbed ones agree
-        (True, None, 0, 2),
-        (True, Judged(places=5, near_ties=3, wrong_tokens=2, wrong=1), 1, 1),
-        (False, Judged(places=1, near_ties=1), 0, 1),
-    ],
-)
-def test_the_row_of_a_fault(noisy: bool, judged: Judged | None, wrong: int, untold: int) -> None:
-    control: dict[Key, Sample] = {(index, 0): CONTROL for index in range(4)}
+def test_the_row_of_a_fault() -> None:
     run: dict[Key, Sample] = {
         (0, 0): sample("abcx", due=11.0),
-        (1, 0): sample("abcx", due=11.0),
-        (2, 0): sample("ab", HUNG, due=12.0, end=20.0),
-        (3, 0): sample("", "NO_WORKERS", due=13.0, end=13.0),
-        (4, 0): sample("", due=13.0, end=14.0),
-        (5, 0): sample("z", due=30.0, end=31.0),
+        (1, 0): sample("ab", HUNG, due=12.0, end=20.0),
+        (2, 0): sample("", "NO_WORKERS", due=13.0, end=13.0),
+        (3, 0): sample("", due=13.0, end=14.0),
+        (4, 0): sample("z", due=30.0, end=31.0),
     }
-    alone = {"requests": 6, "differ": 2, "hung": 1, "errors": {"NO_WORKERS": 1, "EMPTY": 1}, "error_free_s": 10.0}
-    row = conclude(10.0, control, run, {"greedy": noisy, "json": True}, judged)
-    assert row == alone | asdict(judged or Judged()) | {"wrong": wrong, "cannot_be_told": untold}
+    judged = Judged(places=5, wrong=1, not_judged=2, most=3.0)
+    alone = {"requests": 5, "differ": 4, "hung": 1, "errors": {"NO_WORKERS": 1, "EMPTY": 1}, "error_free_s": 10.0}
+    assert conclude(10.0, run, 4, judged, 1) == alone | asdict(judged) | {"cannot_be_told": 1}
 
 
 # ------------------------------------------------------------------------------------- servers and faults
@@ -193,6 +179,8 @@ def test_a_prompt_is_its_token_ids(tmp_path: Path) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert len(ids) == 200 and min(ids) >= NO_WORDS and tokenizer.decode(ids) == text
     assert len(words) == 2048 - NO_WORDS and all(WORD.fullmatch(word) for word in words)
+    answer = '["' + text[:60] + '","' + text[60:90]  # of strings
+    assert tokenizer.token_to_id('"') == QUOTE and len(tokenizer.encode(answer, add_special_tokens=False).ids) == 23
 
 
 # ------------------------------------------------------------------------------------- the shapes of SGLang
@@ -306,18 +294,7 @@ SMALL = "--widths tiny --layers 1 --kinds greedy seeded --loads 40/4x2@4 --distu
 
 @pytest.mark.e2e
 @pytest.mark.long
-def test_two_systems_through_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients of the first system read another word in one answer of the second fault. AIPerf fails."""
-    conclude, runs = Control.conclude, iter(range(4))
-
-    async def misread(self: Control, strike: float, run: Clients, *, whole: bool) -> dict[str, Any]:
-        if next(runs) == 1:
-            sample = next(one for (index, _), one in run.seen.items() if index % 2 == 0 and one.answered)
-            said = split(sample.text)
-            sample.text = "".join([*said[:7], said[0], *said[8:]])
-        return await conclude(self, strike, run, whole=whole)
-
-    monkeypatch.setattr(Control, "conclude", misread)
+def test_two_systems_through_a_kill(tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "duel.json"), "--server", "millrace-pair", "millrace-unified"]
     options = ["--faults", "kill-prefill", "leave", "--slo", "ttft=60", "--aiperf", "false"]
     record = duel.run(duel.parsed([*SMALL.split(), *options, *out]), tmp_path)
@@ -328,7 +305,7 @@ def test_two_systems_through_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [(row["kind"], row["differ"]) for row in written["noise"]] == [("greedy", 0), ("seeded", 0)] * 2
     assert all(row["answers"] > 0 for row in written["noise"]) and written["noise"][0]["told"]
     found = [(row["victim"], row["wrong"], row["differ"], row["hung"], row["lost"]) for row in written["faults"]]
-    assert found == [("prefill-0", 0, 0, 0, 0), ("", 1, 1, 0, 0), ("unified-0", 0, 0, 0, 0), ("", 0, 0, 0, 0)]
+    assert found == [("prefill-0", 0, 0, 0, 0), ("", 0, 0, 0, 0), ("unified-0", 0, 0, 0, 0), ("", 0, 0, 0, 0)]
 
 
 @pytest.mark.e2e

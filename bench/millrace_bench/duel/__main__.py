@@ -6,9 +6,9 @@ millrace bench duel --server millrace-pair --widths tiny --layers 2 --loads --di
 
 A load is INPUT/OUTPUT[xTURNS]@RATES, as of `bench pd`. A third of the requests is greedy, one seeded, one follows a
 JSON schema. --loads are sent undisturbed, with --aiperf also by AIPerf. Then --disturbed is sent `--controls` times
-undisturbed: the first run is the control, the others give the server's own noise, and the margin of near-ties. Then
-once for each fault of the timetable; after it, greedy answers that differ are judged. The prompts are the same each
-time, and no run finds those of another one in a cache.
+undisturbed: the first run is the control, the others give the server's own noise, and tell whether the judge is right.
+Then once for each fault of the timetable; after it, answers that differ are judged. The prompts are the same each time,
+and no run finds those of another one in a cache.
 
 --out is written again after every row, so that a run that is ended leaves what it has. Exit code 1: a server did not
 start, did not end within its limit, or was wrong.
@@ -56,7 +56,7 @@ class Duel:
         self._slo = Slo.parse(args.slo)
         self._aiperf = AIPerf(args.aiperf, layout.url, folder.parent / MODEL, folder, self._slo, args.patience)
         self._running = Running(layout, folder, GPU_START_S)
-        self._apart, self._vocabulary = itertools.count(), len(words)
+        self._apart = itertools.count()
         self._clients = functools.partial(Clients, layout, words, args.kinds, args.patience)
 
     async def run(self) -> None:
@@ -91,7 +91,7 @@ class Duel:
         segment = Segment(load, load.rates[0], self._args.seconds, seed=0)
         await self._new().burst(load, WARMING, WARMING)
         first, *others = [await self._sent(segment) for _ in range(self._args.controls)]
-        control = Control(first, self._args.kinds, self._new, self._vocabulary)
+        control = Control(first, self._args.kinds, self._new)
         for row in await control.measure(others):
             self._note("noise", {"load": load.name, **row})
         faults = [fault for fault in TIMETABLE if fault.name in self._args.faults]
@@ -106,11 +106,11 @@ class Duel:
             if whole_s is None:
                 await self._running.begin()
 
-    def _new(self, *, only_words: bool = False) -> Clients:
-        return self._clients(next(self._apart), only_words=only_words)
+    def _new(self, *, judged: bool = False) -> Clients:
+        return self._clients(next(self._apart), judged=judged)
 
     async def _sent(self, segment: Segment) -> Clients:
-        clients = self._new(only_words=True)
+        clients = self._new(judged=True)
         await clients.load(segment)
         return clients
 

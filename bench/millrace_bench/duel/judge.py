@@ -2,34 +2,28 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from millrace_load.clients import Sample
 
-from millrace_bench.duel.ties import Judged
+from millrace_bench.duel.evidence import Judged
 
 Key = tuple[int, int]  # a conversation's index, and a turn of it
 Seen = Mapping[Key, Sample]
-GREEDY = "greedy"  # the kind of request whose wrong tokens can be told from near-ties
+GREEDY = "greedy"  # the kind of request whose answers may part at exact ties
 HUNG = "HUNG"  # the error of a request whose client gave up
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """Answers of a run that the control has too, and which of them differ from it."""
+def compare(control: Seen, run: Seen, kind: int = 0, kinds: int = 1) -> tuple[int, list[Key]]:
+    """How many answers of a run the control has too, and which of them differ from it.
 
-    answers: int = 0
-    differ: tuple[Key, ...] = ()
-
-
-def compare(control: Seen, run: Seen, kind: int = 0, kinds: int = 1) -> Compared:
-    """Of requests of a kind, of so many in turns, whose control is whole. A failed one counts by what came of it, which
+    Of requests of a kind, of so many in turns, whose control is whole. A failed one counts by what came of it, which
     must be a beginning of the answer.
     """
     keys = [key for key, one in control.items() if key[0] % kinds == kind and one.answered and key in run]
     begun = [key for key in keys if run[key].arrivals]
-    return Compared(len(begun), tuple(key for key in begun if not _agree(control[key], run[key])))
+    return len(begun), [key for key in begun if not _agree(control[key], run[key])]
 
 
 def _agree(control: Sample, other: Sample) -> bool:
@@ -48,22 +42,14 @@ def error_free_s(strike: float, samples: Collection[Sample]) -> float | None:
     return max(sample.end for sample in failed) - strike if healed else None
 
 
-def conclude(
-    strike: float, control: Seen, run: Seen, noisy: Mapping[str, bool], judged: Judged | None
-) -> dict[str, Any]:
-    """The row of a fault that struck then. `noisy`: by kind of requests, in their turns, whether answers differ without
-    a wrong token; then nobody can tell what is wrong, but for greedy answers that were `judged`.
-    """
-    differ = {kind: len(compare(control, run, number, len(noisy)).differ) for number, kind in enumerate(noisy)}
-    exact = [kind for kind in noisy if judged is None or kind != GREEDY]
-    judged = judged or Judged()
+def conclude(strike: float, run: Seen, differ: int, judged: Judged, untold: int) -> dict[str, Any]:
+    """The row of a fault that struck then. `untold`: answers that differ, of kinds whose wrong words cannot be told."""
     errors = Counter(sample.error or "EMPTY" for sample in run.values() if not sample.answered)
     return {
         "requests": len(run),
-        "differ": sum(differ.values()),
+        "differ": differ,
         **asdict(judged),
-        "wrong": judged.wrong + sum(differ[kind] for kind in exact if not noisy[kind]),
-        "cannot_be_told": sum(differ[kind] for kind in exact if noisy[kind]),
+        "cannot_be_told": untold,
         "hung": errors.pop(HUNG, 0),
         "errors": dict(errors),
         "error_free_s": error_free_s(strike, run.values()),

@@ -23,9 +23,9 @@ from millrace_load.sending import send
 from millrace_load.workload import Plan, Turn
 
 from millrace_bench import v3
+from millrace_bench.duel.evidence import BIAS, TOP, outside
 from millrace_bench.duel.judge import GREEDY, HUNG, Key
 from millrace_bench.duel.parts import Layout
-from millrace_bench.duel.ties import TOP, Step, steps
 from millrace_bench.pd_load import Load, Segment, workload
 
 SCHEMA = {"type": "array", "items": {"type": ["integer", "string"]}, "minItems": 4096}  # as long as is asked for
@@ -40,7 +40,19 @@ THINK_TIME = "1"  # seconds between turns
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
 LEAST_VOCABULARY = 2048
 NO_WORDS = 261  # ids of special tokens and of bytes, which are the first
-ONLY_WORDS = {**KINDS[GREEDY], "logit_bias": {str(index): -100 for index in range(NO_WORDS)}}
+QUOTE = 6  # its id
+ONLY_WORDS = {str(index): -100 for index in range(NO_WORDS)}  # of an answer that is sent back as text, so as token ids
+ALLOWED = {"seeded": 8}  # words among which the options of a judged answer let the server choose; else one
+SHORT = {"type": "array", "items": {"type": ["integer", "string"], "maxLength": 60}, "minItems": 4096}
+JUDGED: Mapping[str, Mapping[str, Any]] = {
+    GREEDY: {**KINDS[GREEDY], "logit_bias": ONLY_WORDS},
+    "seeded": {**KINDS["seeded"], "logit_bias": ONLY_WORDS, "top_k": ALLOWED["seeded"]},
+    "json": {  # strings of words, in place of digits and bytes, of which many are as likely
+        **KINDS["json"],
+        "logit_bias": {**ONLY_WORDS, str(QUOTE): -50},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SHORT}},
+    },
+}
 
 
 def write_model(folder: Path, widths: str, layers: int) -> list[str]:
@@ -77,17 +89,15 @@ class Clients(HttpClient):
         patience_s: float,
         number: int,
         *,
-        only_words: bool = False,
+        judged: bool = False,
     ) -> None:
-        """`patience_s`: how long a request may take. `number`: of the run. `only_words`: greedy answers have no other
-        tokens, so that their text can be sent back as the same token ids.
-        """
+        """`patience_s`: how long a request may take. `number`: of the run. `judged`: answers get JUDGED's options."""
         self.headers, fields = layout.apart(number)
         super().__init__(layout.url, Options(0.0, ignore_eos=True), self.headers)
         self._own = {"model": MODEL, **fields}
-        told = {**KINDS, GREEDY: ONLY_WORDS} if only_words else KINDS
-        self._fields = [{**self._own, **told[kind]} for kind in kinds]
+        self._fields = [{**self._own, **(JUDGED if judged else KINDS)[kind]} for kind in kinds]
         self._words, self._patience_s = words, patience_s
+        self._ids = {word: index for index, word in enumerate(words, NO_WORDS)}
         self.seen: dict[Key, Sample] = {}
         self.prompts: dict[Key, str] = {}
 
@@ -103,15 +113,16 @@ class Clients(HttpClient):
         except TimeoutError:
             sample.error, sample.end = HUNG, time.perf_counter()
 
-    async def steps(self, text: str, count: int) -> list[Step]:
-        """What the server says behind a text, greedily; nothing if it fails."""
-        body = {**self._own, **ONLY_WORDS, "prompt": text, "max_tokens": count, "ignore_eos": True, "logprobs": TOP}
+    async def outside(self, text: str, word: str, allowed: int) -> float | None:
+        """How far a word behind a text is outside of what the options allow, says the server; None: it failed."""
+        biased = {str(self._ids.get(word)): BIAS}
+        body = {**self._own, "temperature": 0.0, "logit_bias": biased, "prompt": text, "max_tokens": 1}
         with contextlib.suppress(TimeoutError, httpx.TransportError):
             async with asyncio.timeout(self._patience_s):
-                response = await self._http.post("/v1/completions", json=body)
+                response = await self._http.post("/v1/completions", json={**body, "ignore_eos": True, "logprobs": TOP})
             if response.status_code == httpx.codes.OK:
-                return steps(response.json()["choices"][0]["logprobs"])
-        return []
+                return outside(response.json()["choices"][0]["logprobs"], word, allowed)
+        return None
 
     def plan(self, segment: Segment) -> Plan:
         return self._texts(segment.plan(self._target(segment.load), THINK_TIME))
