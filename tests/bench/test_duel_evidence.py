@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+import re
 import zlib
 from collections.abc import Sequence
 from typing import Any, cast
@@ -11,11 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from millrace_bench.duel import load
 from millrace_bench.duel.control import Control
 from millrace_bench.duel.evidence import BIAS, FLOOR, PROOF, SLACK, Usual, outside, words
 from millrace_bench.duel.judge import Key
 from millrace_bench.duel.load import ALLOWED, KINDS
+from millrace_bench.duel.parts import Layout
 from millrace_load.clients import Sample
+from millrace_rpc.http_server import HttpServer
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 VOCABULARY = [f" {a}{b}{a}{b}" for a in "abcdefghijklmno" for b in "pqrstuvwxy"]
 SIGMA = 1.7  # of logits, as of V3's widths with random weights
@@ -35,6 +42,7 @@ class Clients:
         rng = random.Random(seed)
         self.prompts: dict[Key, str] = {(index, 0): "".join(rng.choices(VOCABULARY, k=80)) for index in range(24)}
         self.seen: dict[Key, Sample] = {}
+        self.why = ""
 
     def answered(self) -> "Clients":
         for key in self.prompts:
@@ -61,7 +69,7 @@ class Clients:
             said.append(VOCABULARY[drawn(key, len(said)).choice(best, p=odds / odds.sum())])
         return said
 
-    async def outside(self, text: str, word: str, allowed: int) -> float | None:
+    async def outside(self, text: str, word: str, allowed: int, seconds: float) -> float | None:
         logits = self.logits(text)
         return float(max(0.0, np.sort(logits)[-allowed] - logits[VOCABULARY.index(word)]))
 
@@ -109,11 +117,11 @@ async def test_noise_is_no_fault(seed: int) -> None:
 MANY = [0.0] * 400 + [0.1, 0.3, 0.8, 1.5] * 10
 
 
-def test_one_word_is_a_proof_far_beyond_the_largest_and_many_are_before() -> None:
+def test_a_rare_word_far_outside_is_no_proof_but_some_are() -> None:
     usual = Usual.of(MANY)
-    assert (usual.places, usual.largest) == (440, 1.5) and usual.mean == pytest.approx(0.0614, abs=1e-3)
-    least = SLACK * usual.largest
-    assert usual.evidence([0.0, least, 0.0]) < PROOF < usual.evidence([0.0, 0.0, 1.4 * least, 0.0])
+    assert (usual.places, usual.largest) == (440, 1.5)
+    assert usual.evidence([0.0, 99.0, 99.0, 0.0]) < PROOF / 2 and usual.evidence([99.0] * int(SLACK)) < PROOF
+    assert usual.evidence([0.0] * 90 + [99.0] * 12) > PROOF
     assert usual.evidence([1.0] * 9) < PROOF < usual.evidence([0.0, *[1.0] * 40, 0.0])
     exact = Usual.of([0.0] * 64)
     assert exact.evidence([FLOOR / 100] * 60) < PROOF < exact.evidence([0.1]), "exact ties only"
@@ -122,7 +130,7 @@ def test_one_word_is_a_proof_far_beyond_the_largest_and_many_are_before() -> Non
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(st.integers(0, 2**32), st.floats(0.01, 2.0), st.floats(0.02, 0.9))
 def test_undisturbed_words_are_no_proof(seed: int, scale: float, often: float) -> None:
-    """Also with the long tail of a logarithm's normal law."""
+    """Also with the long tail of a logarithm's normal law, far beyond what was measured."""
     rng = np.random.default_rng(seed)
     found = scale * rng.lognormal(0.0, 0.7, 4000) * (rng.random(4000) < often)
     usual = Usual.of(found[:500].tolist())
@@ -161,3 +169,33 @@ async def test_where_nobody_can_ask_nothing_is_told() -> None:
     assert not any(one["told"] for one in await control.measure([second]))
     row = await control.conclude(0.0, cast("Any", struck), whole=True)
     assert row["cannot_be_told"] == row["differ"] and not row["wrong"]
+
+
+SAID = {"tokens": [" aaab"], "token_logprobs": [-1.0]}
+REPLIES: dict[str, tuple[object, int, str]] = {
+    "refused": ({"error": "no logit_bias"}, 400, "HTTP 400: .*no logit_bias"),
+    "no logprobs": ({"choices": [{"logprobs": None}]}, 200, "HTTP 200: .*null"),
+    "no top": ({"choices": [{"logprobs": {**SAID, "top_logprobs": None}}]}, 200, "HTTP 200: .*null"),
+    "empty top": ({"choices": [{"logprobs": {**SAID, "top_logprobs": [None]}}]}, 200, "HTTP 200: .*null"),
+    "no JSON": ("text", 200, "HTTP 200: .text"),
+    "hung": (None, 200, "no answer in time"),
+}
+
+
+@pytest.mark.parametrize("name", REPLIES)
+async def test_why_a_server_does_not_tell(name: str) -> None:
+    """A judge that hangs has the time of the judging, and not that of a request."""
+    content, status, why = REPLIES[name]
+
+    async def reply(_: object) -> JSONResponse:
+        await (asyncio.Event().wait() if content is None else asyncio.sleep(0))
+        return JSONResponse(content, status)
+
+    server = HttpServer(Starlette(routes=[Route("/v1/completions", reply, methods=["POST"])]))
+    port = server.start("127.0.0.1:0")
+    layout = Layout((), f"http://127.0.0.1:{port}", 1, "", lambda number: ({}, {}))
+    clients = load.Clients(layout, [" aaaa", " aaab"], [], 3600.0, 1)
+    assert await clients.outside(" aaaa", " aaab", 1, 0.3 if content is None else 60.0) is None
+    assert re.match(why, clients.why), clients.why
+    await clients.close()
+    await server.stop()

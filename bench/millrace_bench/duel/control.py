@@ -29,6 +29,7 @@ class Control:
         self._said = {key: words(one.text) for key, one in run.seen.items() if one.answered}
         self._usual: dict[str, Usual] = {}  # of kinds whose wrong words can be told
         self._exact: set[str] = set()  # kinds of which any other answer is wrong
+        self._why = next((one.error for one in run.seen.values() if one.error), "")  # it did not answer
 
     async def measure(self, runs: Sequence[Clients]) -> list[dict[str, Any]]:
         """By kind, how many answers of these undisturbed runs differ from the control, how far their words are outside,
@@ -42,10 +43,9 @@ class Control:
             rows[-1] |= await self._calibrate(kind)
             alarms = [await self._judge(kind, run, keys, JUDGING_S) for run, (_, keys) in zip(runs, found, strict=True)]
             judged, (swapped, of) = sum(alarms, Judged()), rows[-1]["planted"]["prompt"]
-            rows[-1] |= {"told": not judged.wrong and 2 * swapped > of, "judged": asdict(judged)}
+            rows[-1] |= {"told": not judged.wrong and 2 * swapped > of, "why": self._why, "judged": asdict(judged)}
         same = all(usual.largest <= FLOOR for usual in self._usual.values())  # in every batch
-        alike = [row["kind"] for row in rows if same and row["told"] and not row["differ"]]
-        self._exact = set(alike) - {GREEDY}
+        self._exact = {row["kind"] for row in rows if same and row["told"] and not row["differ"]} - {GREEDY}
         self._usual = {row["kind"]: self._usual[row["kind"]] for row in rows if row["told"]}
         return rows
 
@@ -67,7 +67,7 @@ class Control:
         usual = self._usual[kind] = Usual.of([one for each in found[: len(plain)] for one in each], least)
         wrong = [usual.evidence(each) >= PROOF for each in found[len(plain) :]]
         told = {name: [sum(map(wrong.pop, [0] * len(plain))), len(plain)] for name in planted}
-        return {"places": usual.places, "mean": usual.mean, "largest": usual.largest, "planted": told}
+        return {"places": usual.places, "largest": usual.largest, "planted": told}
 
     async def conclude(self, strike: float, run: Clients, *, whole: bool) -> dict[str, Any]:
         """The row of a run whose fault struck then. `whole`: the server serves again, so answers can be judged."""
@@ -100,8 +100,7 @@ class Control:
             short = run.seen[key].answered and len(answer) != len(control)
             bad.append(short or any(not WORD.fullmatch(one) and one not in marks for one in answer))
         found = iter(await self._ask(kind, asked, seconds))
-        usual = self._usual[kind]
-        return sum((Judged.of(usual, [next(found), next(found)], bad=one) for one in bad), Judged())
+        return sum((Judged.of(self._usual[kind], [next(found), next(found)], bad=one) for one in bad), Judged())
 
     async def _ask(
         self, kind: str, asked: Sequence[tuple[str, Sequence[str], Sequence[int]]], seconds: float
@@ -113,13 +112,13 @@ class Control:
             found: list[float | None] = []
             async with room:
                 for at in places:
-                    late = time.monotonic() > until
-                    text = prompt + "".join(said[:at])
-                    found.append(None if late else await clients.outside(text, said[at], ALLOWED.get(kind, 1)))
+                    text, left = prompt + "".join(said[:at]), until - time.monotonic()
+                    found.append(await clients.outside(text, said[at], ALLOWED.get(kind, 1), left))
             return found
 
         found = await asyncio.gather(*(one(*each) for each in asked))
         await clients.close()
+        self._why = clients.why or self._why
         return found
 
 

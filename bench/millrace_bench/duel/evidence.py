@@ -21,8 +21,8 @@ TOP = 20  # words that are listed with their logprobs
 BIAS = 100.0  # logit_bias of the word that is asked for: every server then says it, and tells its logprob
 PROOF = 17.0  # nats: by chance once in 24 million places, so for three tilts in 8 million
 FLOOR = 0.01  # nats: float32 rounds by 1e-5, and a word that is so near is as good as the best
-SLACK = 3.0  # one word alone is a proof if it is so many times further outside than any of undisturbed answers
-TILTS = (1.0, 1 / 4, 1 / 16)  # from a single word far outside to many that are outside a little
+SLACK = 3.0  # words as far outside as any undisturbed one are a proof if they are more: rare ones may not be measured
+TILTS = (1.0, 1 / 4, 1 / 16)  # from a few words far outside to many that are outside a little
 
 
 def words(text: str) -> list[str]:
@@ -48,7 +48,6 @@ class Usual:
     """How far words of undisturbed answers are outside."""
 
     places: int
-    mean: float
     largest: float
     tilts: tuple[tuple[float, float], ...]  # factor of a word's nats, and what is taken off
 
@@ -57,18 +56,18 @@ class Usual:
         largest = max(least, *found, 0.0)  # `least`: of other kinds, which have the same noise
         factors = [tilt * PROOF / (SLACK * largest + FLOOR) for tilt in TILTS]
         taken = [math.log(fmean(math.exp(factor * one) for one in found or [0.0])) for factor in factors]
-        mean = fmean(found or [0.0])
-        return cls(len(found), mean, largest, tuple(zip(factors, taken, strict=True)))
+        return cls(len(found), largest, tuple(zip(factors, taken, strict=True)))
 
     def evidence(self, found: Sequence[float]) -> float:
         """That some neighbours of these words are not those of an undisturbed answer, in nats: the largest sum.
 
-        A word adds `factor * outside - taken`. Behind undisturbed words the exponential of such a sum is 1 on average,
-        so from any place on it reaches exp(PROOF) with a chance of exp(-PROOF) at most (Ville's inequality).
+        A word adds `factor * outside - taken`, where it is no further outside than any undisturbed one was. Behind
+        undisturbed words the exponential of a sum is 1 on average, so from any place on it reaches exp(PROOF) with a
+        chance of exp(-PROOF) at most (Ville's inequality).
         """
         most = 0.0
         for factor, taken in self.tilts:
-            steps = (factor * one - taken for one in found)
+            steps = (factor * min(one, self.largest + 2 * FLOOR) - taken for one in found)
             most = max(most, *itertools.accumulate(steps, lambda total, step: max(0.0, total) + step, initial=0.0))
         return most
 
@@ -83,12 +82,8 @@ class Judged:
     most: float = 0.0  # evidence against an answer that is not wrong
 
     def __add__(self, other: Judged) -> Judged:
-        return Judged(
-            self.places + other.places,
-            self.wrong + other.wrong,
-            self.not_judged + other.not_judged,
-            max(self.most, other.most),
-        )
+        wrong, not_judged = self.wrong + other.wrong, self.not_judged + other.not_judged
+        return Judged(self.places + other.places, wrong, not_judged, max(self.most, other.most))
 
     @classmethod
     def of(cls, usual: Usual, answers: Sequence[Sequence[float | None]], *, bad: bool) -> Judged:

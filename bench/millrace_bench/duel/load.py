@@ -5,12 +5,12 @@ so a text is its token ids, and a wrong token is seen.
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
 import string
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ LEAST_VOCABULARY = 2048
 NO_WORDS = 261  # ids of special tokens and of bytes, which are the first
 QUOTE = 6  # its id
 ONLY_WORDS = {str(index): -100 for index in range(NO_WORDS)}  # of an answer that is sent back as text, so as token ids
+ONE = {"max_tokens": 1, "ignore_eos": True, "logprobs": TOP}  # token, and what is said of it
 ALLOWED = {"seeded": 8}  # words among which the options of a judged answer let the server choose; else one
 SHORT = {"type": "array", "items": {"type": ["integer", "string"], "maxLength": 60}, "minItems": 4096}
 JUDGED: Mapping[str, Mapping[str, Any]] = {
@@ -100,6 +101,7 @@ class Clients(HttpClient):
         self._ids = {word: index for index, word in enumerate(words, NO_WORDS)}
         self.seen: dict[Key, Sample] = {}
         self.prompts: dict[Key, str] = {}
+        self.why = ""  # the server did not tell how far a word is outside
 
     def body(self, job: Job) -> dict[str, Any]:
         return {**super().body(job), **self._fields[job.index % len(self._fields)]}
@@ -113,16 +115,17 @@ class Clients(HttpClient):
         except TimeoutError:
             sample.error, sample.end = HUNG, time.perf_counter()
 
-    async def outside(self, text: str, word: str, allowed: int) -> float | None:
-        """How far a word behind a text is outside of what the options allow, says the server; None: it failed."""
-        biased = {str(self._ids.get(word)): BIAS}
-        body = {**self._own, "temperature": 0.0, "logit_bias": biased, "prompt": text, "max_tokens": 1}
-        with contextlib.suppress(TimeoutError, httpx.TransportError):
-            async with asyncio.timeout(self._patience_s):
-                response = await self._http.post("/v1/completions", json={**body, "ignore_eos": True, "logprobs": TOP})
-            if response.status_code == httpx.codes.OK:
-                return outside(response.json()["choices"][0]["logprobs"], word, allowed)
-        return None
+    async def outside(self, text: str, word: str, allowed: int, seconds: float) -> float | None:
+        """How far a word behind a text is outside of what the options allow, says the server. None: `why`."""
+        body = {**self._own, "temperature": 0.0, "logit_bias": {str(self._ids.get(word)): BIAS}, "prompt": text}
+        found, why = None, "no answer in time"
+        with suppress(TimeoutError, httpx.TransportError, LookupError, TypeError, ValueError, AttributeError):
+            async with asyncio.timeout(min(self._patience_s, seconds)):
+                response = await self._http.post("/v1/completions", json={**body, **ONE})
+            why = f"HTTP {response.status_code}: {response.text[:200]}"
+            found = outside(response.json()["choices"][0]["logprobs"], word, allowed)
+        self.why = why if found is None and seconds > 0 else self.why
+        return found
 
     def plan(self, segment: Segment) -> Plan:
         return self._texts(segment.plan(self._target(segment.load), THINK_TIME))
@@ -140,7 +143,7 @@ class Clients(HttpClient):
         """Single requests that nobody counts, `together` at a time; after `seconds` all clients leave."""
         single = replace(load, turns=1)
         plan = self._texts(workload(single, self._target(single), "0", seed=-1).plan(count))
-        with contextlib.suppress(TimeoutError):
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await send(self, plan, together, lambda: None)
         await self.close()
