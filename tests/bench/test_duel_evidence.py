@@ -114,11 +114,8 @@ async def test_noise_is_no_fault(seed: int) -> None:
     assert (row["wrong"], row["not_judged"], row["cannot_be_told"]) == (0, 0, 0) and row["most"] < PROOF
 
 
-MANY = [0.0] * 400 + [0.1, 0.3, 0.8, 1.5] * 10
-
-
 def test_a_rare_word_far_outside_is_no_proof_but_some_are() -> None:
-    usual = Usual.of(MANY)
+    usual = Usual.of([0.0] * 400 + [0.1, 0.3, 0.8, 1.5] * 10)
     assert (usual.places, usual.largest) == (440, 1.5)
     assert usual.evidence([0.0, 99.0, 99.0, 0.0]) < PROOF / 2 and usual.evidence([99.0] * int(SLACK)) < PROOF
     assert usual.evidence([0.0] * 90 + [99.0] * 12) > PROOF

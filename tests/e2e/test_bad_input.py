@@ -3,12 +3,10 @@ tests/router/apis/openai/test_errors.py.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import grpc
 import httpx
 import pytest
-import pytest_asyncio
 from millrace.v1 import admin_pb2, worker_pb2
 from millrace_cli.cluster import ClusterSpec, LocalCluster
 from millrace_cli.errors import CommandError
@@ -16,14 +14,10 @@ from millrace_cli.weights import act
 from millrace_testing.client import Client
 from millrace_testing.command import Run
 from millrace_testing.inside_cluster import InsideCluster
+from millrace_testing.shared import shared
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster() -> AsyncIterator[LocalCluster]:
-    async with InsideCluster(ClusterSpec(engine="sim")) as cluster:
-        yield cluster
+cluster = shared(lambda: InsideCluster(ClusterSpec(engine="sim")))
 
 
 @pytest.mark.parametrize(

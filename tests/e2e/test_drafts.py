@@ -27,6 +27,7 @@ from millrace_testing.cluster import ControlledCluster, MixedSpec
 from millrace_testing.paths import TINY
 from millrace_testing.reference import Continuation, assert_greedy, assert_same
 from millrace_testing.rollout import retries
+from millrace_testing.shared import shared
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
@@ -43,6 +44,7 @@ SETTINGS = (
     "limits.max_running=16",
 )
 OWN = {"prefill-0": 3, "decode-0": 3, "prefill-1": 1}
+SETS = {name: (f"limits.draft_tokens={drafts}",) for name, drafts in OWN.items()}
 LENGTHS = (1, 64, 65, 200)  # of prompts of noise
 TRAINED = {"copy": 2, "sort": 1, "chat": 1}  # prompts that the model was trained to answer: it is sure of most tokens
 IN_GRAMMAR = 1  # the prompt whose answer is
@@ -63,13 +65,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 Routers = dict[int, LocalCluster]  # by the pair's drafts
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet() -> AsyncIterator[ControlledCluster]:
-    own = {name: (f"limits.draft_tokens={drafts}",) for name, drafts in OWN.items()}
-    async with ControlledCluster(MixedSpec(prefill=3, decode=2, worker_set=SETTINGS, own=own)) as cluster:
-        yield cluster
+fleet = shared(lambda: ControlledCluster(MixedSpec(prefill=3, decode=2, worker_set=SETTINGS, own=SETS)))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

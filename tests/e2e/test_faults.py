@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 from millrace.v1 import admin_pb2, worker_pb2
 from millrace_cli.cluster import ClusterSpec, server_command
 from millrace_serve.engine.core import SamplingParams
@@ -30,6 +29,7 @@ from millrace_testing.faulty_worker import FLAG
 from millrace_testing.oracle import oracle_outputs
 from millrace_testing.procs import PYTHONPATH
 from millrace_testing.samples import samples
+from millrace_testing.shared import shared
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -93,11 +93,7 @@ async def always_busy(client: Client, prompt_tokens: int = 2000, max_tokens: int
         over.set()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def two_of_each() -> AsyncIterator[ControlledCluster]:
-    """Slow workers that every test leaves routable and whole."""
-    async with ControlledCluster(spec(*SLOW_PREFILL, *SLOW_DECODE)) as cluster:
-        yield cluster
+two_of_each = shared(lambda: ControlledCluster(spec(*SLOW_PREFILL, *SLOW_DECODE)))  # slow workers
 
 
 async def retries(cluster: ControlledCluster) -> dict[str, float]:

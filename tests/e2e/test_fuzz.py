@@ -4,13 +4,12 @@ import asyncio
 import collections
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import httpx
 import pytest
-import pytest_asyncio
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -18,6 +17,7 @@ from millrace.v1 import admin_pb2, decode_pb2, inference_pb2, kv_pb2, prefill_pb
 from millrace_cli.cluster import ClusterSpec, LocalCluster
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import from_rpc_error
+from millrace_testing.shared import shared
 from millrace_testing.unharmed import Unharmed
 from millrace_testing.wire import messages
 from schemathesis import GenerationMode
@@ -47,12 +47,7 @@ QUICK = settings(
     suppress_health_check=list(HealthCheck),
     report_multiple_bugs=False,
 )
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster() -> AsyncIterator[LocalCluster]:
-    async with LocalCluster(ClusterSpec(worker_set=WORKERS)) as cluster:
-        yield cluster
+cluster = shared(lambda: LocalCluster(ClusterSpec(worker_set=WORKERS)))
 
 
 async def for_a_while(cluster: LocalCluster, share: str, rounds: list[Callable[[], None]]) -> None:

@@ -8,13 +8,12 @@ The system is a real one, with drafts, and with a context so short that what is 
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
 import httpx
 import pytest
-import pytest_asyncio
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from millrace.v1 import admin_pb2, common_pb2, decode_pb2, inference_pb2, kv_pb2, prefill_pb2, worker_pb2
@@ -26,6 +25,7 @@ from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_testing import HANG_S, numbers
 from millrace_testing.client import Client
 from millrace_testing.numbers import LITERALS, UNREADABLE, Leaf, json_leaves, proto_leaves, schema_leaves, some
+from millrace_testing.shared import shared
 from millrace_testing.unharmed import Unharmed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -41,12 +41,7 @@ PROMPT = inference_pb2.Prompt(text="x")
 HELLO = [{"role": "user", "content": "x"}]
 FEW = {"prompt": "x", "messages": HELLO, "input": "x", "max_tokens": 2, "max_output_tokens": 2, "logprobs": 1}
 FAULTS = {Reason.INTERNAL, Reason.WORKER_LOST, Reason.STALLED, Reason.TRANSFER_FAILED}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster() -> AsyncIterator[LocalCluster]:
-    async with LocalCluster(ClusterSpec(worker_set=SETTINGS)) as cluster:
-        yield cluster
+cluster = shared(lambda: LocalCluster(ClusterSpec(worker_set=SETTINGS)))
 
 
 async def at_once(calls: Iterable[Any]) -> None:

@@ -22,6 +22,7 @@ from millrace_testing import HANG_S
 from millrace_testing.fake_router import FakeLink, FakePair, request
 from millrace_testing.inside import Inside, inside
 from millrace_testing.procs import SIM, Worker, gone, workers
+from millrace_testing.shared import shared
 from millrace_testing.sim import expected, prompt_of
 
 ABORT, ERROR = common_pb2.FINISH_REASON_ABORT, common_pb2.FINISH_REASON_ERROR
@@ -50,11 +51,7 @@ async def impatient(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[l
         yield [prefill, decode]
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def slow() -> AsyncIterator[list[Inside]]:
-    """As `pair`, slow to compute."""
-    async with inside("prefill", "decode", sets=SLOW) as both:
-        yield both
+slow = shared(lambda: inside("prefill", "decode", sets=SLOW))
 
 
 async def until_metric(worker: Worker, name: str, value: float, **labels: str) -> None:
@@ -388,12 +385,9 @@ async def test_drain_with_held_prompts_waits_for_their_readers(pair: list[Worker
 # ---------------------------------------------------------------------------------------------- flexible workers
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def flexible() -> AsyncIterator[list[Inside]]:
-    """Two whose pools are so small that prompts wait for the other worker's reads."""
-    sets = (*PATIENT, "limits={num_pages: 41, max_model_len: 2048, max_running: 8, max_prefill_tokens: 256}")
-    async with inside("flexible", "flexible", sets=sets) as both:
-        yield both
+# In so small pools prompts wait for the other worker's reads.
+TIGHT = (*PATIENT, "limits={num_pages: 41, max_model_len: 2048, max_running: 8, max_prefill_tokens: 256}")
+flexible = shared(lambda: inside("flexible", "flexible", sets=TIGHT))
 
 
 async def test_flexible_workers_hand_over_both_ways_and_run_prompts_alone(flexible: list[Inside]) -> None:

@@ -1,14 +1,12 @@
 """A decode worker of another version beside a prefill worker of ours: one message, no read, and both go on."""
 
 import struct
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 from millrace.v1 import worker_pb2
 from millrace_common.reasons import Reason
 from millrace_common.versions import WORKER_API
@@ -18,15 +16,13 @@ from millrace_testing.fake_router import FakePair, request
 from millrace_testing.inside import Inside, inside
 from millrace_testing.later import later
 from millrace_testing.procs import SIM, Worker
+from millrace_testing.shared import shared
 from millrace_testing.sim import expected, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def pair() -> AsyncIterator[list[Inside]]:
-    async with inside("prefill", "decode") as both:
-        yield both
+pair = shared(lambda: inside("prefill", "decode"))
 
 
 @pytest.mark.parametrize("step", [-1, 0, 1])

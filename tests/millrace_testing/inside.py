@@ -147,3 +147,9 @@ async def inside(*roles: str, sets: Sequence[str] = SIM) -> AsyncIterator[list[I
             yield started
         finally:
             await asyncio.gather(*(worker.close() for worker in started))
+
+
+@contextlib.asynccontextmanager
+async def one(role: str, sets: Sequence[str] = SIM) -> AsyncIterator[Inside]:
+    async with inside(role, sets=sets) as [worker]:
+        yield worker

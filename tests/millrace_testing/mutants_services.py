@@ -160,6 +160,7 @@ MUTANTS = (
         ("decode-speed-of-the-best", "sorted(self._token_s)[len(self._token_s) // 2]", "min(self._token_s)")),
     *of(f"{ENGINE}/offload/disk_moves.py", DISK_MOVES,
         ("disk-load-with-a-hole", "good = list(itertools.takewhile(", "good = list(filter("),
+        ("disk-load-behind-others-hangs", "max(load.began, self._moved_at)", "load.began"),
         ("disk-failures-uncounted", 'self._counts["failed"] += not move.ok', "pass")),
     *of(f"{ENGINE}/offload/page_copier.py", "engine/offload/test_host_tier_ranks.py",
         ("copy-ends-with-that-of-the-leader", "if number <= elsewhere[job.to_host] and ", "if ")),

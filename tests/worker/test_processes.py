@@ -17,8 +17,9 @@ from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_testing import HANG_S
 from millrace_testing.fake_router import FakeLink, request
-from millrace_testing.inside import Inside, inside
+from millrace_testing.inside import Inside, inside, one
 from millrace_testing.procs import SIM, Worker, gone, workers
+from millrace_testing.shared import shared
 from millrace_testing.sim import expected, prompt_of
 
 # 100,000 tokens last longer than any wait: a request is caught in the act.
@@ -34,17 +35,8 @@ STOP, LENGTH, ABORT, ERROR = (
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def unified() -> AsyncIterator[Inside]:
-    """One worker for all tests that leave it as they found it."""
-    async with inside("unified") as [worker]:
-        yield worker
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def slow() -> AsyncIterator[Inside]:
-    async with inside("unified", sets=SLOW) as [worker]:
-        yield worker
+unified = shared(lambda: one("unified"))
+slow = shared(lambda: one("unified", SLOW))
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

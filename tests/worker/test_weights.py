@@ -3,13 +3,12 @@
 import asyncio
 import re
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 import torch
 from engine.harness import request as engine_request
 from engine.harness import said
@@ -22,10 +21,11 @@ from millrace_serve.model.parallel import ParallelDims
 from millrace_testing import HANG_S
 from millrace_testing.damages import POINTER
 from millrace_testing.fake_router import FakeLink, FakePair, request
-from millrace_testing.inside import inside
+from millrace_testing.inside import inside, one
 from millrace_testing.other_weights import write_other
 from millrace_testing.paths import TINY
 from millrace_testing.procs import SIM, Worker, gone, workers
+from millrace_testing.shared import shared
 from millrace_testing.sim import expected, prompt_of
 from safetensors.torch import load_file, save_file
 
@@ -219,11 +219,7 @@ def references(other: Path) -> list[list[list[int]]]:
     return found
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def model() -> AsyncIterator[Worker]:
-    """One worker for all tests that leave it with the weights of models/tiny."""
-    async with inside("unified", sets=MODEL) as [worker]:
-        yield worker
+model = shared(lambda: one("unified", MODEL))  # with the weights of models/tiny
 
 
 async def load(worker: Worker, path: Path, version: str = "") -> str:

@@ -65,8 +65,8 @@ class Control:
         found = [[one for one in each if one is not None] for each in await self._ask(kind, asked, JUDGING_S)]
         least = max((usual.largest for usual in self._usual.values()), default=0.0)
         usual = self._usual[kind] = Usual.of([one for each in found[: len(plain)] for one in each], least)
-        wrong = [usual.evidence(each) >= PROOF for each in found[len(plain) :]]
-        told = {name: [sum(map(wrong.pop, [0] * len(plain))), len(plain)] for name in planted}
+        wrong, count = [usual.evidence(each) >= PROOF for each in found[len(plain) :]], len(plain)
+        told = {name: [sum(wrong[i * count : (i + 1) * count]), count] for i, name in enumerate(planted)}
         return {"places": usual.places, "largest": usual.largest, "planted": told}
 
     async def conclude(self, strike: float, run: Clients, *, whole: bool) -> dict[str, Any]:

@@ -53,26 +53,20 @@ def files(path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("secret", [SECRET, b""])
-def test_page_comes_back_to_another_worker_after_a_restart(tmp_path: Path, secret: bytes) -> None:
-    worker, other = (Worker(tmp_path, secret=secret) for _ in range(2))
+def test_page_comes_back_to_workers_of_its_layout_after_a_restart(tmp_path: Path, secret: bytes) -> None:
+    worker, other, third = (Worker(tmp_path, layout=of, secret=secret) for of in (LAYOUT, LAYOUT, LAYOUT_2))
     worker.folder.store(BLOCK, 3)
     assert other.folder.has(BLOCK) and other.folder.load(BLOCK, 5)
     assert (other.memory[5] == worker.memory[3]).all()
-    assert not other.folder.has(OTHER) and not other.folder.load(OTHER, 5)
-    for one in (worker, other):
+    for one, absent in ((other, OTHER), (third, BLOCK)):
+        assert not one.folder.has(absent) and not one.folder.load(absent, 5)
+    for one in (worker, other, third):
         one.folder.close()
 
 
 def ended(tier: DiskTier, count: int) -> list[Move]:
     """As `take`, which does not wait."""
     return [tier._done.get(timeout=HANG_S) for _ in range(count)]
-
-
-def test_another_layout_shares_nothing(worker: Worker, tmp_path: Path) -> None:
-    worker.folder.store(BLOCK, 3)
-    other = Worker(tmp_path, layout=LAYOUT_2)
-    assert not other.folder.has(BLOCK) and not other.folder.load(BLOCK, 0)
-    other.folder.close()
 
 
 @pytest.mark.parametrize("page_bytes", [PAGE, 3 * LEAST_PART + 5])

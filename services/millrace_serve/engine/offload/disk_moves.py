@@ -1,8 +1,9 @@
 """What moves between the host tier and the disk tier, and when. The store moves the bytes beside the engine.
 
 keep   a copy that has become whole waits for its turn to be stored, and is not if it is evicted before
-load   blocks that the store has get slots of the host tier, from which they go on to the device. When no page has come
-       for LOAD_S, the reader goes on with those that have, and nobody asks for more before a move has ended
+load   blocks that the store has get slots of the host tier, from which they go on to the device. Readers of the same
+       block share its move. When no move has ended for LOAD_S, readers go on with the pages that have come, and nobody
+       asks for more before one has
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class DiskMoves:
         self._moved_at = 0.0  # when a move ended, or the first store began
         self._new: deque[Copy] = deque()  # not stored yet
         self._storing: dict[int, Copy] = {}  # by slot
-        self._loading: dict[int, tuple[Copy, DiskLoad]] = {}  # likewise
-        self._loads: set[DiskLoad] = set()
+        self._loading: dict[int, Copy] = {}  # likewise
+        self._loads: list[DiskLoad] = []
 
     @property
     def loads(self) -> bool:
@@ -49,8 +50,8 @@ class DiskMoves:
     @property
     def pinned(self) -> list[Copy]:
         """One entry for each pin."""
-        left = [copy for copy, load in self._loading.values() if load not in self._loads]
-        return [*left, *self._storing.values(), *(copy for load in self._loads for copy in load.copies)]
+        read = [copy for load in self._loads for copy in load.copies]
+        return [*read, *self._loading.values(), *self._storing.values()]
 
     def counters(self) -> dict[str, float]:
         """Of Load: pages stored or found there, loaded, found but not stored so by this deployment, and moves that came
@@ -84,8 +85,9 @@ class DiskMoves:
             self._store_new(self.store)
 
     def count(self, blocks: Iterable[bytes]) -> int:
-        """The longest leading run of `blocks` that the store has and the host tier has not."""
-        new = list(itertools.takewhile(lambda block: block not in self._tier, blocks))
+        """The longest leading run of `blocks` that the store has and the host tier has not, or not yet."""
+        coming = {copy.block for copy in self._loading.values()}
+        new = list(itertools.takewhile(lambda block: block in coming or self._tier.get(block) is None, blocks))
         return self.store.count(new) if self.store and new and not self._hangs else 0
 
     def load(self, blocks: Iterable[bytes], then: Callable[[list[Copy]], None]) -> None:
@@ -94,14 +96,16 @@ class DiskMoves:
         """
         load = DiskLoad(then, self._clock())
         for block in blocks:
-            if self.store is None or block in self._tier or (copy := self._tier.begin(block)) is None:
+            copy = self._tier.get(block)
+            if copy is None and self.store and (copy := self._tier.begin(block)):
+                self._loading[copy.slot] = copy
+                self.store.load(block, copy.slot)
+            if copy is None or copy.slot not in self._loading:
                 break
-            self._loading[copy.slot] = copy, load
-            self.store.load(copy.block, copy.slot)
+            self._tier.pin(copy)
             load.copies.append(copy)
-        load.left = len(load.copies)
-        self._loads.add(load)
-        if not load.left:
+        self._loads.append(load)
+        if not load.copies:
             self._end(load)
 
     def remove(self, blocks: list[bytes]) -> None:
@@ -118,13 +122,15 @@ class DiskMoves:
             self._counts["refuse"] += move.refused
             self._counts["failed"] += not move.ok
             if move.is_load:
-                self._loaded(*self._loading.pop(move.slot), move.ok)
+                self._tier.end(self._loading.pop(move.slot), good=move.ok)
             else:
                 self._tier.unpin(self._storing.pop(move.slot))
-                self._counts["store"] += move.ok
-        for load in [load for load in self._loads if self._clock() >= load.moved_at + LOAD_S]:
-            self._hangs = True
-            self._end(load)
+            self._counts["load" if move.is_load else "store"] += move.ok
+        for load in list(self._loads):
+            comes = any(copy.slot in self._loading for copy in reversed(load.copies))  # the last one comes last, mostly
+            if not comes or self._clock() >= max(load.began, self._moved_at) + LOAD_S:
+                self._hangs = self._hangs or comes
+                self._end(load)
         self._store_new(self.store)
 
     def _store_new(self, store: DiskTier) -> None:
@@ -139,28 +145,16 @@ class DiskMoves:
                 self._storing[copy.slot] = copy
             self._new.popleft()
 
-    def _loaded(self, copy: Copy, load: DiskLoad, ok: bool) -> None:
-        self._counts["load"] += ok
-        if waits := load in self._loads:
-            self._tier.pin(copy)  # for the reader
-        self._tier.end(copy, good=ok)
-        load.left, load.moved_at = load.left - 1, self._clock()
-        if waits and not load.left:
-            self._end(load)
-
     def _end(self, load: DiskLoad) -> None:
         """The reader gets what has come."""
         self._loads.remove(load)
         good = list(itertools.takewhile(lambda copy: copy.is_whole, load.copies))
-        for copy in reversed(load.copies[len(good) :]):
-            if copy.slot not in self._loading:
-                self._tier.unpin(copy)
+        self._tier.unpin(*load.copies[len(good) :])
         load.then(good)
 
 
 @dataclass(slots=True, eq=False)
 class DiskLoad:
     then: Callable[[list[Copy]], None]
-    moved_at: float  # when it began, or a move of it ended
+    began: float
     copies: list[Copy] = field(default_factory=list)
-    left: int = 0  # of their moves

@@ -71,21 +71,22 @@ class HostCopies:
         del self._under_way[job]
         job.done()
 
+    def count(self, blocks: list[bytes]) -> int:
+        """The longest leading run of `blocks` that is here, and behind it in the disk tier."""
+        here = len(self._tier.find(blocks))
+        return here + self.disk.count(blocks[here:])
+
     def fill(self, pages: list[int], blocks: list[bytes], least: int, then: Callable[[int], None]) -> bool:
-        """Copy the longest leading run of `blocks` that is here, and behind it in the disk tier, into `pages`; `then`
-        gets the length of what came. False: there are fewer than `least`, and nothing is copied.
+        """Copy those of `blocks` that `count` finds into `pages`; `then` gets the length of what came. False: there are
+        fewer than `least`, and nothing is copied.
         """
-        copies = self._tier.find(blocks)
-        rest = blocks[len(copies) :]
-        rest = rest[: self.disk.count(rest)]
-        if len(copies) + len(rest) < least:
+        if (count := self.count(blocks)) < least:
             return False
-        for copy in copies:
-            self._tier.pin(copy)
+        copies = self._tier.find(blocks)
+        self._tier.pin(*copies)
 
         def done() -> None:
-            for copy in reversed(copies):
-                self._tier.unpin(copy)
+            self._tier.unpin(*copies)
             then(len(copies))
 
         job = CopyJob(False, pages, copies, done)
@@ -96,14 +97,14 @@ class HostCopies:
             self._new.append(job)
 
         self._under_way[job] = None
-        self.disk.load(rest, loaded)
+        self.disk.load(blocks[len(copies) : count], loaded)
         return True
 
     def save(self, pages: list[int], blocks: Iterable[bytes], then: Callable[[], None]) -> bool:
         """Copy those of `pages` that are not here yet, as far as there is room. False: there is nothing to copy."""
         copies: dict[int, Copy] = {}
         for page, block in zip(pages, blocks, strict=True):
-            if block not in self._tier and (copy := self._tier.begin(block)):
+            if self._tier.get(block) is None and (copy := self._tier.begin(block)):
                 copies[page] = copy
 
         def done() -> None:
@@ -125,7 +126,7 @@ class HostCopies:
         copies: dict[Node, Copy] = {}
         while written and len(copies) < most_pages:
             node = written[0]
-            if cache.holds(node) and node.block not in self._tier:
+            if cache.holds(node) and self._tier.get(node.block) is None:
                 copy = self._tier.begin(node.block)
                 if copy is None:
                     break

@@ -37,9 +37,9 @@ class HostTier:
     def used(self) -> int:
         return self.total - len(self._free)
 
-    def __contains__(self, block: bytes) -> bool:
-        """Whether there is a copy, or will be one."""
-        return block in self._copies
+    def get(self, block: bytes) -> Copy | None:
+        """The copy that there is, or will be."""
+        return self._copies.get(block)
 
     def begin(self, block: bytes) -> Copy | None:
         """A slot for the copy of a block that is not here; None: all are in use."""
@@ -71,20 +71,20 @@ class HostTier:
             found.append(copy)
         return found
 
-    def pin(self, copy: Copy) -> None:
-        copy.num_pins += 1
-        if self._idle.get(copy.block) is copy:
-            del self._idle[copy.block]
+    def pin(self, *copies: Copy) -> None:
+        for copy in copies:
+            copy.num_pins += 1
+            if self._idle.get(copy.block) is copy:
+                del self._idle[copy.block]
 
-    def unpin(self, copy: Copy) -> None:
-        """The last one to do so leaves the most recently used copy."""
-        copy.num_pins -= 1
-        if copy.num_pins:
-            return
-        if self._copies.get(copy.block) is copy:
-            self._idle[copy.block] = copy
-        else:
-            self._free.append(copy.slot)
+    def unpin(self, *copies: Copy) -> None:
+        """The last one to do so leaves the most recently used copies, of them the first one."""
+        for copy in reversed(copies):
+            copy.num_pins -= 1
+            if not copy.num_pins and self._copies.get(copy.block) is copy:
+                self._idle[copy.block] = copy
+            elif not copy.num_pins:
+                self._free.append(copy.slot)
 
     def touch(self, block: bytes) -> None:
         """The block was used on the device."""

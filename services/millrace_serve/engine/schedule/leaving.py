@@ -105,8 +105,11 @@ class Leaving(abc.ABC):
             del self.requests.live[seq.id]
 
     def _enqueue(self, seq: Sequence) -> None:
-        left, most = 0 if seq.imports else len(seq.tokens), self.config.max_prefill_tokens
-        left -= self.pages.num_cached(seq) * self.pages.size if self.config.length_class(left) else 0
+        left, most, size = 0 if seq.imports else len(seq.tokens), self.config.max_prefill_tokens, self.pages.size
+        if self.config.length_class(left):
+            here = self.pages.num_cached(seq)
+            here += self.host.count(seq.page_hashes((left - 1) // size, size)[here:])
+            left -= max(here, seq.num_offered) * size
         # in steps that are full of other prompts, too
         takes_s = self.speeds.times.prompt_s(left + most, 0, most)
         self.requests.waiting.push(seq, self.config.length_class(left), takes_s)
