@@ -45,10 +45,10 @@ PLACES = 2
 class Small(FakeWorker):
     """It takes so many requests at once, offers what is left to every router, and refuses more."""
 
-    async def _work(self, key, request, outgoing):
+    async def _work(self, key, request, outgoing, source):
         self.script.append(fails("OVERLOADED") if len(self.active) > PLACES else normal)
         self._offer()
-        await super()._work(key, request, outgoing)
+        await super()._work(key, request, outgoing, source)
         self._offer()
 
     def _offer(self) -> None:
