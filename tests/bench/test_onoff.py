@@ -110,8 +110,9 @@ def test_the_bench_goes_on_behind_a_row_that_fails(
     failed, found = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["rows"]
     assert failed == {"seed": "M2", "failed": "RuntimeError: no kernel image"}
     assert found["seed"] == "A11" and found["gain"] == pytest.approx(found["off_us"] / found["on_us"], rel=1e-3)
-    assert said("onoff", {"rows": [failed, found, found | {"gain": 9.0}]}) == (
-        f"A11 x{found['gain']:.2f} to x9.00, M2 RuntimeError: no kernel image"
+    more = found | {"gain": found["gain"] + 1}  # measured on a busy machine, it may be anything
+    assert said("onoff", {"rows": [failed, more, found]}) == (
+        f"A11 x{found['gain']:.2f} to x{more['gain']:.2f}, M2 RuntimeError: no kernel image"
     )
 
 
