@@ -61,7 +61,7 @@ class Control:
             "word": [(own, _mixed(said, other, 1)) for (own, said), (_, other) in pairs],
         }
         texts = [*plain, *itertools.chain.from_iterable(planted.values())]
-        asked = [("".join(prompt), said, _places(said, 0, PLACES, len(said) // 2)) for prompt, said in texts]
+        asked = [("".join(prompt), said, _places(said, 0, PLACES, _middle(said))) for prompt, said in texts]
         found = [[one for one in each if one is not None] for each in await self._ask(kind, asked, JUDGING_S)]
         least = max((usual.largest for usual in self._usual.values()), default=0.0)
         usual = self._usual[kind] = Usual.of([one for each in found[: len(plain)] for one in each], least)
@@ -128,7 +128,12 @@ def _places(said: Sequence[str], first: int, most: int, also: int = 0) -> list[i
     return sorted({*places[:: -(-len(places) // most) or 1], *({also} & set(places))})
 
 
+def _middle(said: Sequence[str]) -> int:
+    at = len(said) // 2  # where each JSON answer may have a quote: the first word from there on
+    return next((word for word in range(at, len(said)) if WORD.fullmatch(said[word])), at)
+
+
 def _mixed(own: Sequence[str], other: Sequence[str], size: int) -> list[str]:
     """Words with so many of another text from the middle on."""
-    at = len(own) // 2
+    at = _middle(own)
     return [*own[:at], *other[at : at + size], *own[at + size :]]

@@ -30,7 +30,7 @@ from millrace_serve.model.context_parallel.attention_step import ContextParallel
 from millrace_serve.model.indexer import Indexer
 from millrace_serve.model.layers import RmsNorm
 from millrace_serve.model.parallel import ParallelDims
-from millrace_serve.model.quantised import stack_rows
+from millrace_serve.model.quantised import plain, stack_rows
 from millrace_serve.model.weights import Part, Weights
 from millrace_serve.model.yarn import softmax_scale
 
@@ -70,11 +70,9 @@ class Mla:
         head_dim = config.qk_nope_head_dim + config.v_head_dim
         kv_b = f"{prefix}.kv_b_proj.weight", (total * head_dim, config.kv_lora_rank), Part(rows=heads(head_dim))
         self.kv_b_proj = ckpt.matrix(*kv_b)
-        plain = self.kv_b_proj if isinstance(self.kv_b_proj, Tensor) else ckpt.tensor(*kv_b)
+        by_head = plain(self.kv_b_proj, ckpt.dtype).unflatten(0, (self.num_heads, head_dim))
         # [H, N, C], [H, V, C]
-        self.w_uk, self.w_uv = plain.unflatten(0, (self.num_heads, head_dim)).split(
-            (config.qk_nope_head_dim, config.v_head_dim), dim=1
-        )
+        self.w_uk, self.w_uv = by_head.split((config.qk_nope_head_dim, config.v_head_dim), dim=1)
         self.w_uk_fp8, self.w_uv_fp8 = _heads_fp8(self.kv_b_proj, config)
         self.o_proj = ckpt.matrix(
             f"{prefix}.o_proj.weight", (hidden, total * config.v_head_dim), Part(cols=heads(config.v_head_dim))
