@@ -3,7 +3,10 @@
 import json
 from typing import Any
 
-from millrace_chart.config_schema import config_schemas
+from millrace_common.config import LONGEST_S
+from millrace_common.spans import Tracing
+
+from millrace_chart.config_schema import config_schemas, plain
 
 Schema = dict[str, Any]
 
@@ -11,7 +14,7 @@ BOOL: Schema = {"type": "boolean"}
 TEXT: Schema = {"type": "string"}
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 NODE_PORT: Schema = {"type": ["integer", "null"], "minimum": 30000, "maximum": 32767}
-SECONDS: Schema = {"type": "integer", "minimum": 0}
+SECONDS: Schema = {"type": "integer", "minimum": 0, "maximum": LONGEST_S}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 POSITIVE: Schema = {"type": "integer", "minimum": 1}
 ANY_OBJECT: Schema = {"type": "object"}  # Kubernetes defines and checks it
@@ -314,7 +317,7 @@ def values_schema(fabrics: list[str], given: Any) -> Schema:
         tls=TLS,
         apiKeys=closed(secretName=NAME, key=TEXT, allowPlaintext=BOOL),
         secret=SECRET,
-        tracing=closed(endpoint=TEXT, sample={"type": "number", "minimum": 0, "maximum": 1}),
+        tracing=plain(Tracing.model_json_schema(), {}),
         serviceAccount=closed(create=BOOL, name=NAME, annotations=ANNOTATIONS),
         rbac=closed(create=BOOL),
         podSecurity=closed(runAsUser=IDENTITY, fsGroup=IDENTITY, seccompProfile=ANY_OBJECT, workersAsRoot=BOOL),

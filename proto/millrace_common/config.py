@@ -4,10 +4,11 @@ import difflib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.annotated_handlers import GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
 from millrace_common.json_values import JsonObject
@@ -41,6 +42,17 @@ class OrAuto:
 
 C = TypeVar("C", bound=Config)
 Seconds = Annotated[float, Field(ge=0, le=LONGEST_S)]
+Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+LogLevel = Annotated[Level, BeforeValidator(lambda level: str(level).upper())]
+
+
+def _port(address: str) -> str:
+    if (port := address.rpartition(":")[2]).isdecimal() and int(port) >= 1 << 16:
+        raise ValueError("must have a port of at most 65535")
+    return address
+
+
+PORT = AfterValidator(_port)  # of an address: sockets would take 65,536 for 0, or end the process
 
 
 def load(model: type[C], path: str | Path | None = None, overrides: Sequence[str] = ()) -> C:

@@ -15,7 +15,11 @@ def read(path: Path | None) -> bytes:
     """The file's content without white space around it; empty without a file. Raises OSError when it is unusable."""
     if path is None:
         return b""
-    if len(secret := path.read_bytes().strip()) < LEAST_BYTES:
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise OSError(f"secret: {error}") from error
+    if len(secret) < LEAST_BYTES:
         raise OSError(f"secret: {path} has {len(secret)} bytes; it must have at least {LEAST_BYTES}")
     return secret
 

@@ -8,9 +8,9 @@ import logging
 import math
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from millrace_common.config import Config, Seconds
+from millrace_common.config import PORT, Config, LogLevel, Seconds
 from millrace_common.json_values import Json
 from millrace_common.spans import Tracing
 from millrace_common.split import Slo
@@ -138,7 +138,7 @@ class Connections(Config):
 class StaticTarget(Config):
     """A worker of the list `workers`. An address alone is short for one without the rest."""
 
-    address: str = Field(pattern=r"^\S+:\d{1,5}$")
+    address: Annotated[str, Field(pattern=r"^\S+:\d{1,5}$"), PORT]
     revision: str = ""
     topology: dict[str, str] = Field(default_factory=dict)
 
@@ -152,7 +152,7 @@ class KubernetesConfig(Config):
     objects: Literal["pods", "endpointslices"] = "pods"
     selector: str = ""  # label selector; for EndpointSlices such as kubernetes.io/service-name=workers
     namespace: str = ""  # empty: the router's own, outside a cluster "default"
-    port: int | str = "grpc"  # number or name of the container's or slice's port
+    port: Annotated[int, Field(ge=1, le=65535)] | str = "grpc"  # number or name of the container's or slice's port
     # label=value: a pod whose label has another value is a follower and ignored; a pod without the label is a worker
     leader: str = Field("leaderworkerset.sigs.k8s.io/worker-index=0", pattern=r"^[^=\s]+=[^=\s]*$")
     topology: dict[str, str] = Field(default_factory=lambda: {"zone": ZONE})  # name: the pod's label; host is known
@@ -186,7 +186,7 @@ class Resilience(Config):
     outliers: OutlierRules = OutlierRules()
 
 
-_ADDRESS = r"^([^:\s]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"
+Address = Annotated[str, Field(pattern=r"^([^:\s]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"), PORT]
 
 
 class RouterConfig(Config):
@@ -197,12 +197,12 @@ class RouterConfig(Config):
     aliases: tuple[str, ...] = ()  # further names of the served model
     workers: tuple[StaticTarget, ...] = ()  # with discovery.kind=static; each worker reports its own role
     discovery: DiscoveryConfig = DiscoveryConfig()
-    grpc: str = Field("127.0.0.1:0", pattern=_ADDRESS)  # host:port of the gRPC API; port 0: any free one
-    http: str = Field("127.0.0.1:0", pattern=_ADDRESS)  # of the HTTP APIs
-    admin: str = Field("127.0.0.1:0", pattern=_ADDRESS)  # of the admin API over gRPC
-    admin_http: str = Field("127.0.0.1:0", pattern=_ADDRESS)  # of the admin API over HTTP
-    metrics: str | None = Field(None, pattern=_ADDRESS)  # for plain /metrics, /health, /ready; none: on the HTTP port
-    health: str | None = Field(None, pattern=_ADDRESS)  # address of plain grpc.health.v1; the gRPC port has it too
+    grpc: Address = "127.0.0.1:0"  # host:port of the gRPC API; port 0: any free one
+    http: Address = "127.0.0.1:0"  # of the HTTP APIs
+    admin: Address = "127.0.0.1:0"  # of the admin API over gRPC
+    admin_http: Address = "127.0.0.1:0"  # of the admin API over HTTP
+    metrics: Address | None = None  # for plain /metrics, /health, /ready; none: on the HTTP port
+    health: Address | None = None  # address of plain grpc.health.v1; the gRPC port has it too
     tls: Tls | None = None  # of every port, and towards the workers; none: plain
     public_tls: Tls | None = None  # of the gRPC and HTTP APIs, where clients trust another authority than the workers
     api_keys: Path | None = None  # file of API keys; none: clients need no key
@@ -222,20 +222,15 @@ class RouterConfig(Config):
     connections: Connections = Connections()
     bodies: BodyLimits = BodyLimits()
     stream_interval: float = Field(0.0, ge=0, le=1)  # seconds between two rounds of sending; 0: as the load allows
-    log_level: str = "INFO"
-
-    @model_validator(mode="after")
-    def _keys_are_encrypted(self) -> RouterConfig:
-        if self.api_keys is None or self.api_keys_plaintext or self.tls is not None or self.public_tls is not None:
-            return self
-        for name, address in (("grpc", self.grpc), ("http", self.http)):
-            if exposed(address.rpartition(":")[0], None):
-                text = "needs tls or public_tls; set api_keys_plaintext=true if a proxy or a mesh encrypts them"
-                raise ValueError(f"api_keys: {name}={address} takes keys from other hosts, which {text}")
-        return self
+    log_level: LogLevel = "INFO"
 
     @model_validator(mode="after")
     def _fits_together(self) -> RouterConfig:
+        plain = self.tls is None and self.public_tls is None and not self.api_keys_plaintext
+        for name, address in (("grpc", self.grpc), ("http", self.http)):
+            if plain and self.api_keys is not None and exposed(address.rpartition(":")[0], None):
+                text = "needs tls or public_tls; set api_keys_plaintext=true if a proxy or a mesh encrypts them"
+                raise ValueError(f"api_keys: {name}={address} takes keys from other hosts, which {text}")
         if self.bodies.held_by_tenant < self.limits.message_bytes or self.bodies.held < self.bodies.held_by_tenant:
             text = "must be at least limits.message_bytes and at most bodies.held"
             raise ValueError(f"bodies.held_by_tenant: {text}")

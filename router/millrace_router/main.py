@@ -110,14 +110,14 @@ class Router:
     async def start(self) -> None:
         self._public.grpc.add_generic_rpc_handlers((grpc_service.InferenceService(self.inference).handlers(),))
         config, public, inside = self.config, self._public_identity, self._inside
+        self.ports["http"] = self._public_http.port = self._http.start(config.http, public)
+        self.ports["admin_http"] = self._admin_http.start(config.admin_http, inside)
+        if config.metrics is not None:  # gRPC comes last: it writes tracebacks if a later port cannot be bound
+            self.ports["metrics"] = self._probes.start(config.metrics)
         if config.health is not None:
             self.ports["health"] = await self._public.start_health(config.health)
         self.ports["grpc"] = await self._public.start(config.grpc, public)
         self.ports["admin"] = await self._admin.start(config.admin, inside)
-        self.ports["http"] = self._public_http.port = self._http.start(config.http, public)
-        self.ports["admin_http"] = self._admin_http.start(config.admin_http, inside)
-        if config.metrics is not None:
-            self.ports["metrics"] = self._probes.start(config.metrics)
         self._admin.set_serving(True)
         self.inference.tokenizer.decode(await self.inference.tokenizer.encode("warm-up", add_bos=True))
         self._gc.freeze()

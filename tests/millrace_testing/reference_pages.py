@@ -17,6 +17,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from millrace_common import metrics
+from millrace_common.config import LONGEST_S
 from millrace_common.reasons import Reason
 from millrace_router.config import RouterConfig
 from millrace_rpc.errors import TABLE
@@ -28,7 +29,6 @@ from millrace_testing.paths import ROOT
 
 PAGES = ROOT / "docs" / "reference"
 BLOCK = re.compile(r"(<!-- reference: ([a-z-]+) -->\n)(.*?)(<!-- end of reference -->)", re.DOTALL)
-LONGEST = 2_000_000  # seconds
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 # Cause, and what a client or an operator does about it.
@@ -128,8 +128,8 @@ def _limits(field: FieldInfo) -> str:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         choices = tuple(item.value for item in kind)
     found = {text: getattr(item, key) for item in field.metadata for key, text in BOUNDS.items() if hasattr(item, key)}
-    told = [text for text in found if found[text] < LONGEST and not (text == "at least" and "above" in found)]
-    return ", ".join([*(f"{text} {found[text]:g}" for text in told), *(f"`{choice}`" for choice in choices)])
+    told = [text for text in found if found[text] != LONGEST_S and not (text == "at least" and "above" in found)]
+    return ", ".join([*(f"{text} {found[text]:.9g}" for text in told), *(f"`{choice}`" for choice in choices)])
 
 
 @functools.cache

@@ -410,7 +410,7 @@
 {{- end -}}
 {{- include "millrace.checkGateway" . -}}
 {{- if and .Values.apiKeys.secretName (eq .Values.tls.mode "off") (not .Values.apiKeys.allowPlaintext) -}}
-{{- fail "apiKeys.secretName: needs tls.mode certManager or secrets, or clients send their keys in plain text; if a Gateway or a mesh encrypts them up to the routers, set apiKeys.allowPlaintext=true" -}}
+{{- fail "apiKeys.secretName: needs tls.mode generated, certManager or secrets, or clients send their keys in plain text; if a Gateway or a mesh encrypts them up to the routers, set apiKeys.allowPlaintext=true" -}}
 {{- end -}}
 {{- if and .Values.apiKeys.secretName (not .Values.test.apiKey.secretName) -}}
 {{- fail "test.apiKey.secretName: required with apiKeys, or helm test is refused" -}}

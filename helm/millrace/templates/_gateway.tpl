@@ -19,7 +19,7 @@
 {{- if and $pool.enabled (not $pool.endpointPicker.name) -}}
 {{- fail "gateway.inferencePool.endpointPicker.name: required, an InferencePool always has one" -}}
 {{- end -}}
-{{- if or $routes $pool.enabled -}}
+{{- if or $routes $pool.enabled (eq $gateway.backendTLS.kind "policy") -}}
 {{- include "millrace.checkBackendTLS" . -}}
 {{- end -}}
 {{- end -}}

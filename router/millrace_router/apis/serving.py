@@ -127,7 +127,8 @@ async def serve(
 async def serve_blocks(
     inference: Inference, request: Request, kind: type[X], form_of: Callable[[X, Answer, Reading], AnswerFormat]
 ) -> Response:
-    wanted, ask = await read_ask(inference, request, kind)
+    with inference.counting("http"):
+        wanted, ask = await read_ask(inference, request, kind)
 
     def form(answer: Answer) -> AnswerFormat:
         return form_of(wanted, answer, Reading(answer, inference.tokenizer))

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from millrace.v1 import common_pb2, worker_pb2
@@ -75,11 +75,8 @@ class Inference:
         about = {"millrace.api": api, "millrace.tenant": who.tenant.name, "millrace.request_id": request_id}
         tracer, unread = self.backend.tracer, self.backend.config.limits.unread * ask.n
         span = tracer.begin("generate", who.traceparent, received, about, server=True)
-        try:
+        with self.counting(api, span):
             token_ids, sampling, places = await self._admit(ask, who.tenant, received)
-        except (Exception, asyncio.CancelledError) as error:
-            self._count(api, who.tenant, span, MillraceError.of(error) if isinstance(error, Exception) else gone())
-            raise
         route = tracer.begin("route", span.traceparent, received)
         route.end(asyncio.get_running_loop().time(), {"millrace.prompt_tokens": len(token_ids)})
         stream = Stream(lambda error: self._ended(stream, api, who.tenant, span, error), unread, self._rounds)
@@ -109,6 +106,15 @@ class Inference:
         model, page = self.model, max(self.model.layout.page_size, 1)
         cacheable = len(token_ids) // page * page if model.prefix_cache else 0
         return Answer(request_id, model.model, len(token_ids), thinking, stream, ignored, cacheable)
+
+    @contextlib.contextmanager
+    def counting(self, api: str, span: Span = Span("")) -> Iterator[None]:
+        """Count a request that ends in the block, before it has a stream."""
+        try:
+            yield
+        except (Exception, asyncio.CancelledError) as error:
+            self._count(api, caller.get().tenant, span, error if isinstance(error, Exception) else gone())
+            raise
 
     def _text(self, ask: Ask, thinking: bool) -> AnswerText:
         chat, keep_special = ask.prompt, ask.keep_special_tokens
@@ -200,13 +206,14 @@ class Inference:
             metrics.tenant_tokens.labels(tenant=tenant.name, direction=direction).inc(tokens)
         self._count(api, tenant, span, error, output)
 
-    def _count(self, api: str, tenant: Tenant, span: Span, error: MillraceError | None, output_tokens: int = 0) -> None:
-        status = "ok" if error is None else error.reason.lower()
+    def _count(self, api: str, tenant: Tenant, span: Span, error: Exception | None, output_tokens: int = 0) -> None:
+        told = None if error is None else MillraceError.of(error)
+        status = "ok" if told is None else told.reason.lower()
         metrics = self.backend.metrics
         metrics.requests.labels(api=api, status=status).inc()
         metrics.tenant_requests.labels(tenant=tenant.name, status=status).inc()
         about: Attributes = {"millrace.status": status, "millrace.output_tokens": output_tokens}
-        span.end(asyncio.get_running_loop().time(), about, "" if error is None else str(error))
+        span.end(asyncio.get_running_loop().time(), about, "" if told is None else str(told))
 
 
 def _least_outputs(ask: Ask, sampling: common_pb2.SamplingParams) -> int:

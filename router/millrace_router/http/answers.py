@@ -48,7 +48,7 @@ ANTHROPIC_TYPES = {
 
 def new_app(routes: Sequence[BaseRoute]) -> Starlette:
     """An app in which every exception gets an answer in this shape; uvicorn also logs the unexpected ones."""
-    kinds = (MillraceError, HTTPException, ClientDisconnect, Exception)
+    kinds = (MillraceError, HTTPException, Exception)
     app = Starlette(routes=routes, middleware=[Middleware(Tidy)], exception_handlers=dict.fromkeys(kinds, on_error))
     app.router.redirect_slashes = False
     return app
@@ -100,7 +100,7 @@ async def on_error(request: Request, error: Exception) -> Response:
             return Response(None, 204, error.headers)
         unknown = MillraceError(Reason.NOT_FOUND, f"{request.method} {cut(request.url.path)}: {error.detail}")
         return json_answer(_body(request, unknown), error.status_code, error.headers)
-    error = gone() if isinstance(error, ClientDisconnect) else MillraceError.of(error)
+    error = MillraceError.of(error)
     if request.method == "POST":
         caller.get().tenant.refused(error, request.scope.get(SIZE, 0), time.monotonic())
     headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else {}
@@ -152,9 +152,10 @@ async def read_body(
             async with asyncio.timeout_at(body_deadline(begun, 0, pace)) as limit:
                 await receive(lambda: limit.reschedule(body_deadline(begun, len(body), pace)))
         except TimeoutError:
-            slow = f"came slower than {BYTES_PER_S} bytes/s"
-            text = f"the body was not complete after {pace.timeout:g} s, or {slow}"
+            text = f"the body was not complete after {pace.timeout:g} s, or came slower than {BYTES_PER_S} bytes/s"
             raise MillraceError(Reason.DEADLINE_EXCEEDED, text) from None
+        except ClientDisconnect as error:
+            raise gone() from error
     data = bytes(body)
     if encoding := request.headers.get("content-encoding", ""):
         data = await asyncio.to_thread(encodings.decoded, data, encoding, most)

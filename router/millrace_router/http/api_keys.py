@@ -61,10 +61,12 @@ class ApiKey(Config):
 
 
 class KeyFile(Config):
-    keys: tuple[ApiKey, ...] = Field(min_length=1)
+    keys: tuple[ApiKey, ...]
 
     @model_validator(mode="after")
     def _distinct(self) -> KeyFile:
+        if not self.keys:  # beside a wrong key, `min_length` would also count those that are right
+            raise ValueError("keys: must have at least one")
         if len({key.sha256 for key in self.keys}) < len(self.keys):
             raise ValueError("keys: two have the same sha256")
         if len({key.name for key in self.keys}) < len({key.model_copy(update={"sha256": ""}) for key in self.keys}):
@@ -84,7 +86,7 @@ class Keys:
         self._tenants: dict[str, Tenant] = {}  # by name
         try:
             self._file = Reloaded("API keys", [path], lambda: self._load(path), on_reload, clock)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise OSError(f"api_keys: {error}") from error
 
     def tenant(self, authorization: str) -> Tenant:

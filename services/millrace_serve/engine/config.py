@@ -61,18 +61,6 @@ class Limits(DraftLimits):
     checks: tuple[Literal["checksum", "canary", "poison"], ...] = ()
 
     @property
-    def checksum(self) -> bool:
-        return "checksum" in self.checks
-
-    @property
-    def canary(self) -> bool:
-        return "canary" in self.checks
-
-    @property
-    def poison(self) -> bool:
-        return "poison" in self.checks
-
-    @property
     def max_pages_per_seq(self) -> int:
         return -(-self.max_model_len // self.page_size)
 
@@ -85,11 +73,6 @@ class Limits(DraftLimits):
     def table_width(self) -> int:
         """Entries of the page table for the longest sequence."""
         return self.max_pages_per_seq + self.pages_behind
-
-    @property
-    def shared_tokens(self) -> int:
-        """The most rows that a replica has for its part of a shared chunk."""
-        return shared_tokens(self.max_prefill_tokens)
 
     def length_class(self, tokens: int) -> int:
         """0 for prompts of at most half of a step's tokens; each further class has prompts four times as long."""

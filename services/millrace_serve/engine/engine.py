@@ -114,7 +114,7 @@ class Engine:
         """While a step runs: pages for prompts whose KV somebody offers. A freed page is poisoned between two steps, so
         with that check on prompts wait for the next one.
         """
-        if not self.config.poison:
+        if "poison" not in self.config.checks:
             self._scheduler.reserve()
             self._copy()
 
@@ -248,6 +248,6 @@ class Engine:
         step has written to them yet.
         """
         freed = self._scheduler.pages.cache.pool.freed
-        if freed and self.config.poison:
+        if freed and "poison" in self.config.checks:
             self.pool.scrub(freed)
         freed.clear()

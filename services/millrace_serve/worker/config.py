@@ -4,7 +4,7 @@ import enum
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from millrace_common.config import Config, OrAuto, Seconds
+from millrace_common.config import Config, LogLevel, OrAuto, Seconds
 from millrace_common.json_values import Json, JsonObject
 from millrace_common.model_files import read_object
 from millrace_common.spans import Tracing
@@ -73,7 +73,7 @@ class WorkerConfig(Execution):
     secret: Path | None = None  # file of the deployment's secret, the same on every router and worker
     tls: Tls | None = None  # of the gRPC port, and towards prefill workers; none: plain, like the metrics port
     tracing: Tracing = Tracing()
-    log_level: str = "INFO"
+    log_level: LogLevel = "INFO"
 
     @model_validator(mode="before")
     @classmethod

@@ -100,6 +100,7 @@ async def test_a_large_body_is_not_received_from_a_tenant_over_its_rate(keyed: C
     writer.write(head(5_000_000, f"authorization: Bearer {SECOND_KEY}"))
     status, error = await last_answer(reader)
     assert status == 429 and error["code"] == "rate_limited"
+    assert keyed.metric("millrace_requests_total", api="http", status="rate_limited") == 1
     writer.close()
 
 

@@ -241,7 +241,7 @@ def _read_to(client: socket.socket, mark: bytes) -> bytes:
 async def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_fault(pair: Cluster) -> None:
     """What an app raises, its server logs as a fault."""
     app = public_http.build(pair.router.inference, None)
-    scope = {"type": "http", "method": "POST", "path": "/tokenize", "query_string": b"", "headers": []}
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
     statuses = []
 
     async def receive() -> dict[str, str]:
@@ -251,7 +251,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_fault(pai
         statuses.append(message.get("status"))
 
     await app(scope, receive, send)
-    assert statuses[0] == 499
+    assert statuses[0] == 499 and pair.metric("millrace_requests_total", api="http", status="cancelled") == 1
 
 
 async def test_a_request_that_is_begun_while_another_runs_does_not_end_it(

@@ -24,6 +24,7 @@ from millrace_router.queue.tenant import caller
 
 SERVICE = "millrace.v1.Inference"
 P = TypeVar("P", bound=Proto)
+ALONE = contextlib.nullcontext()
 
 
 class InferenceService:
@@ -33,7 +34,7 @@ class InferenceService:
         self._clock = clock
 
     async def generate(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.GenerateResponse]:
-        with self._read(pb.GenerateRequest, data) as request:
+        with self._read(pb.GenerateRequest, data, self._inference.counting("grpc")) as request:
             request_id.set(request.request_id)
             answer = await self._inference.generate(to_ask(request, context.time_remaining()), "grpc")
         context.add_done_callback(lambda _: answer.stream.close(gone()))
@@ -82,17 +83,19 @@ class InferenceService:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     @contextlib.contextmanager
-    def _read(self, kind: type[P], data: bytes) -> Iterator[P]:
+    def _read(self, kind: type[P], data: bytes, outer: contextlib.AbstractContextManager[None] = ALONE) -> Iterator[P]:
         """Read a message, unless its tenant may begin no request now. The tenant is charged for a mistake that is found
-        in the block.
+        in the block. `outer`: around what comes before the block.
 
         Raises INVALID_ARGUMENT for malformed bytes, MESSAGE_TOO_LARGE for too many, RATE_LIMITED.
         """
         tenant = caller.get().tenant
-        tenant.check(time.monotonic(), requests=0)
         try:
-            validate.check_size(len(data), self._inference.backend.config.limits.message_bytes)
-            yield parse(kind.FromString, data)
+            with outer:
+                tenant.check(time.monotonic(), requests=0)
+                validate.check_size(len(data), self._inference.backend.config.limits.message_bytes)
+                message = parse(kind.FromString, data)
+            yield message
         except MillraceError as error:
             tenant.refused(error, len(data), time.monotonic())
             raise

@@ -61,7 +61,8 @@ def routes(inference: Inference) -> list[Route]:
 async def _generate(
     inference: Inference, kind: type[ChatRequest] | type[CompletionRequest], request: Request
 ) -> Response:
-    wanted, ask = await read_ask(inference, request, kind)
+    with inference.counting("http"):
+        wanted, ask = await read_ask(inference, request, kind)
     chat, logprobs = isinstance(wanted, ChatRequest), "logprobs" in ask.numbers
 
     def shape(answer: Answer) -> AnswerShape:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from millrace_kernels.backend import SMALL_TOKENS
 
-from millrace_serve.engine.config import Limits
+from millrace_serve.engine.config import Limits, shared_tokens
 from millrace_serve.engine.step.batch import ContextParallelChunk, HostBatch, SlotUpdates, StepBatch
 from millrace_serve.engine.step.graphs import graph_keys
 from millrace_serve.engine.step.sampling_batch import HostSampling, SamplingBatch
@@ -141,7 +141,7 @@ def batch_of(shape: StepShape, limits: Limits, dp: int = 1, *, graphs: bool = Fa
 
 def shared_batch(limits: Limits, dp: int, dp_rank: int) -> HostBatch:
     """The largest shared chunk, of replica 0, behind cached tokens."""
-    count = min(limits.shared_tokens * dp, limits.max_model_len - 1)
+    count = min(shared_tokens(limits.max_prefill_tokens) * dp, limits.max_model_len - 1)
     start = _prefix(limits, count)
     split = Split(0, dp_rank, dp, start, start + count)
     rows = tuple(map(split.num_rows, range(dp)))

@@ -116,8 +116,8 @@ def kv_layout(
         index_row_bytes=model.index_row_bytes(kv_dtype),
         latent_width=model.kv_lora_rank,
         rope_width=model.qk_rope_head_dim,
-        layout_id=SUMMED if limits.checksum else PLAIN,
-        canary=limits.canary,
+        layout_id=SUMMED if "checksum" in limits.checks else PLAIN,
+        canary="canary" in limits.checks,
         model_hash=model_hash,
     )
 

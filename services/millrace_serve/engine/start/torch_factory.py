@@ -121,7 +121,7 @@ def load_rank(
     with phases("memory"):
         config = limits.resolved(planner.pages(model))
         pool = KvPool.create(layout, config.num_pages, device)
-        if config.poison:
+        if "poison" in config.checks:
             pool.scrub(range(1, config.num_pages))
         copier = _copier(config, pool, device, dims)
     acceptance = execution.simulated_acceptance
@@ -155,7 +155,7 @@ def _copier(config: EngineConfig, pool: KvPool, device: torch.device, dims: Para
     if slots and dims.tp > 1:
         shared = share(dims.rank, dims.tp, dims.exchange, slots, page_bytes)
     if slots and device.type == "cuda":
-        return CudaCopier(pool, slots, shared, config.poison)
+        return CudaCopier(pool, slots, shared, "poison" in config.checks)
     return PageCopier(pool, slots, shared)
 
 

@@ -148,8 +148,8 @@ class BatchBuilder:
         self._config = config
         self._sent_pages = [0] * num_slots
         self._sampling = SamplingTable(num_slots)
-        self._canary = CanaryTracker(config) if config.canary else None
-        self._sums = SumTracker(config) if config.checksum else None
+        self._canary = CanaryTracker(config) if "canary" in config.checks else None
+        self._sums = SumTracker(config) if "checksum" in config.checks else None
         self._on_join = on_join
 
     def build(self, plan: Plan, num_queries: int = 1, split: Split | None = None) -> HostBatch:

@@ -180,7 +180,7 @@ class DecodeGraphs:
     def _step(self, key: Key) -> StepBatch[Tensor]:
         bucket, q = key
         step = StepBatch.decode(
-            self._slots[:bucket], q, self._state.max_pages, self._num_rows, self._sample_rows[: bucket * q]
+            self._slots[:bucket], q, self._state.page_table.shape[1], self._num_rows, self._sample_rows[: bucket * q]
         )
         step.all_decode = True
         if self._dp > 1:

@@ -52,10 +52,6 @@ class Slots:
         self.page_table = zeros(count, config.table_width, dtype=torch.int32)
         self._accepted = zeros(3, count)
 
-    @property
-    def max_pages(self) -> int:
-        return self.page_table.shape[1]
-
     def update(self, updates: SlotUpdates[Tensor]) -> None:
         self.page_table.index_put_((updates.page_slots, updates.page_indexes), updates.pages)
         self.capacity.index_copy_(0, updates.grown, updates.capacity)
