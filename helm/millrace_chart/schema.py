@@ -146,7 +146,7 @@ PODS = {  # keys of routers and workers
     "extraContainers": list_of(NAMED),
     "extraInitContainers": list_of(NAMED),
     "hostNetwork": BOOL,
-    "dnsPolicy": one_of("", "ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"),
+    "dnsPolicy": one_of("", "ClusterFirst", "ClusterFirstWithHostNet", "Default"),
     "resourceClaims": list_of(NAMED),
 }
 PEERS = list_of(

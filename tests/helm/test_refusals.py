@@ -118,7 +118,8 @@ def test_blank_value_is_the_empty_one() -> None:
 
     blank = tuple(f"{key}=null" for key in empty(values()) if key not in ("secret.secretName", "images.registry"))
     assert {"labels=null", "router.scheduling.affinity=null", "images.worker.digest=null"} <= set(blank)
-    assert rendered("cpu-tiny", *blank, GIVEN) == rendered("cpu-tiny", GIVEN)
+    for name in ("cpu-tiny", "hpa"):
+        assert rendered(name, *blank, GIVEN) == rendered(name, GIVEN)
 
 
 @pytest.mark.parametrize("of", OWNED)

@@ -76,7 +76,7 @@
 
 {{- define "millrace.checkScaling" -}}
 {{- $scaling := .values.autoscaling -}}
-{{- if and (eq $scaling.kind "keda") (not (regexMatch "^[0-9.e+]*$" (toString $scaling.target))) -}}
+{{- if and (eq $scaling.kind "keda") (not (regexMatch "^[0-9.e+]*$" (default "" $scaling.target | toString))) -}}
 {{- fail (printf "%s.autoscaling.target: KEDA takes a plain number, not %v" .name $scaling.target) -}}
 {{- end -}}
 {{- if and (ne $scaling.kind "keda") (default "" $scaling.query) -}}

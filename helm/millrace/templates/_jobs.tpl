@@ -145,7 +145,7 @@ spec:
     - name: compile
       image: {{ $pool.image.reference }}
       imagePullPolicy: {{ $pool.image.pullPolicy }}
-      command: [millrace, compile, --config, /etc/millrace/config/config.yaml, --model, {{ $pool.modelPath }}]
+      command: [millrace, compile, --config, /etc/millrace/config/config.yaml, --model, {{ $pool.modelPath | quote }}]
       env:
         {{- include "millrace.workerEnv" . | nindent 8 }}
       securityContext:

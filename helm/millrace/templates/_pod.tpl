@@ -150,7 +150,7 @@ affinity:
 - name: preflight
   image: {{ .image.reference }}
   imagePullPolicy: {{ .image.pullPolicy }}
-  command: [python3, /etc/millrace/config/preflight.py, --model, {{ include "millrace.modelPath" .model }}]
+  command: [python3, /etc/millrace/config/preflight.py, --model, {{ include "millrace.modelPath" .model | quote }}]
   args: {{ toJson .args }}
   {{- with .env }}
   env:
