@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 U32, U64 = 2**32 - 1, 2**64 - 1
+NOTHING = 2.0**-150  # messages have numbers of 32 bits, in which this and less is 0
 
 
 class Range(NamedTuple):
@@ -15,7 +16,7 @@ class Range(NamedTuple):
 
     def holds(self, value: float) -> bool:
         """NaN is in no range. Integers may have any number of digits."""
-        return (self.low < value if self.above else self.low <= value) and value <= self.high
+        return (self.low + NOTHING < value if self.above else self.low <= value) and value <= self.high
 
 
 NUMBERS = {  # the scalar fields of common.proto's SamplingParams

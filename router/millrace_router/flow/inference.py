@@ -10,7 +10,7 @@ import contextlib
 import functools
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace.v1 import common_pb2, worker_pb2
@@ -147,6 +147,19 @@ class Inference:
         admission.make_room(ask.n, places[0], len(token_ids), None if ask.timeout_s is None else ask.timeout_s - passed)
         tenant.begin(ask.n * len(token_ids), time.monotonic())
         return token_ids, sampling, places
+
+    async def prompt_tokens(self, ask: Ask) -> list[int]:
+        """The token ids that workers would get. Raises MillraceError."""
+        validate.check(ask, self.model, self.names, self.backend.config)
+        caller.get().tenant.take(time.monotonic())
+        return await self.tokenize(ask.prompt, self.model, ask.large)
+
+    async def text_of(self, model: str, field: str, ids: Sequence[int], keep_special: bool) -> str:
+        """The text of token ids, which the request has in `field`. Raises MillraceError."""
+        validate.check_model(model, self.names)
+        validate.check_ids(field, ids, self.model)
+        caller.get().tenant.take(time.monotonic())
+        return await asyncio.to_thread(self.tokenizer.decode, ids, keep_special)
 
     async def tokenize(self, prompt: Prompt | None, model: worker_pb2.WorkerInfo, large: bool = False) -> list[int]:
         """Token ids of a prompt that `validate.check_prompt` has passed. `large`: it takes long to render."""

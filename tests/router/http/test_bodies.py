@@ -17,8 +17,10 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from millrace.v1 import inference_pb2 as pb
 from millrace_common.reasons import Reason
 from millrace_router.apis import serving
+from millrace_router.apis.grpc import service
 from millrace_router.config import BodyLimits as Pace
 from millrace_router.config import RouterConfig
 from millrace_router.flow.bodies import Bodies
@@ -241,6 +243,7 @@ async def test_what_no_context_can_hold_is_refused_before_it_is_rendered(
     assert answer.json()["error"]["code"] == code, answer.text
 
 
+TURNS = {"chat": {"messages": HI * 200}}
 LARGE = {
     "/v1/chat/completions": {"messages": HI * 200, "max_tokens": 1},
     "/v1/completions": {"prompt": [1] * 510, "max_tokens": 1},
@@ -249,16 +252,33 @@ LARGE = {
     "/v1/messages/count_tokens": {"messages": HI * 200},
     "/tokenize": {"messages": HI * 200},
     "/detokenize": {"tokens": [64] * 510},
+    "Generate": pb.GenerateRequest(prompt=TURNS, sampling={"max_tokens": 1}),
+    "Tokenize": pb.TokenizeRequest(prompt=TURNS),
+    "Detokenize": pb.DetokenizeRequest(token_ids=[64] * 510),
 }
+
+
+async def answered_by(made: Cluster, path: str) -> None:
+    """Over HTTP, or by the method of gRPC."""
+    if path.startswith("/"):
+        answer = await made.http.post(path, json=LARGE[path])
+        assert answer.status_code == 200, answer.text
+    elif path == "Generate":
+        assert [response.index async for response in made.stub.Generate(LARGE[path])] == [0]
+    else:
+        await getattr(made.stub, path)(LARGE[path])
 
 
 @pytest.mark.parametrize("path", LARGE)
 async def test_the_event_loop_turns_while_a_large_body_is_read(
     pair: Cluster, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """Parser and template wait here until another request has been answered, so neither may wait on the loop."""
+    """What reads, renders and decodes it waits here until another request was answered, so nothing may do so on the
+    loop.
+    """
     monkeypatch.setattr(json_shape, "FEW", 100)
     monkeypatch.setattr(serving, "TINY", 100)
+    monkeypatch.setattr(service, "SMALL", 100)
     answered, waited = threading.Event(), []
 
     def slow(work: Callable) -> Callable:
@@ -269,16 +289,16 @@ async def test_the_event_loop_turns_while_a_large_body_is_read(
 
         return wait
 
-    monkeypatch.setattr(serving, "parse", slow(serving.parse))
-    tokenizer = pair.router.inference.tokenizer
-    monkeypatch.setattr(tokenizer, "render", slow(tokenizer.render))
-    asked = asyncio.create_task(pair.http.post(path, json=LARGE[path]))
+    makes = "decode" if "etokenize" in path else "render"
+    for owner, name in ((serving, "parse"), (service, "_prompt"), (pair.router.inference.tokenizer, makes)):
+        monkeypatch.setattr(owner, name, slow(getattr(owner, name)))
+    asked = asyncio.create_task(answered_by(pair, path))
     await pair.until(lambda: bool(waited))
     assert (await pair.http.get("/health")).status_code == 200
     answered.set()
-    answer = await asked
-    assert answer.status_code == 200, answer.text
-    assert waited == (["parse", "render"] if "messages" in LARGE[path] or "input" in LARGE[path] else ["parse"])
+    await asked
+    reads = "parse" if path.startswith("/") else "_prompt"
+    assert waited == {PATH: [reads], "Detokenize": [makes]}.get(path, [reads, makes])
 
 
 # ------------------------------------------------------------------------------------- encodings and texts
@@ -365,14 +385,11 @@ async def test_a_decoded_body_counts_with_all_that_it_became() -> None:
     assert counts == [len(packed), len(data) - len(packed)]
 
 
-async def test_a_byte_order_mark_is_no_part_of_the_body(pair: Cluster) -> None:
-    assert (await pair.http.post("/v1/completions", content=b"\xef\xbb\xbf" + BODY)).status_code == 200
-
-
 async def test_a_body_is_json_whatever_its_type_says(pair: Cluster) -> None:
+    """A byte order mark is no part of it."""
     for kind in ("application/json; charset=utf-8", "text/plain", "multipart/form-data", "x", None):
         headers = {} if kind is None else {"content-type": kind}
-        answer = await pair.http.post("/v1/completions", content=BODY, headers=headers)
+        answer = await pair.http.post("/v1/completions", content=b"\xef\xbb\xbf" + BODY, headers=headers)
         assert answer.status_code == 200, (kind, answer.text)
 
 
@@ -428,24 +445,16 @@ async def test_a_lone_surrogate_anywhere_is_refused_with_its_place(pair: Cluster
         assert "surrogate" not in pairs.text
 
 
+ODD = [b"\xff", b"\xed\xa0\x80", b"\xc3\xa9", b"\x01", b"\x00", b"\x7f", b"\\ud800", b"a\tb", b" ", b"x" * 4000]
+
+
 @pytest.mark.parametrize("name", ["x-request-id", "x-session-id", "traceparent", "content-type", "content-encoding"])
 async def test_no_header_is_a_fault_of_ours(name: str, pair: Cluster) -> None:
     """Any bytes; those that HTTP does not allow are refused by its parser."""
-    for value in (
-        b"\xff",
-        b"\xed\xa0\x80",
-        b"\xc3\xa9",
-        b"\x01",
-        b"\x00",
-        b"\x7f",
-        b"\\ud800",
-        b"a\tb",
-        b" ",
-        b"x" * 4000,
-    ):
-        reader, writer = await asyncio.open_connection("127.0.0.1", pair.router.ports["http"])
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n" % len(BODY)
-        writer.write(head + name.encode() + b": " + value + b"\r\n\r\n" + BODY)
+    for value in ODD:
+        reader, writer = await connect(pair)
+        line = f"{name}: ".encode() + value
+        writer.write(head(len(BODY), "connection: close", "ours").replace(b"ours", line) + BODY)
         status = int((await reader.read()).split(b" ", 2)[1])
         assert status in (200, 400, 415), (value, status)
         writer.close()

@@ -8,7 +8,6 @@ from millrace_router.apis.anthropic import objects
 from millrace_router.apis.anthropic.answers import MessageForm
 from millrace_router.apis.anthropic.types import CountRequest, MessagesRequest
 from millrace_router.apis.openai.objects import NamedEvent
-from millrace_router.apis.openai.tokens import prompt_tokens
 from millrace_router.apis.openapi import Post
 from millrace_router.apis.reading import Reading
 from millrace_router.apis.serving import named, read_ask, serve_blocks
@@ -33,7 +32,7 @@ def routes(inference: Inference) -> list[Route]:
     async def count_tokens(request: Request) -> Response:
         _, ask = await read_ask(inference, request, CountRequest)
         with named(ask.origins):
-            return json_answer({"input_tokens": len(await prompt_tokens(inference, ask))})
+            return json_answer({"input_tokens": len(await inference.prompt_tokens(ask))})
 
     return [
         Route("/v1/messages", messages, methods=["POST"]),

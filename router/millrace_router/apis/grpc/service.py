@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from operator import methodcaller
 from typing import TypeVar
 
@@ -23,8 +23,10 @@ from millrace_router.flow.stream import Delta, gone
 from millrace_router.queue.tenant import caller
 
 SERVICE = "millrace.v1.Inference"
+SMALL = 1 << 12  # bytes of a request that is read and rendered on the event loop
 P = TypeVar("P", bound=Proto)
 ALONE = contextlib.nullcontext()
+T = TypeVar("T")
 
 
 class InferenceService:
@@ -36,7 +38,10 @@ class InferenceService:
     async def generate(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.GenerateResponse]:
         with self._read(pb.GenerateRequest, data, self._inference.counting("grpc")) as request:
             request_id.set(request.request_id)
-            answer = await self._inference.generate(to_ask(request, context.time_remaining()), "grpc")
+            left_s, large = context.time_remaining(), len(data) > SMALL
+            with self._inference.counting("grpc"):
+                ask = await self._work(large, lambda: to_ask(request, left_s, large))
+            answer = await self._inference.generate(ask, "grpc")
         context.add_done_callback(lambda _: answer.stream.close(gone()))
         limit_s = self._inference.backend.config.timeouts.client
         with Patience(answer.stream, context, limit_s, self._clock or asyncio.get_running_loop()) as patience:
@@ -48,19 +53,14 @@ class InferenceService:
 
     async def tokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         with self._read(pb.TokenizeRequest, data) as request:
-            model, prompt = self._inference.model, _prompt(request.prompt)
-            validate.check_model(request.model, self._inference.names)
-            validate.check_prompt(prompt, model)
-            caller.get().tenant.take(time.monotonic())
-            return pb.TokenizeResponse(token_ids=await self._inference.tokenize(prompt, model))
+            large = len(data) > SMALL
+            ask = await self._work(large, lambda: Ask(model=request.model, prompt=_prompt(request.prompt), large=large))
+            return pb.TokenizeResponse(token_ids=await self._inference.prompt_tokens(ask))
 
     async def detokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
         with self._read(pb.DetokenizeRequest, data) as request:
-            validate.check_model(request.model, self._inference.names)
-            validate.check_ids("token_ids", request.token_ids, self._inference.model)
-            caller.get().tenant.take(time.monotonic())
-            text = self._inference.tokenizer.decode(request.token_ids, request.keep_special_tokens)
-            return pb.DetokenizeResponse(text=text)
+            given = request.model, "token_ids", request.token_ids, request.keep_special_tokens
+            return pb.DetokenizeResponse(text=await self._inference.text_of(*given))
 
     async def list_models(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.ListModelsResponse:
         with self._read(pb.ListModelsRequest, data):
@@ -82,6 +82,9 @@ class InferenceService:
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
+    async def _work(self, large: bool, work: Callable[[], T]) -> T:
+        return await self._inference.bodies.beside(work) if large else work()
+
     @contextlib.contextmanager
     def _read(self, kind: type[P], data: bytes, outer: contextlib.AbstractContextManager[None] = ALONE) -> Iterator[P]:
         """Read a message, unless its tenant may begin no request now. The tenant is charged for a mistake that is found
@@ -101,7 +104,7 @@ class InferenceService:
             raise
 
 
-def to_ask(request: pb.GenerateRequest, timeout_s: float | None) -> Ask:
+def to_ask(request: pb.GenerateRequest, timeout_s: float | None, large: bool = False) -> Ask:
     sampling = request.sampling
     return Ask(
         model=request.model,
@@ -118,6 +121,7 @@ def to_ask(request: pb.GenerateRequest, timeout_s: float | None) -> Ask:
         session_id=request.session_id,
         keep_s=request.keep_s,
         keep_special_tokens=request.keep_special_tokens,
+        large=large,
         timeout_s=timeout_s,
     )
 

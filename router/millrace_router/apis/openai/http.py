@@ -12,7 +12,7 @@ from millrace_router.apis.openai.chat import ChatRequest
 from millrace_router.apis.openai.objects import ModelObject, Text, Tokens
 from millrace_router.apis.openai.responses import ResponseForm
 from millrace_router.apis.openai.responses_request import ResponsesRequest
-from millrace_router.apis.openai.tokens import DetokenizeRequest, TokenizeRequest, prompt_tokens, text_of
+from millrace_router.apis.openai.tokens import DetokenizeRequest, TokenizeRequest
 from millrace_router.apis.openai.types import CompletionRequest
 from millrace_router.apis.serving import read, read_ask, serve, serve_blocks
 from millrace_router.flow.inference import Answer, Inference
@@ -40,12 +40,13 @@ def routes(inference: Inference) -> list[Route]:
 
     async def to_tokens(request: Request) -> Response:
         _, ask = await read_ask(inference, request, TokenizeRequest)
-        tokens = await prompt_tokens(inference, ask)
+        tokens = await inference.prompt_tokens(ask)
         return json_answer(Tokens(count=len(tokens), max_model_len=inference.model.max_context, tokens=tokens))
 
     async def to_text(request: Request) -> Response:
         wanted, *_ = await read(inference, request, DetokenizeRequest, lambda wanted: None)
-        return json_answer(Text(prompt=text_of(inference, wanted)))
+        text = await inference.text_of(wanted.model, "tokens", wanted.tokens, wanted.keep_special_tokens)
+        return json_answer(Text(prompt=text))
 
     return [
         Route("/v1/chat/completions", functools.partial(_generate, inference, ChatRequest), methods=["POST"]),

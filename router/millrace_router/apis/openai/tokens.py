@@ -1,16 +1,11 @@
 """/tokenize and /detokenize: a prompt to the token ids that workers get, and back."""
 
-import time
-
 from millrace_rpc.errors import FieldError
 
 from millrace_router.apis.openai.chat import Arguments, Conversation, FunctionTool, Turn
 from millrace_router.apis.openai.types import Asking, Strict
 from millrace_router.apis.parsing import Items
-from millrace_router.flow import validate
 from millrace_router.flow.ask import Ask, Prompt
-from millrace_router.flow.inference import Inference
-from millrace_router.queue.tenant import caller
 
 
 class TokenizeRequest(Asking):
@@ -41,17 +36,3 @@ class DetokenizeRequest(Strict):
     """Token ids."""
     keep_special_tokens: bool = True
     """Special tokens are part of the text."""
-
-
-async def prompt_tokens(inference: Inference, ask: Ask) -> list[int]:
-    """The token ids that workers would get."""
-    validate.check(ask, inference.model, inference.names, inference.backend.config)
-    caller.get().tenant.take(time.monotonic())
-    return await inference.tokenize(ask.prompt, inference.model, ask.large)
-
-
-def text_of(inference: Inference, wanted: DetokenizeRequest) -> str:
-    validate.check_model(wanted.model, inference.names)
-    validate.check_ids("tokens", wanted.tokens, inference.model)
-    caller.get().tenant.take(time.monotonic())
-    return inference.tokenizer.decode(wanted.tokens, wanted.keep_special_tokens)

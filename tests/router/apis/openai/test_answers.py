@@ -48,12 +48,8 @@ def entry(tokenizer: Tokenizer, token: int, others: Sequence[int]) -> common_pb2
 
 def deltas(tokenizer: Tokenizer, pieces: list[list[int]], tops: list[list[int]], stops: list[str], keep: bool) -> list:
     """As they come for these outputs."""
-    text, made, count, tops = (
-        AnswerText(tokenizer, MessageParser.of_plain_text(), stops, keep_special=keep),
-        [],
-        0,
-        [*tops],
-    )
+    text = AnswerText(tokenizer, MessageParser.of_plain_text(), stops, keep_special=keep)
+    made, count, tops = [], 0, [*tops]
     for i, piece in enumerate([*pieces, []]):
         said, used = text.push(piece)
         ended = text.stopped or i == len(pieces)

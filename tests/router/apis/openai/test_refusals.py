@@ -54,6 +54,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [  # path, fields, the nam
     (CHAT, {"messages": [CALLED | {"role": "user", "content": ""}]}, "messages[0].tool_calls", "assistant"),
     (CHAT, {"messages": [*HELLO, {"role": "function", "name": "f", "content": "x"}]}, "messages[1].role", "must be"),
     (CHAT, says({"type": "text", "text": "x"}, {"type": "image_url"}), "messages[0].content[1].type", ""),
+    (CHAT, {"response_format": {"type": "json_object"}, "top_p": 1e-46}, "top_p", "must be above 0"),  # 0 in 32 bits
+    (CHAT, {"repetition_penalty": 2.0**-150}, "repetition_penalty", "must be above 0"),
     (CHAT, {"top_logprobs": 1}, "top_logprobs", "needs logprobs"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", ""),
     (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", ""),
