@@ -1,6 +1,7 @@
 """The load generator's own gRPC client: nothing that it counts depends on how the bytes were cut."""
 
 import asyncio
+import io
 
 import pytest
 from hypothesis import given
@@ -9,16 +10,6 @@ from millrace_bench import frames
 
 MESSAGES = st.lists(st.binary(max_size=40), min_size=1, max_size=8)
 CUTS = st.lists(st.integers(1, 60), max_size=60)
-
-
-class Wire:
-    """A transport that remembers what was written."""
-
-    def __init__(self) -> None:
-        self.written = b""
-
-    def write(self, data: bytes) -> None:
-        self.written += data
 
 
 def pieces(data: bytes, sizes: list[int]) -> list[bytes]:
@@ -44,11 +35,11 @@ def test_messages_are_counted_however_they_are_cut(
     """Into DATA frames by the server, and into reads by the network; settings, pings and other frames between."""
 
     async def run() -> None:
-        connection, wire = frames.Connection("/a.B/C"), Wire()
+        connection, wire = frames.Connection("/a.B/C"), io.BytesIO()
         connection.connection_made(wire)  # type: ignore[arg-type]
         task = asyncio.create_task(connection.call(b"question"))
         await asyncio.sleep(0)
-        assert wire.written.startswith(frames.PREFACE) and wire.written.endswith(prefixed(b"question"))
+        assert wire.getvalue().startswith(frames.PREFACE) and wire.getvalue().endswith(prefixed(b"question"))
         answer = frame(frames.SETTINGS, 0, 0) + frame(frames.HEADERS, frames.END_HEADERS, 1, b"\x88")
         for payload in pieces(b"".join(map(prefixed, messages)), data_cuts):
             answer += frame(frames.DATA, 0, 1, payload) + frame(frames.PING, 0, 0, b"12345678")
@@ -58,22 +49,22 @@ def test_messages_are_counted_however_they_are_cut(
             connection.data_received(piece)
         call = await task
         assert (call.messages, call.last) == (len(messages), messages[-1])
-        assert wire.written.count(frame(frames.PING, frames.ACK, 0, b"12345678")) == answer.count(b"12345678")
+        assert wire.getvalue().count(frame(frames.PING, frames.ACK, 0, b"12345678")) == answer.count(b"12345678")
 
     asyncio.run(run())
 
 
 async def test_requests_wait_for_the_servers_window() -> None:
-    connection, wire = frames.Connection("/a.B/C"), Wire()
+    connection, wire = frames.Connection("/a.B/C"), io.BytesIO()
     connection.connection_made(wire)  # type: ignore[arg-type]
     question = bytes(frames.LARGEST_REQUEST)
     tasks = [asyncio.create_task(connection.call(question)) for _ in range(4)]
     await asyncio.sleep(0)
-    assert wire.written.count(question) == 3, "64 KiB less one byte"
+    assert wire.getvalue().count(question) == 3, "64 KiB less one byte"
     connection.data_received(frame(frames.WINDOW_UPDATE, 0, 0, (1 << 14).to_bytes(4, "big")))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert wire.written.count(question) == 4
+    assert wire.getvalue().count(question) == 4
     connection.data_received(frame(frames.RST_STREAM, 0, 1, (7).to_bytes(4, "big")))
     connection.connection_lost(None)
     for task in tasks:

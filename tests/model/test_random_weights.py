@@ -1,8 +1,12 @@
 import pytest
 import torch
+from millrace_bench import v3
 from millrace_kernels.fp8 import Fp8, dequant_blocks
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
-from millrace_serve.model.quantised import FP8, PLAIN
+from millrace_serve.model.config import ModelConfig
+from millrace_serve.model.deepseek_v3 import DeepseekV3
+from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.quantised import FP8, PLAIN, Kept, plain
 from millrace_serve.model.weights import Part
 
 CPU = torch.device("cpu")
@@ -25,6 +29,13 @@ def test_stacks_parts_and_vectors() -> None:
     assert isinstance(stacked, Fp8) and stacked.data.shape == (3, 512, 128) and stacked.scales.shape == (3, 4, 1)
     assert torch.equal(weights.tensor("a.bias", (4,), dtype=torch.float32), torch.zeros(4))
     assert torch.equal(weights.tensor("norm.weight", (4,)), torch.ones(4, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("kept", [PLAIN, FP8])
+def test_steps_and_prompts_have_the_same_weights(kept: Kept) -> None:
+    config = ModelConfig(num_hidden_layers=1, **{**v3.V3, **v3.TINY})
+    mla = DeepseekV3(RandomWeights(CPU, torch.bfloat16, kept), config, ParallelDims()).layers[0].self_attn
+    assert torch.equal(torch.cat((mla.w_uk, mla.w_uv), 1).flatten(0, 1), plain(mla.kv_b_proj, torch.bfloat16))
 
 
 def test_seed_gives_the_same_weights_again() -> None:

@@ -17,17 +17,10 @@ from millrace_rpc.client import channel
 from millrace_rpc.server import LIVENESS, NOT_SERVING, SERVING, Server
 from millrace_rpc.tls import Identity
 from millrace_testing.certificates import Authority
+from router.harness import Clock
 from rpc.conftest import NAME, Inference
 
 REQUEST = inference_pb2.TokenizeRequest()
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import json
 import random
 import tracemalloc
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -176,23 +177,13 @@ BROKEN = {
 }
 
 
-class Ticks:
-    """Each look at it takes a hundredth of the time that a rendering has."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += CPU_S / 100
-        return self.now
-
-
 @pytest.fixture
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Renderings end behind a few rounds, on however slow a machine."""
+    """Each look at the clock takes a hundredth of a rendering's time: renderings end behind a few rounds."""
     monkeypatch.setattr(limited_template, "MOST_CHARACTERS", 1 << 20)
     made = LimitedEnvironment.__init__
-    monkeypatch.setattr(LimitedEnvironment, "__init__", lambda self, **options: made(self, Ticks(), **options))
+    clock = count(0, CPU_S / 100).__next__
+    monkeypatch.setattr(LimitedEnvironment, "__init__", lambda self, **options: made(self, clock, **options))
 
 
 @pytest.mark.usefixtures("ticking")
