@@ -61,7 +61,7 @@ class Control:
             "word": [(own, _mixed(said, other, 1)) for (own, said), (_, other) in pairs],
         }
         texts = [*plain, *itertools.chain.from_iterable(planted.values())]
-        asked = [("".join(prompt), said, _places(said, 0, PLACES, _middle(said))) for prompt, said in texts]
+        asked = [("".join(prompt), said, sorted({*_places(said, 0, PLACES), _middle(said)})) for prompt, said in texts]
         found = [[one for one in each if one is not None] for each in await self._ask(kind, asked, JUDGING_S)]
         least = max((usual.largest for usual in self._usual.values()), default=0.0)
         usual = self._usual[kind] = Usual.of([one for each in found[: len(plain)] for one in each], least)
@@ -122,10 +122,10 @@ class Control:
         return found
 
 
-def _places(said: Sequence[str], first: int, most: int, also: int = 0) -> list[int]:
-    """Of words, from the first place on, at most so many; `also` is among them if it is one."""
+def _places(said: Sequence[str], first: int, most: int) -> list[int]:
+    """Of words, from the first place on, at most so many."""
     places = [at for at in range(first, len(said)) if WORD.fullmatch(said[at])]
-    return sorted({*places[:: -(-len(places) // most) or 1], *({also} & set(places))})
+    return places[:: -(-len(places) // most) or 1]
 
 
 def _middle(said: Sequence[str]) -> int:

@@ -25,7 +25,6 @@ from millrace_router.queue.tenant import caller
 SERVICE = "millrace.v1.Inference"
 SMALL = 1 << 12  # bytes of a request that is read and rendered on the event loop
 P = TypeVar("P", bound=Proto)
-ALONE = contextlib.nullcontext()
 T = TypeVar("T")
 
 
@@ -36,10 +35,11 @@ class InferenceService:
         self._clock = clock
 
     async def generate(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.GenerateResponse]:
-        with self._read(pb.GenerateRequest, data, self._inference.counting("grpc")) as request:
-            request_id.set(request.request_id)
-            left_s, large = context.time_remaining(), len(data) > SMALL
+        with self._charged(data):
             with self._inference.counting("grpc"):
+                request = self._read(pb.GenerateRequest, data)
+                request_id.set(request.request_id)
+                left_s, large = context.time_remaining(), len(data) > SMALL
                 ask = await self._work(large, lambda: to_ask(request, left_s, large))
             answer = await self._inference.generate(ask, "grpc")
         context.add_done_callback(lambda _: answer.stream.close(gone()))
@@ -52,18 +52,21 @@ class InferenceService:
                 patience.away = False
 
     async def tokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
-        with self._read(pb.TokenizeRequest, data) as request:
+        with self._charged(data):
+            request = self._read(pb.TokenizeRequest, data)
             large = len(data) > SMALL
             ask = await self._work(large, lambda: Ask(model=request.model, prompt=_prompt(request.prompt), large=large))
             return pb.TokenizeResponse(token_ids=await self._inference.prompt_tokens(ask))
 
     async def detokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
-        with self._read(pb.DetokenizeRequest, data) as request:
+        with self._charged(data):
+            request = self._read(pb.DetokenizeRequest, data)
             given = request.model, "token_ids", request.token_ids, request.keep_special_tokens
             return pb.DetokenizeResponse(text=await self._inference.text_of(*given))
 
     async def list_models(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.ListModelsResponse:
-        with self._read(pb.ListModelsRequest, data):
+        with self._charged(data):
+            self._read(pb.ListModelsRequest, data)
             model = self._inference.model
         entries = [
             pb.Model(name=name, max_context=model.max_context, vocab_size=model.vocab_size)
@@ -85,22 +88,22 @@ class InferenceService:
     async def _work(self, large: bool, work: Callable[[], T]) -> T:
         return await self._inference.bodies.beside(work) if large else work()
 
-    @contextlib.contextmanager
-    def _read(self, kind: type[P], data: bytes, outer: contextlib.AbstractContextManager[None] = ALONE) -> Iterator[P]:
-        """Read a message, unless its tenant may begin no request now. The tenant is charged for a mistake that is found
-        in the block. `outer`: around what comes before the block.
+    def _read(self, kind: type[P], data: bytes) -> P:
+        """A message, unless its tenant may begin no request now.
 
         Raises INVALID_ARGUMENT for malformed bytes, MESSAGE_TOO_LARGE for too many, RATE_LIMITED.
         """
-        tenant = caller.get().tenant
+        caller.get().tenant.check(time.monotonic(), requests=0)
+        validate.check_size(len(data), self._inference.backend.config.limits.message_bytes)
+        return parse(kind.FromString, data)
+
+    @contextlib.contextmanager
+    def _charged(self, data: bytes) -> Iterator[None]:
+        """The tenant is charged for a mistake that is found in the block."""
         try:
-            with outer:
-                tenant.check(time.monotonic(), requests=0)
-                validate.check_size(len(data), self._inference.backend.config.limits.message_bytes)
-                message = parse(kind.FromString, data)
-            yield message
+            yield
         except MillraceError as error:
-            tenant.refused(error, len(data), time.monotonic())
+            caller.get().tenant.refused(error, len(data), time.monotonic())
             raise
 
 

@@ -94,6 +94,7 @@ async def test_a_malformed_body_is_refused_with_its_field(pair: Cluster) -> None
         b'{"prompt": "x", "n": 1%s}' % (b"0" * 400): "n must be between 1 and",
         b'{"prompt": "x", "seed": 1%s}' % (b"0" * 400): "seed must be between 0 and",
         b'{"prompt": ["x", "y"]}': "must be one prompt",
+        b'{"prompt": "x", "0": 1}': '["0"] is unknown or not supported',
         b'{"prompt": "x", "logit_bias": {"a": 1}}': "logit_bias.a is not a token id",
         b'{"prompt": "x", "logit_bias": {"5": 1, "05": 2}}': 'logit_bias["05"] is not a token id',
         b'{"prompt": "x", "logit_bias": {" 5": 1}}': 'logit_bias[" 5"] is not a token id',
