@@ -125,6 +125,7 @@ class Driver:
         self.reserved: dict[RequestId, KvReserved] = {}
         self.served: dict[RequestId, KvChunk] = {}  # answers to Serve
         self.arrived: dict[RequestId, int] = {}  # first tokens that the other worker sampled
+        self.preempted: set[RequestId] = set()  # perhaps before a step used their pages
 
     def submit(self, *requests: Request) -> None:
         for request in requests:
@@ -137,6 +138,7 @@ class Driver:
 
     def step(self) -> Events:
         events = self.engine.step()
+        self.preempted |= {id for id, seq in self.here.live.items() if seq.preempted}
         for output in events.outputs:
             self._take(output)
         for part in events.chunks:
