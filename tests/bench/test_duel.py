@@ -6,7 +6,7 @@ import json
 import random
 import re
 from collections.abc import AsyncIterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,9 @@ from millrace_bench.duel.evidence import WORD, Judged
 from millrace_bench.duel.faults import TIMETABLE, timetable
 from millrace_bench.duel.judge import HUNG, Key, compare, conclude, error_free_s
 from millrace_bench.duel.load import NO_WORDS, QUOTE, Clients, write_model
-from millrace_bench.duel.parts import Layout
+from millrace_bench.duel.parts import Layout, Part, Running
 from millrace_bench.pd_load import Load, Segment
+from millrace_cli.cluster import StartError
 from millrace_load.clients import Job, Sample
 from millrace_rpc.http_server import HttpServer
 from millrace_testing.paths import ROOT
@@ -118,8 +119,7 @@ def test_the_timetable_is_published() -> None:
 def test_each_fault_has_a_victim_once(server: str, tmp_path: Path) -> None:
     found = timetable(layout(server, tmp_path).parts)
     assert [victim.name if victim else "" for _, victim in found] == STRUCK[server]
-    names = [fault.name for fault, _ in found]
-    assert names == [name for name in ALL if name in names] and "leave" in names
+    assert "leave" in (names := [fault.name for fault, _ in found]) and names == sorted(names, key=ALL.index)
 
 
 @pytest.mark.parametrize("server", duel.SERVERS)
@@ -130,9 +130,7 @@ def test_parts_listen_on_ports_of_their_own_and_runs_are_apart(server: str, tmp_
     assert len({part.ready for part in made.parts}) == len(made.parts) and all(part.metrics for part in workers)
     assert made.apart(1) != made.apart(2)
     words = " ".join(word for part in made.parts for word in part.command)
-    asked = (
-        ("kv_dtype=fp8", "device=cuda") if server.startswith("millrace") else ("--watchdog-timeout 9", "--load-format")
-    )
+    asked = ("kv_dtype=fp8", "device=cuda") if "millrace" in server else ("--watchdog-timeout 9", "--load-format")
     assert all(word in words for word in (*asked, str(tmp_path / "duel"), "600"))
 
 
@@ -213,8 +211,7 @@ ANSWERS: dict[str, tuple[list[dict[str, object]] | Response, str, str]] = {  # t
 async def completions(request: Request) -> Response:
     """What the field `user` names."""
     body = await request.json()
-    name = body["user"]
-    found, _, _ = ANSWERS[name]
+    found, _, _ = ANSWERS[name := body["user"]]
     if isinstance(found, Response):
         return found
     assert body["cache_salt"] == "run-5" and body["temperature"] == 0.0 and body["stream"] is True
@@ -232,14 +229,12 @@ async def completions(request: Request) -> Response:
 @pytest.mark.parametrize("name", ANSWERS)
 async def test_an_answer_of_sglang(name: str, tmp_path: Path) -> None:
     server = HttpServer(Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])]))
-    port = server.start("127.0.0.1:0")
-    found = Layout((), f"http://127.0.0.1:{port}", 1, sglang.HELD, layout("sglang-single", tmp_path).apart)
-    clients = Clients(found, [], ["greedy"], 0.5 if name == "hung" else 60.0, number=5)
+    url, apart = f"http://127.0.0.1:{server.start('127.0.0.1:0')}", layout("sglang-single", tmp_path).apart
+    made = Layout((), url, 1, sglang.HELD, apart)
+    clients = Clients(made, [], ["greedy"], 0.5 if name == "hung" else 60.0, number=5)
     clients._fields[0]["user"] = name
-    one = Sample(0.0)
-    await clients.send(Job(0, " x", 3, 7), one)
-    await clients.close()
-    await server.stop()
+    await clients.send(Job(0, " x", 3, 7), one := Sample(0.0))
+    await asyncio.gather(clients.close(), server.stop())
     whole, (_, text, error) = name == "whole", ANSWERS[name]
     assert (one.text, one.error, one.answered) == (text, error, whole) and clients.seen == {(0, 0): one}
     assert not whole or (one.prompt_tokens, one.cached_tokens, one.output_tokens) == (9, 8, 3)
@@ -282,9 +277,13 @@ def test_aiperf_sends_the_requests_of_our_client(tmp_path: Path) -> None:
     ("command", "limit_s", "why"),
     [("echo no model; exit 3", 60.0, r"exit code 3\. .*no model"), ("sleep 600", 0.0, "not done after 0 s")],
 )
-async def test_why_aiperf_has_no_figures(command: str, limit_s: float, why: str, tmp_path: Path) -> None:
+async def test_why_aiperf_or_a_server_has_no_figures(command: str, limit_s: float, why: str, tmp_path: Path) -> None:
     row = await aiperf.report(["sh", "-c", command], tmp_path, limit_s)
     assert list(row) == ["why"] and re.match(why, row["why"], re.DOTALL)
+    part = Part("router", "router", ["sh", "-c", command], "http://127.0.0.1:9/")
+    with pytest.raises(StartError, match=r"(?s)not ready after \d s\." + (".*no model" if limit_s else "")):
+        async with Running(replace(layout("sglang-single", tmp_path), parts=[part]), tmp_path, limit_s).running():
+            raise AssertionError("it serves")
 
 
 # ------------------------------------------------------------------------------------- small, whole

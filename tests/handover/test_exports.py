@@ -98,8 +98,7 @@ async def test_fetch_of_an_unknown_attempt_ends_as_not_found() -> None:
 
 @run
 async def test_heartbeats_renew_a_lease_up_to_its_maximum() -> None:
-    bench = Bench(lease=6.0)
-    bench.exports.expect(ID, 0)
+    bench = Bench(expects=0, lease=6.0)
     bench.publish(0, last=True)
     fetch = asyncio.create_task(bench.fetch())
     await asyncio.sleep(15)

@@ -70,12 +70,12 @@ class Duel:
                 await self._disturbed(self._args.disturbed)
 
     async def _undisturbed(self, load: Load) -> None:
-        await self._new().burst(load, WARMING, WARMING)
+        # The batches of the highest rate compile kernels before any row counts.
+        await self._new().load(Segment(load, max(load.rates), self._args.seconds / 2, seed=len(load.rates)))
         for seed, rate in enumerate(load.rates):
             segment = Segment(load, rate, self._args.seconds, seed)
             with busiest_gpus() as gpus:
-                clients = self._new()
-                start = await clients.load(segment)
+                start = await (clients := self._new()).load(segment)
             samples = list(clients.seen.values())
             row = segment.row(samples, start, self._slo)
             row |= {"watts": [gpu["power_w"] for gpu in gpus], "mhz": [gpu["sm_mhz"] for gpu in gpus]}
@@ -150,8 +150,7 @@ def run(args: Namespace, folder: Path) -> Record:
 
 
 def parsed(argv: Sequence[str] | None = None) -> Namespace:
-    made = parser()
-    args = made.parse_args(argv)
+    args = (made := parser()).parse_args(argv)
     if args.aiperf and shutil.which(args.aiperf) is None:
         made.error(f"--aiperf: no program {args.aiperf} (`make peers` makes build/peers/aiperf/bin/aiperf)")
     if args.disturbed and (args.disturbed.turns > 1 or len(args.disturbed.rates) > 1):

@@ -73,14 +73,15 @@ class Running:
             await self._http.aclose()
 
     async def begin(self) -> None:
-        """From nothing, also where a fault has left parts that do not come back. StartError: not within the limit."""
+        """From nothing, also where a fault has left parts that do not come back. StartError: one ended or was late."""
+        began = time.monotonic()
         await asyncio.gather(*map(self.kill, self.parts))
         for routers in (False, True):
             parts = [part for part in self.parts if (part.role == ROUTER) is routers]
             await asyncio.gather(*map(self.start, parts))
             if not await self.whole(parts):
                 late = "\n".join(self.processes[part.name].end_of_log(20) for part in parts)
-                raise StartError(f"not ready after {self._limit_s:.0f} s.\n{late}")
+                raise StartError(f"not ready after {time.monotonic() - began:.0f} s.\n{late}")
 
     async def start(self, part: Part) -> None:
         await self.processes[part.name].start(shell(part.command))  # ports are fixed: a part comes back on its own
