@@ -67,6 +67,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_runtest_teardown() -> None:
+    if not gc.get_freeze_count():  # a bench has thawed what was imported
+        gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def patient_checkers() -> Iterator[None]:
     """The processes that compile grammars are nicer than this one: a busy machine may give them no time for minutes."""

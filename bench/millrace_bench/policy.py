@@ -54,6 +54,7 @@ def run(settings: Settings) -> Record:
         "hash_us": asdict(Summary.of([_micros(lambda: page_hashes(tokens, PAGE_SIZE)) for _ in range(200)])),
         "memory": [_memory(settings, "kv", _fill_kv), _memory(settings, "prefix", _fill_prefix)],
     }
+    gc.unfreeze()
     return Record("policy", asdict(settings), results)
 
 
@@ -85,7 +86,6 @@ def _decisions(s: Settings, policy: Policy, limits: bool) -> dict[str, Any]:
         times.append((time.thread_time_ns() - start_cpu) / 1e3)
         elapsed.append((time.perf_counter_ns() - start) / 1e3)
         view = _report(view, rng)
-    gc.unfreeze()
     return {
         "policy": str(policy),
         "limits": limits,

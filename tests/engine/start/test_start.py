@@ -74,13 +74,10 @@ def test_capture_is_not_interrupted_by_collections(collector: bool) -> None:
 
     config = LIMITS.resolved(9)
     one = DecodeGraphs(Watching(), lambda bucket: forward, Slots(config, torch.device("cpu")), (1, 3))
-    gc.unfreeze()
-    try:
-        one.capture(collector)
-        assert during == [collector] * 2 and gc.isenabled()
-        assert (gc.get_freeze_count() == 0) is collector
-    finally:
-        gc.unfreeze()
+    frozen = gc.get_freeze_count()
+    one.capture(collector)
+    assert during == [collector] * 2 and gc.isenabled()
+    assert (gc.get_freeze_count() <= frozen) is collector
 
 
 @pytest.mark.parametrize(("drafts", "buckets", "number"), [(0, (1, 2), 3), (2, (1, 2), 6), (2, (3,), 6)])
@@ -145,5 +142,4 @@ def test_capture_that_fails_leaves_the_collector_on() -> None:
     with pytest.raises(ZeroDivisionError), graphs.without_collector():
         assert not gc.isenabled()
         raise ZeroDivisionError
-    gc.unfreeze()
     assert gc.isenabled()
