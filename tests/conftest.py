@@ -33,6 +33,7 @@ with contextlib.suppress(ImportError):  # GPU hosts have no hypothesis
     settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy")
 
+THAWED: list[None] = []  # calls of gc.unfreeze by the test that runs
 TOGETHER = ("tests/e2e/", "tests/helm/")  # one cluster at a time; who has rendered a chart has it for all other tests
 
 
@@ -68,7 +69,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_teardown() -> None:
-    if not gc.get_freeze_count():  # a bench has thawed what was imported
+    if THAWED:
+        THAWED.clear()
         gc.freeze()
 
 
@@ -77,6 +79,7 @@ def patient_checkers() -> Iterator[None]:
     """The processes that compile grammars are nicer than this one: a busy machine may give them no time for minutes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("millrace_common.grammar.checker.WAIT_S", HANG_S)
+        patch.setattr(gc, "unfreeze", lambda thaw=gc.unfreeze: THAWED.append(thaw()))
         yield
 
 

@@ -316,9 +316,8 @@ async def test_message_malformed_is_refused_at_any_place_of_a_call(
 ) -> None:
     """At the beginning of a call, and later: some calls look at the next message only when a wait has ended."""
     prefill, _ = pair
-    hello = worker_pb2.LinkHello(router_id="r", epoch=prefill.epoch)
     first = {
-        "PrefillService/Link": prefill_pb2.PrefillLinkRequest(hello=hello),
+        "PrefillService/Link": prefill_pb2.PrefillLinkRequest(hello={"router_id": "r", "epoch": prefill.epoch}),
         "KvService/Fetch": kv_pb2.FetchRequest(
             open=kv_pb2.FetchOpen(id={"room": 5}, epoch=prefill.epoch, fingerprint=(await prefill.source()).fingerprint)
         ),
@@ -339,7 +338,7 @@ async def test_message_malformed_is_refused_at_any_place_of_a_call(
 
     bad = (b"\xff", b"\n\x04\x12\x02\xff\xfe", b"\x12")  # wire type, UTF-8, length
     later = [(first.SerializeToString(), one) for one in bad] if first is not None else []
-    await asyncio.gather(*(refused(one) for one in bad), *(refused(*each) for each in later))
+    await asyncio.gather(*map(refused, bad), *itertools.starmap(refused, later))
     assert "Traceback" not in caplog.text
 
 
