@@ -20,7 +20,7 @@ from millrace_router.apis.grpc import service as grpc_service
 from millrace_router.apis.openai.answers import AnswerShape
 from millrace_router.apis.openai.responses import ResponseForm
 from millrace_router.flow.heartbeat import Heartbeat
-from millrace_router.flow.stream import Delta
+from millrace_router.flow.stream import Delta, ReaderState
 from millrace_router.http.guard import GrpcGuard, HttpGuard
 from millrace_router.queue.tenant import DEFAULT
 from millrace_rpc.errors import from_rpc_error
@@ -240,7 +240,7 @@ async def test_a_grpc_client_of_a_silent_worker_is_not_slow(made: Cluster) -> No
         while len(got) < 2:
             got += (await call.read()).token_ids
         (stream,) = made.router.inference.active
-        await made.until(lambda: stream._turn is not None)
+        await made.until(lambda: stream._reader is ReaderState.WAITS)
         clock.run_to(3 * LIMIT_S)
         assert made.router.inference.active and not made.workers[0].aborted
     await made.quiet()
