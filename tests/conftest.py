@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import glob
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -84,6 +85,8 @@ def patient_checkers() -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    root = logging.getLogger()  # the stderr that an entry point has found in a test before is closed
+    root.handlers[:] = [one for one in root.handlers if not getattr(getattr(one, "stream", None), "closed", False)]
     if item.get_closest_marker("gpu"):
         import torch  # most tests need none
 

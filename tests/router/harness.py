@@ -101,9 +101,10 @@ class Cluster:
     async def settled(self) -> None:
         """Every worker has reported its load since the latest request ended: no choice depends on when."""
         await self.quiet()
+        known = [(worker, worker.load) for worker in self.router.registry.workers.values()]
         for worker in self.workers:
             worker.change()
-        await self.until(lambda: not any(worker._sent for worker in self.router.registry.workers.values()))
+        await self.until(lambda: not any(worker._sent or worker.load is old for worker, old in known))
 
 
 def request_of(ids: list[int], max_tokens: int = 8, n: int = 1, **sampling: int) -> inference_pb2.GenerateRequest:

@@ -35,7 +35,8 @@ async def test_duties_are_roles_to_requests(cluster: Callable) -> None:
     await made.settled()
     first.change(duty=ON_DECODE)
     second.change(duty=ON_PREFILL)
-    await made.settled()
+    known, duties = made.router.registry.workers, {first.epoch: ON_DECODE, second.epoch: ON_PREFILL}
+    await made.until(lambda: {one.epoch: one.duty for one in known.values()} == duties)
     assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
     assert len(second.exports) == 1 and first.sources[1].epoch == second.epoch
     await made.quiet()

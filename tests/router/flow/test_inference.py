@@ -222,11 +222,9 @@ async def test_only_the_continuations_that_were_served_are_paid_for(cluster: Cal
 
 
 async def test_attempts_that_workers_refuse_cost_nothing(cluster: Callable) -> None:
-    busy = FakeWorker(PREFILL), FakeWorker(DECODE)
-    for worker in busy:
+    for worker in (busy := (FakeWorker(PREFILL), FakeWorker(DECODE))):
         worker.script.extend([fails("OVERLOADED")] * 100)
-    made = await cluster(*busy)
-    tenant = payer()
+    made, tenant = await cluster(*busy), payer()
     answer = await ask(made)
     (flow,) = (continuation.generation.flow for continuation in answer.stream.continuations)
     await made.until(lambda: flow.refusals and not flow.tries)

@@ -127,16 +127,14 @@ async def test_an_http_client_that_takes_nothing_loses_its_stream(made: Cluster,
     assert (await made.generate(PROMPT)).tokens() == expected(PROMPT, 8)
 
 
-async def test_an_http_client_that_takes_a_little_keeps_its_stream(
-    made: Cluster, paused: list[Connection], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_http_client_that_takes_a_little_keeps_its_stream(made: Cluster, paused: list[Connection]) -> None:
     """Then the whole minute begins again. How much the kernel takes at once is its own affair: it is told here."""
     clock = Clock()
     async with over_http(made, clock, 1 << 20):
         await made.until(lambda: bool(paused))
         transport, waits = paused[0].transport, paused[0].transport.get_write_buffer_size()
         for minute in range(1, 4):
-            monkeypatch.setattr(transport, "get_write_buffer_size", lambda left=waits - minute: left)
+            transport.get_write_buffer_size = lambda left=waits - minute: left
             clock.run_to(minute * LIMIT_S)
             assert DEFAULT.running.requests == 1
         clock.run_to(4 * LIMIT_S)
