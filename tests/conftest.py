@@ -34,7 +34,7 @@ with contextlib.suppress(ImportError):  # GPU hosts have no hypothesis
     settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy")
 
-THAWED: list[None] = []  # calls of gc.unfreeze by the test that runs
+THAWED: list[None] = []  # calls of gc.unfreeze: the next test freezes again
 TOGETHER = ("tests/e2e/", "tests/helm/")  # one cluster at a time; who has rendered a chart has it for all other tests
 
 
@@ -69,12 +69,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_runtest_teardown() -> None:
-    if THAWED:
-        THAWED.clear()
-        gc.freeze()
-
-
 @pytest.fixture(scope="session", autouse=True)
 def patient_checkers() -> Iterator[None]:
     """The processes that compile grammars are nicer than this one: a busy machine may give them no time for minutes."""
@@ -85,6 +79,9 @@ def patient_checkers() -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if THAWED:
+        THAWED.clear()
+        gc.freeze()
     root = logging.getLogger()  # the stderr that an entry point has found in a test before is closed
     root.handlers[:] = [one for one in root.handlers if not getattr(getattr(one, "stream", None), "closed", False)]
     if item.get_closest_marker("gpu"):

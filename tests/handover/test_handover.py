@@ -337,8 +337,7 @@ async def test_message_malformed_is_refused_at_any_place_of_a_call(
         assert error.reason is Reason.INVALID_ARGUMENT and "not well-formed" in error.message
 
     bad = (b"\xff", b"\n\x04\x12\x02\xff\xfe", b"\x12")  # wire type, UTF-8, length
-    later = [(first.SerializeToString(), one) for one in bad] if first is not None else []
-    await asyncio.gather(*map(refused, bad), *itertools.starmap(refused, later))
+    await asyncio.gather(*map(refused, bad), *(refused(first.SerializeToString(), one) for one in bad if first))
     assert "Traceback" not in caplog.text
 
 
@@ -415,7 +414,8 @@ async def test_flexible_workers_hand_over_both_ways_and_run_prompts_alone(flexib
         assert await worker.metric("millrace_leases_ended_total", outcome="expired") == 0
 
 
-async def test_flexible_worker_fetches_prefix_a_prefix(flexible: list[Inside]) -> None:
+async def test_flexible_worker_fetches_prefix_a_prefix(flexible: list[Inside], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace_serve.handover.prefix_fetches.OFFER_S", HANG_S)  # a collection here takes longer
     prefix_source, fetcher = flexible
     prompt = prompt_of(700)
     async with FakePair(fetcher, prefix_source) as pair:

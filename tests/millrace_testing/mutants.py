@@ -204,7 +204,7 @@ def survives(one: Mutant, tree: Path) -> str:
     paths = ("proto", "kernels", "services", "router", "bench", "models", "helm", "tests")
     settings = {"PYTHONPATH": os.pathsep.join(str(tree / path) for path in paths), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-m", "not long", "-p", "no:cacheprovider"]
-    command += ["--timeout=120", "-k", "not golden and not what_the_generator_writes"]  # a copy notices everything
+    command += ["--timeout=120", "-k", "not golden and not what_the_generator_writes"]  # golden files notice all
     file.write_text(whole.replace(one.old, one.new))
     try:
         ended = subprocess.run(

@@ -76,9 +76,7 @@ async def over_http(made: Cluster, clock: Clock, tokens: int, stream: bool = Tru
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         client.connect(("127.0.0.1", port))
-        client.sendall(
-            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
-        )
+        client.sendall(f"POST /v1/completions HTTP/1.1\r\nhost:x\r\ncontent-length:{len(body)}\r\n\r\n{body}".encode())
         client.setblocking(False)
         yield client
     await server.stop()
@@ -130,14 +128,19 @@ async def test_an_http_client_that_takes_nothing_loses_its_stream(made: Cluster,
 async def test_an_http_client_that_takes_a_little_keeps_its_stream(made: Cluster, paused: list[Connection]) -> None:
     """Then the whole minute begins again. How much the kernel takes at once is its own affair: it is told here."""
     clock = Clock()
-    async with over_http(made, clock, 1 << 20):
+    async with over_http(made, clock, 1 << 20) as client:
         await made.until(lambda: bool(paused))
         transport, waits = paused[0].transport, paused[0].transport.get_write_buffer_size()
         for minute in range(1, 4):
             transport.get_write_buffer_size = lambda left=waits - minute: left
             clock.run_to(minute * LIMIT_S)
             assert DEFAULT.running.requests == 1
+        while paused:
+            await asyncio.get_running_loop().sock_recv(client, 1 << 20)
         clock.run_to(4 * LIMIT_S)
+        assert DEFAULT.running.requests == 1, "nothing waits for it"
+        await made.until(lambda: bool(paused))
+        clock.run_to(5 * LIMIT_S)
         assert lost(made, "http") == 1
         await made.quiet()
 
