@@ -1,12 +1,11 @@
 """DeepEP's two modes give what the gathering exchange gives; a stand-in over gloo takes the library's place."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from millrace_kernels.fp8 import Fp8, Operand
+from millrace_kernels.fp8 import Operand
 from millrace_kernels.testing.tolerances import rms_error
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
@@ -18,7 +17,6 @@ from millrace_serve.model.experts.held import ExpertLayer
 from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import FP8
-from millrace_serve.model.weights import WHOLE, Part, Shape
 from millrace_testing import fake_deep_ep
 from millrace_testing.checkpoint import CONFIG
 from millrace_testing.tolerances import FP8_EXPERTS_TOLERANCE
@@ -52,21 +50,10 @@ def inputs_of(dims: ParallelDims, step: int, counts: tuple[int, ...]) -> tuple[O
     return Operand(h, None), weights, ids, ForwardInput(none, none, none, None, none, counts)  # type: ignore[arg-type]
 
 
-class NamedWeights(RandomWeights):
-    """An expert has the same weights in every slot of every rank."""
-
-    def stack(self, names: Sequence[Sequence[str]], shape: Shape, part: Part = WHOLE) -> Tensor | Fp8:
-        made = []
-        for of_slot in names:
-            expert = int(of_slot[0].split(".experts.")[1].split(".")[0])
-            made.append(RandomWeights(CPU, self.dtype, FP8, seed=expert).stack([of_slot], shape, part))
-        return Fp8(*(torch.cat(parts) for parts in zip(*made, strict=True)))
-
-
 def run_both(dims: ParallelDims, placement: str) -> list[tuple[Tensor, ...]]:
     """(DeepEP's result, the gathering exchange's) of every step."""
     fake_deep_ep.install()
-    where, ckpt = placed(placement, dims.world), NamedWeights(CPU, torch.bfloat16, FP8)
+    where, ckpt = placed(placement, dims.world), RandomWeights(CPU, torch.bfloat16, FP8)
     buffer = DeepEpBuffer(MODEL, dims, where.experts.shape[2], MOST_ROWS, CPU)
     layer = ExpertLayer(ckpt, MODEL, dims, where, LAYER)
     exchanges = DeepEpExperts(buffer, layer), GatherExperts(layer)
@@ -81,7 +68,7 @@ def run_both(dims: ParallelDims, placement: str) -> list[tuple[Tensor, ...]]:
 def run_silent(dims: ParallelDims) -> tuple[list[int], list[tuple[Any, ...]]]:
     """The errors before and after rank 1 stopped answering, and the machines of all ranks."""
     fake_deep_ep.install()
-    ckpt, where = NamedWeights(CPU, torch.bfloat16, FP8), placed("contiguous", dims.world)
+    ckpt, where = RandomWeights(CPU, torch.bfloat16, FP8), placed("contiguous", dims.world)
     buffer = DeepEpBuffer(MODEL, dims, EXPERTS // dims.world, MOST_ROWS, CPU)
     exchange, found = DeepEpExperts(buffer, ExpertLayer(ckpt, MODEL, dims, where, LAYER)), []
     for silent in ((), (1,)):

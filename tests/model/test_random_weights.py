@@ -38,6 +38,8 @@ def test_steps_and_prompts_have_the_same_weights(kept: Kept) -> None:
     assert torch.equal(torch.cat((mla.w_uk, mla.w_uv), 1).flatten(0, 1), plain(mla.kv_b_proj, torch.bfloat16))
 
 
-def test_seed_gives_the_same_weights_again() -> None:
-    first, again = (RandomWeights(CPU, torch.float32, PLAIN, seed=3).matrix("w", (8, 8)) for _ in range(2))
-    assert torch.equal(first, again)
+def test_name_gives_the_same_weights_in_any_slot_and_order() -> None:
+    weights = RandomWeights(CPU, torch.float32, PLAIN)
+    first, other, again = (weights.matrix(name, (8, 8)) for name in ("w", "v", "w"))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(weights.stack([("v",), ("w",)], (8, 8)), torch.stack((other, first)))

@@ -71,8 +71,7 @@ class Mla:
         kv_b = f"{prefix}.kv_b_proj.weight", (total * head_dim, config.kv_lora_rank), Part(rows=heads(head_dim))
         self.kv_b_proj = ckpt.matrix(*kv_b)
         by_head = plain(self.kv_b_proj, ckpt.dtype).unflatten(0, (self.num_heads, head_dim))
-        # [H, N, C], [H, V, C]
-        self.w_uk, self.w_uv = by_head.split((config.qk_nope_head_dim, config.v_head_dim), dim=1)
+        self.w_uk, self.w_uv = by_head.split((config.qk_nope_head_dim, config.v_head_dim), dim=1)  # [H, N or V, C]
         self.w_uk_fp8, self.w_uv_fp8 = _heads_fp8(self.kv_b_proj, config)
         self.o_proj = ckpt.matrix(
             f"{prefix}.o_proj.weight", (hidden, total * config.v_head_dim), Part(cols=heads(config.v_head_dim))
