@@ -28,9 +28,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from millrace_kernels.int8 import Matrix
 from millrace_load.options import CommandLine, form
-from millrace_load.record import Record, Row, print_record
+from millrace_load.record import Record, Row, busiest_gpus, print_record
 from millrace_serve.engine.step.device import Replay, device_of
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
@@ -268,22 +269,21 @@ def measure(
     row["attention"] = "sparse" if model.config.index_topk else "dense"
     row["first_s"] = round(time.perf_counter() - started, 2)
     say(f"{what}: warm-up{' and capture' if kind == 'decode' else ''}, behind a first step of {row['first_s']:.1f} s")
+    again: Callable[[], object] = step
     if kind == "decode":
-        eager = time_ms(step, 3, device)
-        replay = capture(step, device)
-        say(f"{what}: measures")
-        times = time_ms(replay, args.repeats, device)
-        row |= {"eager_ms": round(statistics.median(eager), 3)}
-        profiled: Callable[[], object] = replay
-    else:
-        times = time_ms(step, max(args.repeats // 5, 3), device)
-        profiled = step
-    median = statistics.median(times)
-    floor = floor_ms(model, inputs, pool.itemsize)
+        row["eager_ms"] = round(statistics.median(time_ms(step, 3, device)), 3)
+        again = capture(step, device)
+    say(f"{what}: measures")
+    times = time_ms(again, args.repeats if kind == "decode" else max(args.repeats // 5, 3), device)
+    median, floor = statistics.median(times), floor_ms(model, inputs, pool.itemsize)
     row |= {"ms": round(median, 3), "min_ms": round(min(times), 3), "floor_ms": round(floor, 3)}
     row |= {"of_floor": round(floor / median, 3), "tokens_per_s": round(len(inputs.token_ids) / median * 1e3)}
+    if device.type == "cuda" and not dist.is_initialized():  # ranks would not take as many steps each
+        with busiest_gpus() as gpus:  # a GPU's power is that of its last second
+            time_ms(again, int(2e3 / median) + 1, device)
+        row |= {"watts": gpus[0]["power_w"], "mhz": gpus[0]["sm_mhz"]}
     if args.profile:
-        row["kinds_ms"], row["kernels_ms"] = breakdown(profiled)
+        row["kinds_ms"], row["kernels_ms"] = breakdown(again)
     return row
 
 
@@ -312,14 +312,12 @@ def main() -> None:
     args = parser.parse_args()
     device, rows = torch.device("cpu" if args.tiny else "cuda"), []
     for attention in args.attention:
-        started = time.perf_counter()
         widths = (v3.TINY if args.tiny else {}) | (v3.SPARSE if attention == "sparse" else {})
         if args.tiny and attention == "sparse":
             widths["index_topk"] = 64
         model = build(SHARDS[args.shard], args.layers, device, widths)
         synchronize(device)
-        took = time.perf_counter() - started
-        print(f"{attention}, weights: {torch.cuda.memory_allocated() / 1e9:.1f} GB in {took:.1f} s", flush=True)
+        say(f"{attention}: {torch.cuda.memory_allocated() / 1e9:.1f} GB of weights")
         rows += runs(model, args)
         del model  # two do not fit
         gc.collect()
