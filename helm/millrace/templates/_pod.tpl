@@ -111,7 +111,7 @@ resourceClaims: {{ toJson . }}
 {{- end -}}
 
 {{/* (dict "root" $ "scheduling" {...} "component" "router" "pool" "" "affinity" {...} "tolerations" [...]): `affinity` and
-     `tolerations` are the chart's own */}}
+     `tolerations` are the chart's own. A kind of affinity that is given replaces the chart's, tolerations are added */}}
 {{- define "millrace.scheduling" -}}
 {{- with .scheduling.nodeSelector }}
 nodeSelector: {{ toJson . }}
@@ -138,7 +138,12 @@ topologySpreadConstraints:
     labelSelector: {matchLabels: {{ toJson $selector }}}
   {{- end }}
 {{- end }}
-{{- with merge dict (default dict .scheduling.affinity) (default dict .affinity) }}
+{{- $affinity := deepCopy (default dict .affinity) }}
+{{- range $kind, $own := .scheduling.affinity }}
+{{- $_ := set $affinity $kind $own }}
+{{- if not $own }}{{- $_ := unset $affinity $kind }}{{- end }}
+{{- end }}
+{{- with $affinity }}
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -194,7 +199,7 @@ kind: PodDisruptionBudget
 metadata:
   {{- include "millrace.meta" . | nindent 2 }}
 spec:
-  maxUnavailable: {{ .values.pdb.maxUnavailable }}
+  maxUnavailable: {{ include "millrace.text" .values.pdb.maxUnavailable }}
   unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
     matchLabels: {{- include "millrace.selector" . | nindent 6 }}
