@@ -25,20 +25,19 @@ VARIABLES: Schema = {
     "propertyNames": VARIABLE_NAME,
     "additionalProperties": {"type": ["string", "number", "boolean"]},
 }
-SOURCES = ("secretKeyRef", "configMapKeyRef", "fieldRef", "resourceFieldRef")
 ENV: Schema = {  # a map becomes a valueFrom
     "type": "object",
     "propertyNames": VARIABLE_NAME,
     "additionalProperties": {
         "type": ["string", "number", "boolean", "object"],
-        "propertyNames": {"enum": list(SOURCES)},
+        "propertyNames": {"enum": ["secretKeyRef", "configMapKeyRef", "fieldRef", "resourceFieldRef"]},
         "minProperties": 1,
         "maxProperties": 1,
     },
 }
 MEMORY: Schema = {"type": ["string", "number"], "pattern": "^[0-9]+(\\.[0-9]+)?[MGT]i?$", "minimum": 1 << 20}
 FOLDER: Schema = {"type": "string", "pattern": "^(/.*)?$"}
-REGISTRY: Schema = {"type": "string", "pattern": "^[^:/]*(:[0-9]+)?(/[^:]*)?$"}  # no https://
+REGISTRY: Schema = {"type": "string", "pattern": "^[A-Za-z0-9.-]*(:[0-9]+)?(/[a-z0-9._/-]*)?$"}  # no https://
 AMOUNT: Schema = {"type": ["integer", "string"], "pattern": "^(100|[1-9]?[0-9])%$", "minimum": 0, "maximum": INT32}
 NAME: Schema = {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", "maxLength": 253}
 SHORT_NAME: Schema = {**NAME, "maxLength": 40}  # with a pool's name it fits into a label
@@ -58,7 +57,6 @@ CONTAINER: Schema = {"type": "object", "required": ["name", "image"]}
 MOUNT: Schema = {"type": "object", "required": ["name", "mountPath"]}
 DEVICE: Schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]+$"}  # the name of an RDMA device, or its first letters
 COUNT_OR_NULL: Schema = {"type": ["integer", "null"], "minimum": 0, "maximum": INT32}
-ROLES = ("prefill", "decode", "unified", "flexible")
 
 
 def one_of(*values: str) -> Schema:
@@ -79,8 +77,8 @@ def closed(**properties: Schema) -> Schema:
 
 
 IMAGE = closed(
-    repository=TEXT,
-    tag=TEXT,
+    repository={"type": "string", "pattern": "^([A-Za-z0-9.-]+(:[0-9]+)?/)?[a-z0-9._/-]*$"},
+    tag={"type": "string", "pattern": "^([A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?$"},
     digest={"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
     pullPolicy=one_of("Always", "IfNotPresent", "Never"),
 )
@@ -101,7 +99,9 @@ DRAIN = closed(preStop=SECONDS, timeout=SECONDS)
 PDB = closed(enabled=BOOL, maxUnavailable=AMOUNT)
 AMOUNTS: Schema = {
     "type": "object",
-    "propertyNames": KEY,
+    "propertyNames": {
+        "pattern": "^(cpu|memory|ephemeral-storage|hugepages-[0-9]+[KMG]i|[-a-z0-9.]+/[-A-Za-z0-9_.]{1,63})$"
+    },
     "additionalProperties": {"type": ["string", "number"], "pattern": "^[0-9]+(\\.[0-9]+)?(m|[kMGTP]|[KMGTP]i)?$"},
 }
 RESOURCES = closed(requests=AMOUNTS, limits=AMOUNTS)
@@ -142,9 +142,8 @@ PODS = {  # keys of routers and workers
     "dnsPolicy": one_of("", "ClusterFirst", "ClusterFirstWithHostNet", "Default"),
     "resourceClaims": list_of(NAMED),
 }
-PEERS = list_of(
-    {**closed(podSelector=ANY_OBJECT, namespaceSelector=ANY_OBJECT, ipBlock=ANY_OBJECT), "minProperties": 1}
-)
+PEER = {**closed(podSelector=ANY_OBJECT, namespaceSelector=ANY_OBJECT, ipBlock=ANY_OBJECT), "minProperties": 1}
+PEERS = list_of(PEER)
 RULES = list_of(closed(to=PEERS, ports=list_of(ANY_OBJECT)))
 PORTS: Schema = {**list_of(PORT), "minItems": 1}
 EGRESS = closed(enabled=BOOL, apiServer=PEERS, apiServerPorts=PORTS, download=PEERS, downloadPorts=PORTS, more=RULES)
@@ -177,7 +176,7 @@ ROUTER = closed(
 )
 WORKER = closed(
     **{**PODS, "config": ref("workerConfig")},
-    role=one_of("", *ROLES),
+    role=one_of("", "prefill", "decode", "unified", "flexible"),
     kind=one_of("deployment", "statefulset", "lws"),
     size=POSITIVE,
     dp=POSITIVE,
@@ -240,7 +239,7 @@ def fabric(presets: list[str]) -> Schema:
 TLS = closed(
     mode=one_of("off", "generated", "certManager", "secrets"),
     issuerRef=closed(name=NAME, kind=one_of("Issuer", "ClusterIssuer"), group=TEXT),
-    duration={"type": "string", "pattern": "^[0-9]+h$"},
+    duration={"type": "string", "pattern": "^[1-9][0-9]*h$"},
     routerSecret=NAME,
     workerSecret=NAME,
     publicSecret=NAME,

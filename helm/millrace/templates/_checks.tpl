@@ -29,9 +29,14 @@
 {{- end -}}
 {{- end -}}
 
+{{/* (dict "name" "router" "resources" {...}). Of devices and huge pages Kubernetes takes no request but the limit */}}
 {{- define "millrace.checkResources" -}}
 {{- $limits := default dict .resources.limits -}}
 {{- range $resource, $amount := default dict .resources.requests -}}
+{{- if and (or (contains "/" $resource) (hasPrefix "hugepages-" $resource)) (ne (toString $amount) (get $limits $resource | toString)) -}}
+{{- fail (printf "%s.resources.requests.%s: %s must be the limit, which is %s" $.name $resource (include "millrace.text" $amount) (get
+  $limits $resource | default "nothing" | include "millrace.text")) -}}
+{{- end -}}
 {{- if hasKey $limits $resource -}}
 {{- if gt (include "millrace.bytes" $amount | int64) (include "millrace.bytes" (get $limits $resource) | int64) -}}
 {{- fail (printf "%s.resources.requests.%s: %s is above the limit %s" $.name $resource (include "millrace.text" $amount) (include
@@ -72,6 +77,7 @@
 {{- range $containers -}}
 {{- include "millrace.checkMounts" (dict "at" $at "container" .name "mounts" .volumeMounts "volumes" $spec.volumes) -}}
 {{- end -}}
+{{- include "millrace.checkTolerations" (dict "at" $at "tolerations" $spec.tolerations) -}}
 {{- $ports := deepCopy .ports -}}
 {{- range $container := rest $containers -}}
 {{- range $index, $port := $container.ports -}}
@@ -82,6 +88,19 @@
 {{- end -}}
 {{- include "millrace.checkPorts" (dict "name" (print $at ".ports") "ports" $ports) -}}
 {{- .pod -}}
+{{- end -}}
+
+{{/* (dict "at" "router" "tolerations" [...]) */}}
+{{- define "millrace.checkTolerations" -}}
+{{- $known := dict "operator" (list "Exists" "Equal" "Lt" "Gt") "effect" (list "NoSchedule" "PreferNoSchedule" "NoExecute") -}}
+{{- range $toleration := .tolerations -}}
+{{- range $key, $words := $known -}}
+{{- $word := get $toleration $key -}}
+{{- if and $word (not (has $word $words)) -}}
+{{- fail (printf "%s.scheduling.tolerations: %s %v is none of %s" $.at $key $word (join ", " $words)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* (dict "at" "router" "what" "volumes" "items" [...]): each has a name, and another one than the others of the pod */}}
@@ -394,12 +413,19 @@
 {{- end -}}
 {{- end -}}
 
+{{/* (dict "at" "model.path" "path" TEXT) */}}
+{{- define "millrace.checkFolder" -}}
+{{- if regexMatch "(^|/)\\.\\.(/|$)" (default "" .path) -}}
+{{- fail (printf "%s: %s must not have .. in it" .at .path) -}}
+{{- end -}}
+{{- end -}}
+
 {{/* (dict "name" "model" "model" {...}) */}}
 {{- define "millrace.checkModel" -}}
 {{- $model := .model -}}
 {{- $at := .name -}}
-{{- if regexMatch "(^|/)\\.\\.(/|$)" (default "" $model.path) -}}
-{{- fail (printf "%s.path: %s must not have .. in it" $at $model.path) -}}
+{{- range $key := list "path" "hostPath" -}}
+{{- include "millrace.checkFolder" (dict "at" (print $at "." $key) "path" (index $model $key)) -}}
 {{- end -}}
 {{- if regexMatch "^https?://" (default "" $model.uri) -}}
 {{- fail (printf "%s.uri: %s must not begin with http:// or https://" $at $model.uri) -}}
@@ -450,6 +476,7 @@
 {{- if and (eq $disk.kind "pvc") (not $disk.claim) -}}
 {{- fail (printf "%s.claim: required with kind=pvc" $at) -}}
 {{- end -}}
+{{- include "millrace.checkFolder" (dict "at" (print $at ".hostPath") "path" $disk.hostPath) -}}
 {{- if and (eq $disk.kind "hostPath") (not $disk.hostPath) -}}
 {{- fail (printf "%s.hostPath: required with kind=hostPath" $at) -}}
 {{- end -}}
@@ -475,6 +502,7 @@
 {{- if and (eq $cache.kind "pvc") (not $cache.claim) -}}
 {{- fail "cache.claim: required with cache.kind=pvc" -}}
 {{- end -}}
+{{- include "millrace.checkFolder" (dict "at" "cache.hostPath" "path" $cache.hostPath) -}}
 {{- if and (eq $cache.kind "hostPath") (not $cache.hostPath) -}}
 {{- fail "cache.hostPath: required with cache.kind=hostPath" -}}
 {{- end -}}
@@ -535,6 +563,32 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Values that would be ignored where the one that they need is off. [value, its name, what it needs, whether that is so] */}}
+{{- define "millrace.checkIdle" -}}
+{{- $tls := .Values.tls -}}
+{{- $policy := .Values.networkPolicy -}}
+{{- $gateway := .Values.gateway.backendTLS -}}
+{{- $gpus := false -}}
+{{- range include "millrace.pools" . | fromJson -}}{{- if gt (int .gpus) 0 -}}{{- $gpus = true -}}{{- end -}}{{- end -}}
+{{- range list
+  (list $tls.issuerRef "tls.issuerRef" "tls.mode certManager" (eq $tls.mode "certManager"))
+  (list $tls.routerSecret "tls.routerSecret" "tls.mode secrets" (eq $tls.mode "secrets"))
+  (list $tls.workerSecret "tls.workerSecret" "tls.mode secrets" (eq $tls.mode "secrets"))
+  (list $policy.clients "networkPolicy.clients" "networkPolicy.enabled" $policy.enabled)
+  (list $policy.monitoring "networkPolicy.monitoring" "networkPolicy.enabled" $policy.enabled)
+  (list $policy.egress.apiServer "networkPolicy.egress.apiServer" "networkPolicy.egress.enabled" $policy.egress.enabled)
+  (list $policy.egress.download "networkPolicy.egress.download" "networkPolicy.egress.enabled" $policy.egress.enabled)
+  (list $policy.egress.more "networkPolicy.egress.more" "networkPolicy.egress.enabled" $policy.egress.enabled)
+  (list $gateway.hostname "gateway.backendTLS.hostname" "gateway.backendTLS.kind policy" (eq $gateway.kind "policy"))
+  (list $gateway.caConfigMap "gateway.backendTLS.caConfigMap" "gateway.backendTLS.kind policy" (eq $gateway.kind "policy"))
+  (list .Values.serviceAccount.annotations "serviceAccount.annotations" "serviceAccount.create" .Values.serviceAccount.create)
+  (list .Values.cache.warm "cache.warm" "a pool with GPUs" $gpus) -}}
+{{- if and (index . 0) (not (index . 3)) -}}
+{{- fail (printf "%s: needs %s" (index . 1) (index . 2)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "millrace.checks" -}}
 {{- $full := include "millrace.fullname" . -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $full) -}}
@@ -548,9 +602,11 @@
 {{- include "millrace.checkResources" (dict "name" "router" "resources" .Values.router.resources) -}}
 {{- include "millrace.checkResources" (dict "name" "jobs" "resources" .Values.jobs.resources) -}}
 {{- include "millrace.checkResources" (dict "name" "test" "resources" .Values.test.resources) -}}
+{{- include "millrace.checkTolerations" (dict "at" "test" "tolerations" .Values.test.scheduling.tolerations) -}}
 {{- include "millrace.checkGrace" (dict "name" "router" "values" .Values.router) -}}
 {{- include "millrace.checkScaling" (dict "name" "router" "values" .Values.router) -}}
 {{- include "millrace.checkMetadata" . -}}
+{{- include "millrace.checkIdle" . -}}
 {{- include "millrace.checkSelector" (dict "at" "router" "kind" "Deployment" "name" (print $full "-router") "root" . "component" "router") -}}
 {{- if and (eq .Values.router.autoscaling.kind "hpa") (not (dig "requests" "cpu" "" .Values.router.resources)) -}}
 {{- fail "router.resources.requests.cpu: required with router.autoscaling.kind=hpa, which scales by a share of it" -}}
