@@ -20,6 +20,9 @@ from millrace_testing.kube_upgrade import refused
 pytestmark = pytest.mark.helm
 LOOKUPS = {  # in the chart: the kind and the name of what they ask for
     'lookup "apps/v1" .kind .root.Release.Namespace .name': '.kind "/" .name',
+    'lookup "autoscaling/v2" "HorizontalPodAutoscaler" .root.Release.Namespace .pool.fullname': (
+        '"HorizontalPodAutoscaler/" .pool.fullname'
+    ),
     'lookup "v1" "Service" .root.Release.Namespace .pool.fullname': '"Service/" .pool.fullname',
 }
 
@@ -78,16 +81,16 @@ def test_every_whole_number_has_limits_and_every_share_is_at_most_all() -> None:
 def test_upgrade_that_would_fail_half_way_is_refused(before: str, after: list[str], said: str, tmp_path: Path) -> None:
     """The chart as a cluster renders it, where `lookup` finds what the first release has made."""
     old, new = rendered(before), rendered(*after)
-    live = {f"{it['kind']}/{it['metadata']['name']}": it["spec"] for it in old if "spec" in it}
+    live = {f"{it['kind']}/{it['metadata']['name']}": it for it in old}
     for group in of_kind(old, "LeaderWorkerSet"):  # whose controller makes a Service
         name = group["metadata"]["name"]
-        live[f"Service/{name}"] = {"selector": {"leaderworkerset.sigs.k8s.io/name": name}}
+        live[f"Service/{name}"] = {"spec": {"selector": {"leaderworkerset.sigs.k8s.io/name": name}}}
     shutil.copytree(CHART, tmp_path / "millrace")
     checks = tmp_path / "millrace" / "templates" / "_checks.tpl"
     text = checks.read_text()
     for call, name in LOOKUPS.items():
         assert text.count(call) == 1
-        text = text.replace(call, f'dict "spec" (default dict (index .root.Values.global.live (print {name})))')
+        text = text.replace(call, f"index .root.Values.global.live (print {name}) | default dict")
     checks.write_text(text)
     (tmp_path / "live.yaml").write_text(yaml.safe_dump({"global": {"live": live}}))
     file, sets = VARIANTS.get(after[0], (CPU, ()))

@@ -238,6 +238,11 @@
 {{- fail (printf "%s.kind: the cluster has a Service %s of a pool of another kind, in the way of %s; give the pool another name, or set it to null for one upgrade"
   $at .pool.fullname .pool.kind) -}}
 {{- end -}}
+{{- /* KEDA's webhook refuses a workload that another autoscaler has, and Helm deletes the old one last */ -}}
+{{- if and (eq .pool.autoscaling.kind "keda") (lookup "autoscaling/v2" "HorizontalPodAutoscaler" .root.Release.Namespace .pool.fullname) -}}
+{{- fail (printf "%s.autoscaling.kind: the cluster has a HorizontalPodAutoscaler %s, in the way of keda; set the kind to none for one upgrade"
+  $at .pool.fullname) -}}
+{{- end -}}
 {{- if not $group -}}
 {{- include "millrace.checkSelector" (dict "at" $at "kind" (ternary "StatefulSet" "Deployment" (eq .pool.kind "statefulset")) "name"
   .pool.fullname "root" .root "component" .pool.role "pool" .pool.name) -}}
@@ -563,6 +568,32 @@
 {{- end -}}
 {{- end -}}
 
+{{/* (dict "at" "networkPolicy.clients" "ranges" [...]) */}}
+{{- define "millrace.checkRanges" -}}
+{{- range .ranges -}}
+{{- if not (regexMatch "^([0-9]{1,3}([.][0-9]{1,3}){3}/([12]?[0-9]|3[0-2])|[0-9a-fA-F:]*:[0-9a-fA-F:.]*/([1-9]?[0-9]|1[01][0-9]|12[0-8]))$" (toString .)) -}}
+{{- fail (printf "%s: %v is no range of addresses, as in 10.0.0.0/8" $.at .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Ranges in all policies, and of the load balancer */}}
+{{- define "millrace.checkAddresses" -}}
+{{- $policy := .Values.networkPolicy -}}
+{{- $peers := dict "clients" $policy.clients "monitoring" $policy.monitoring "egress.apiServer" $policy.egress.apiServer "egress.download"
+  $policy.egress.download -}}
+{{- range $index, $rule := $policy.egress.more -}}{{- $_ := set $peers (printf "egress.more[%d].to" $index) $rule.to -}}{{- end -}}
+{{- range $at, $list := $peers -}}
+{{- range $list -}}
+{{- with .ipBlock -}}
+{{- include "millrace.checkRanges" (dict "at" (print "networkPolicy." $at) "ranges" (prepend (default list .except) .cidr)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- include "millrace.checkRanges" (dict "at" "router.service.spec.loadBalancerSourceRanges" "ranges" (default dict
+  .Values.router.service.spec).loadBalancerSourceRanges) -}}
+{{- end -}}
+
 {{/* Values that would be ignored where the one that they need is off. [value, its name, what it needs, whether that is so] */}}
 {{- define "millrace.checkIdle" -}}
 {{- $tls := .Values.tls -}}
@@ -607,6 +638,10 @@
 {{- include "millrace.checkScaling" (dict "name" "router" "values" .Values.router) -}}
 {{- include "millrace.checkMetadata" . -}}
 {{- include "millrace.checkIdle" . -}}
+{{- include "millrace.checkAddresses" . -}}
+{{- if not (has .Values.podSecurity.seccompProfile.type (list "RuntimeDefault" "Unconfined" "Localhost")) -}}
+{{- fail (printf "podSecurity.seccompProfile.type: %v is none of RuntimeDefault, Unconfined, Localhost" .Values.podSecurity.seccompProfile.type) -}}
+{{- end -}}
 {{- include "millrace.checkSelector" (dict "at" "router" "kind" "Deployment" "name" (print $full "-router") "root" . "component" "router") -}}
 {{- if and (eq .Values.router.autoscaling.kind "hpa") (not (dig "requests" "cpu" "" .Values.router.resources)) -}}
 {{- fail "router.resources.requests.cpu: required with router.autoscaling.kind=hpa, which scales by a share of it" -}}
