@@ -286,7 +286,7 @@ def whole(schema: Schema, given: Any, definitions: Schema) -> Schema:
 
 def _needed(given: Any, schema: Schema) -> bool:
     if isinstance(given, dict | list):
-        return bool(given) and "properties" in schema
+        return bool(given) and bool({"properties", "minItems"} & schema.keys())
     return given not in (None, "") and "null" not in schema.get("type", ())
 
 
