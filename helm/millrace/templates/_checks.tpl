@@ -120,7 +120,11 @@
 {{/* (dict "at" "router" "container" NAME "mounts" [...] "volumes" [...]). Folders below a Secret or a ConfigMap cannot be made */}}
 {{- define "millrace.checkMounts" -}}
 {{- $names := list -}}
-{{- range .volumes -}}{{- $names = append $names .name -}}{{- end -}}
+{{- $fixed := list -}}
+{{- range .volumes -}}
+{{- $names = append $names .name -}}
+{{- if or .secret .configMap -}}{{- $fixed = append $fixed .name -}}{{- end -}}
+{{- end -}}
 {{- $seen := dict -}}
 {{- range .mounts -}}
 {{- $path := clean .mountPath -}}
@@ -132,8 +136,8 @@
 {{- end -}}
 {{- $_ := set $seen $path .name -}}
 {{- range $.mounts -}}
-{{- if and .readOnly (ne .name "model") (hasPrefix (print (clean .mountPath) "/") $path) -}}
-{{- fail (printf "%s: the container %s has a mount at %s, below %s, which is read-only" $.at $.container $path .mountPath) -}}
+{{- if and (has .name $fixed) (hasPrefix (print (clean .mountPath) "/") $path) -}}
+{{- fail (printf "%s: the container %s has a mount at %s, below %s, a read-only Secret or ConfigMap" $.at $.container $path .mountPath) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -200,16 +204,21 @@
 {{- end -}}
 {{- end -}}
 
-{{/* (dict "root" $ "pool" $pool): an affinity of the pool's own replaces what other values ask for */}}
+{{/* (dict "root" $ "pool" $pool): what the pool's own affinity would replace of what other values ask for */}}
 {{- define "millrace.checkPlacement" -}}
 {{- $own := default dict .pool.scheduling.affinity -}}
 {{- $topology := .pool.topology -}}
-{{- if and $own.nodeAffinity .pool.gpuModel (gt (int .pool.gpus) 0) -}}
-{{- fail (printf "workers.%s.scheduling.affinity.nodeAffinity: replaces gpuModel %s; leave one of them out, or give scheduling.nodeSelector"
-  .pool.name .pool.gpuModel) -}}
+{{- $asked := dict "nodeAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (ternary .pool.gpuModel "" (gt (int .pool.gpus) 0)))
+  "podAffinity" (dict (print $topology.mode "DuringSchedulingIgnoredDuringExecution") (ternary "" $topology.key (eq $topology.mode
+  "exclusive"))) -}}
+{{- range $kind, $whens := $asked -}}
+{{- range $when, $value := $whens -}}
+{{- $given := get $own $kind -}}
+{{- if and $value (hasKey $own $kind) (or (not $given) (hasKey (default dict $given) $when)) -}}
+{{- fail (printf "workers.%s.scheduling.affinity.%s: replaces what is %s for %s %s; leave one of them out" $.pool.name $kind (trimSuffix
+  "DuringSchedulingIgnoredDuringExecution" $when) (ternary "gpuModel" "topology.key" (eq $kind "nodeAffinity")) $value) -}}
 {{- end -}}
-{{- if and $own.podAffinity $topology.key (ne $topology.mode "exclusive") -}}
-{{- fail (printf "workers.%s.scheduling.affinity.podAffinity: replaces topology.key %s; leave one of them out" .pool.name $topology.key) -}}
+{{- end -}}
 {{- end -}}
 {{- if and (not $topology.key) (ne $topology.mode "preferred") -}}
 {{- fail (printf "workers.%s.topology.mode: %s needs topology.key" .pool.name $topology.mode) -}}

@@ -111,7 +111,8 @@ resourceClaims: {{ toJson . }}
 {{- end -}}
 
 {{/* (dict "root" $ "scheduling" {...} "component" "router" "pool" "" "affinity" {...} "tolerations" [...]): `affinity` and
-     `tolerations` are the chart's own. A kind of affinity that is given replaces the chart's, tolerations are added */}}
+     `tolerations` are the chart's own. What is required or preferred of a kind of affinity replaces the chart's,
+     an empty kind takes it away, tolerations are added */}}
 {{- define "millrace.scheduling" -}}
 {{- with .scheduling.nodeSelector }}
 nodeSelector: {{ toJson . }}
@@ -140,7 +141,9 @@ topologySpreadConstraints:
 {{- end }}
 {{- $affinity := deepCopy (default dict .affinity) }}
 {{- range $kind, $own := .scheduling.affinity }}
-{{- $_ := set $affinity $kind $own }}
+{{- $made := default dict (get $affinity $kind) }}
+{{- range $when, $terms := $own }}{{- $_ := set $made $when $terms }}{{- end }}
+{{- $_ := set $affinity $kind $made }}
 {{- if not $own }}{{- $_ := unset $affinity $kind }}{{- end }}
 {{- end }}
 {{- with $affinity }}
