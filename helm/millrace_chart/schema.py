@@ -10,13 +10,14 @@ from millrace_chart.config_schema import config_schemas, plain
 
 Schema = dict[str, Any]
 
+INT32 = 2**31 - 1  # the largest number of most fields of Kubernetes
 BOOL: Schema = {"type": "boolean"}
 TEXT: Schema = {"type": "string"}
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 NODE_PORT: Schema = {"type": ["integer", "null"], "minimum": 30000, "maximum": 32767}
 SECONDS: Schema = {"type": "integer", "minimum": 0, "maximum": LONGEST_S}
-COUNT: Schema = {"type": "integer", "minimum": 0}
-POSITIVE: Schema = {"type": "integer", "minimum": 1}
+COUNT: Schema = {"type": "integer", "minimum": 0, "maximum": INT32}
+POSITIVE: Schema = {"type": "integer", "minimum": 1, "maximum": INT32}
 ANY_OBJECT: Schema = {"type": "object"}  # Kubernetes defines and checks it
 VARIABLE_NAME: Schema = {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$"}
 VARIABLES: Schema = {
@@ -24,24 +25,24 @@ VARIABLES: Schema = {
     "propertyNames": VARIABLE_NAME,
     "additionalProperties": {"type": ["string", "number", "boolean"]},
 }
-SOURCES = ("secretKeyRef", "configMapKeyRef", "fieldRef", "resourceFieldRef")
 ENV: Schema = {  # a map becomes a valueFrom
     "type": "object",
     "propertyNames": VARIABLE_NAME,
     "additionalProperties": {
         "type": ["string", "number", "boolean", "object"],
-        "propertyNames": {"enum": list(SOURCES)},
+        "propertyNames": {"enum": ["secretKeyRef", "configMapKeyRef", "fieldRef", "resourceFieldRef"]},
         "minProperties": 1,
         "maxProperties": 1,
     },
 }
 MEMORY: Schema = {"type": ["string", "number"], "pattern": "^[0-9]+(\\.[0-9]+)?[MGT]i?$", "minimum": 1 << 20}
 FOLDER: Schema = {"type": "string", "pattern": "^(/.*)?$"}
-REGISTRY: Schema = {"type": "string", "pattern": "^[^:/]*(:[0-9]+)?(/[^:]*)?$"}  # no https://
-AMOUNT: Schema = {"type": ["integer", "string"], "pattern": "^[0-9]{1,3}%$", "minimum": 0}
+REGISTRY: Schema = {"type": "string", "pattern": "^[A-Za-z0-9.-]*(:[0-9]+)?(/[a-z0-9._/-]*)?$"}  # no https://
+AMOUNT: Schema = {"type": ["integer", "string"], "pattern": "^(100|[1-9]?[0-9])%$", "minimum": 0, "maximum": INT32}
 NAME: Schema = {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", "maxLength": 253}
+SHORT_NAME: Schema = {**NAME, "maxLength": 40}  # with a pool's name it fits into a label
 LABEL: Schema = {"type": "string", "pattern": "^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", "maxLength": 63}
-IDENTITY: Schema = {"type": ["integer", "null"], "minimum": 1}  # of a user or group
+IDENTITY: Schema = {"type": ["integer", "null"], "minimum": 1, "maximum": INT32}  # of a user or group
 KEY: Schema = {  # of a label or an annotation
     "type": "string",
     "pattern": "^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$",
@@ -49,10 +50,13 @@ KEY: Schema = {  # of a label or an annotation
 }
 LABELS: Schema = {"type": "object", "propertyNames": KEY, "additionalProperties": LABEL}
 ANNOTATIONS: Schema = {"type": "object", "propertyNames": KEY, "additionalProperties": TEXT}
-NAMED: Schema = {"type": "object", "required": ["name"]}  # Kubernetes defines and checks the rest
+OPTIONAL_KEY: Schema = {**KEY, "pattern": f"^({KEY['pattern'][1:-1]})?$"}
+DATA_KEY: Schema = {"type": "string", "pattern": "^[-._a-zA-Z0-9]+$"}  # of a Secret or ConfigMap
+NAMED: Schema = {"type": "object", "required": ["name"]}  # Kubernetes, or templates/_checks.tpl, checks the rest
+CONTAINER: Schema = {"type": "object", "required": ["name", "image"]}
+MOUNT: Schema = {"type": "object", "required": ["name", "mountPath"]}
 DEVICE: Schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]+$"}  # the name of an RDMA device, or its first letters
-REPLICAS: Schema = {"type": ["integer", "null"], "minimum": 0}
-ROLES = ("prefill", "decode", "unified", "flexible")
+COUNT_OR_NULL: Schema = {"type": ["integer", "null"], "minimum": 0, "maximum": INT32}
 
 
 def one_of(*values: str) -> Schema:
@@ -73,8 +77,8 @@ def closed(**properties: Schema) -> Schema:
 
 
 IMAGE = closed(
-    repository=TEXT,
-    tag=TEXT,
+    repository={"type": "string", "pattern": "^([A-Za-z0-9.-]+(:[0-9]+)?/)?[a-z0-9._/-]*$"},
+    tag={"type": "string", "pattern": "^([A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?$"},
     digest={"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
     pullPolicy=one_of("Always", "IfNotPresent", "Never"),
 )
@@ -95,68 +99,63 @@ DRAIN = closed(preStop=SECONDS, timeout=SECONDS)
 PDB = closed(enabled=BOOL, maxUnavailable=AMOUNT)
 AMOUNTS: Schema = {
     "type": "object",
+    "propertyNames": {
+        "pattern": "^(cpu|memory|ephemeral-storage|hugepages-[0-9]+[KMG]i|[-a-z0-9.]+/[-A-Za-z0-9_.]{1,63})$"
+    },
     "additionalProperties": {"type": ["string", "number"], "pattern": "^[0-9]+(\\.[0-9]+)?(m|[kMGTP]|[KMGTP]i)?$"},
 }
 RESOURCES = closed(requests=AMOUNTS, limits=AMOUNTS)
+POD = {"resources": RESOURCES, "scheduling": ref("scheduling"), "podLabels": LABELS, "podAnnotations": ANNOTATIONS}
 JOBS = closed(
+    **POD,
     serviceAccountName=NAME,
-    resources=RESOURCES,
-    ttlSecondsAfterFinished={"type": ["integer", "null"], "minimum": 0},
-    caBundle=closed(configMapName=NAME, key=TEXT),
-    scheduling=ref("scheduling"),
-    podLabels=LABELS,
-    podAnnotations=ANNOTATIONS,
+    ttlSecondsAfterFinished=COUNT_OR_NULL,
+    caBundle=closed(configMapName=NAME, key=DATA_KEY),
     env=ENV,
-    extraVolumes=list_of(ANY_OBJECT),
-    extraVolumeMounts=list_of(ANY_OBJECT),
+    extraVolumes=list_of(NAMED),
+    extraVolumeMounts=list_of(MOUNT),
 )
-TEST = closed(
-    timeout=POSITIVE,
-    apiKey=closed(secretName=NAME, key=TEXT),
-    resources=RESOURCES,
-    scheduling=ref("scheduling"),
-    podLabels=LABELS,
-    podAnnotations=ANNOTATIONS,
-)
+TEST = closed(**POD, timeout=POSITIVE, apiKey=closed(secretName=NAME, key=DATA_KEY))
 SCHEDULING = closed(
     nodeSelector=LABELS,
     tolerations=list_of(ANY_OBJECT),
     affinity=closed(nodeAffinity=ANY_OBJECT, podAffinity=ANY_OBJECT, podAntiAffinity=ANY_OBJECT),
-    priorityClassName=TEXT,
-    schedulerName=TEXT,
-    runtimeClassName=TEXT,
-    spread=list_of(KEY),
+    **dict.fromkeys(("priorityClassName", "schedulerName", "runtimeClassName"), NAME),
+    spread={**list_of(KEY), "uniqueItems": True},
 )
 PODS = {  # keys of routers and workers
+    **POD,
     "config": {},
     "drain": DRAIN,
-    "terminationGracePeriodSeconds": {"type": ["integer", "null"], "minimum": 0},
-    "resources": RESOURCES,
+    "terminationGracePeriodSeconds": COUNT_OR_NULL,
     "pdb": PDB,
-    "replicas": REPLICAS,
-    "scheduling": ref("scheduling"),
+    "replicas": COUNT_OR_NULL,
     "labels": LABELS,
     "annotations": ANNOTATIONS,
-    "podLabels": LABELS,
-    "podAnnotations": ANNOTATIONS,
     "env": ENV,
     "envFrom": list_of(ANY_OBJECT),
     "extraVolumes": list_of(NAMED),
-    "extraVolumeMounts": list_of(NAMED),
-    "extraContainers": list_of(NAMED),
-    "extraInitContainers": list_of(NAMED),
+    "extraVolumeMounts": list_of(MOUNT),
+    "extraContainers": list_of(CONTAINER),
+    "extraInitContainers": list_of(CONTAINER),
     "hostNetwork": BOOL,
     "dnsPolicy": one_of("", "ClusterFirst", "ClusterFirstWithHostNet", "Default"),
     "resourceClaims": list_of(NAMED),
 }
-PEERS = list_of(
-    {**closed(podSelector=ANY_OBJECT, namespaceSelector=ANY_OBJECT, ipBlock=ANY_OBJECT), "minProperties": 1}
-)
+PEER = {**closed(podSelector=ANY_OBJECT, namespaceSelector=ANY_OBJECT, ipBlock=ANY_OBJECT), "minProperties": 1}
+PEERS = list_of(PEER)
 RULES = list_of(closed(to=PEERS, ports=list_of(ANY_OBJECT)))
-SERVICE_FIELDS = (
-    *("allocateLoadBalancerNodePorts", "externalIPs", "externalTrafficPolicy", "healthCheckNodePort"),
-    *("internalTrafficPolicy", "ipFamilies", "ipFamilyPolicy", "loadBalancerClass", "loadBalancerIP"),
-    *("loadBalancerSourceRanges", "sessionAffinity", "sessionAffinityConfig", "trafficDistribution"),
+PORTS: Schema = {**list_of(PORT), "minItems": 1}
+EGRESS = closed(enabled=BOOL, apiServer=PEERS, apiServerPorts=PORTS, download=PEERS, downloadPorts=PORTS, more=RULES)
+OPEN: Schema = {}  # Kubernetes defines and checks it
+SERVICE = closed(
+    **dict.fromkeys(("externalIPs", "ipFamilies", "loadBalancerClass", "loadBalancerIP"), OPEN),
+    **dict.fromkeys(("loadBalancerSourceRanges", "sessionAffinityConfig", "trafficDistribution"), OPEN),
+    **dict.fromkeys(("externalTrafficPolicy", "internalTrafficPolicy"), one_of("Cluster", "Local")),
+    allocateLoadBalancerNodePorts=BOOL,
+    healthCheckNodePort=NODE_PORT,
+    ipFamilyPolicy=one_of("SingleStack", "PreferDualStack", "RequireDualStack"),
+    sessionAffinity=one_of("None", "ClientIP"),
 )
 ROUTER = closed(
     **{**PODS, "config": ref("routerConfig")},
@@ -166,7 +165,7 @@ ROUTER = closed(
         type=one_of("ClusterIP", "NodePort", "LoadBalancer"),
         annotations=ANNOTATIONS,
         nodePorts=closed(grpc=NODE_PORT, http=NODE_PORT),
-        spec={"type": "object", "propertyNames": {"enum": list(SERVICE_FIELDS)}},
+        spec=SERVICE,
     ),
     autoscaling=closed(
         kind=one_of("none", "hpa"),
@@ -177,13 +176,13 @@ ROUTER = closed(
 )
 WORKER = closed(
     **{**PODS, "config": ref("workerConfig")},
-    role=one_of("", *ROLES),
+    role=one_of("", "prefill", "decode", "unified", "flexible"),
     kind=one_of("deployment", "statefulset", "lws"),
     size=POSITIVE,
     dp=POSITIVE,
     tp=POSITIVE,
     gpus=COUNT,
-    gpuResource=TEXT,
+    gpuResource=OPTIONAL_KEY,
     gpuModel=TEXT,
     guaranteed=BOOL,
     revision=LABEL,
@@ -204,11 +203,11 @@ WORKER = closed(
         prometheus=TEXT,
         scaleDownSeconds={"type": "integer", "minimum": 0, "maximum": 3600},
     ),
-    topology=closed(key=TEXT, mode=one_of("preferred", "required", "exclusive")),
-    gang=closed(kind=one_of("none", "kueue", "volcano"), queue=TEXT),
+    topology=closed(key=OPTIONAL_KEY, mode=one_of("preferred", "required", "exclusive")),
+    gang=closed(kind=one_of("none", "kueue", "volcano"), queue={**NAME, "maxLength": 63}),
     serviceAccountName=NAME,
 )
-SECRET = closed(secretName=NAME, key={"type": "string", "pattern": "^[-._a-zA-Z0-9]+$"})  # perhaps made by the chart
+SECRET = closed(secretName=NAME, key=DATA_KEY)
 RAY = closed(
     auth=SECRET,
     ports=closed(
@@ -228,7 +227,7 @@ def fabric(presets: list[str]) -> Schema:
         devices=list_of(DEVICE),
         exclude=list_of(DEVICE),
         link=one_of("", "InfiniBand", "Ethernet"),
-        resources={"type": ["object", "null"], "additionalProperties": COUNT},
+        resources={"type": ["object", "null"], "propertyNames": KEY, "additionalProperties": COUNT},
         capabilities={"type": ["array", "null"], "items": {"type": "string", "pattern": "^[A-Z_]+$"}},
         annotations=ANNOTATIONS,
         env=VARIABLES,
@@ -240,7 +239,7 @@ def fabric(presets: list[str]) -> Schema:
 TLS = closed(
     mode=one_of("off", "generated", "certManager", "secrets"),
     issuerRef=closed(name=NAME, kind=one_of("Issuer", "ClusterIssuer"), group=TEXT),
-    duration={"type": "string", "pattern": "^[0-9]+h$"},
+    duration={"type": "string", "pattern": "^[1-9][0-9]*h$"},
     routerSecret=NAME,
     workerSecret=NAME,
     publicSecret=NAME,
@@ -258,11 +257,12 @@ MONITORING = closed(
     vllmNames=BOOL,
     dashboards=closed(enabled=BOOL, labels=LABELS, annotations=ANNOTATIONS),
 )
+HOSTNAME: Schema = {"type": "string", "pattern": "^([*][.])?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "maxLength": 253}
 PARENT = {
     **closed(name=NAME, namespace=NAME, sectionName=NAME, port=PORT, group=TEXT, kind=TEXT),
     "required": ["name"],
 }
-ROUTE = closed(enabled=BOOL, parentRefs=list_of(PARENT), hostnames=list_of(TEXT))
+ROUTE = closed(enabled=BOOL, parentRefs=list_of(PARENT), hostnames=list_of(HOSTNAME))
 GATEWAY = closed(
     httpRoute=ROUTE,
     grpcRoute=ROUTE,
@@ -286,18 +286,18 @@ def whole(schema: Schema, given: Any, definitions: Schema) -> Schema:
 
 def _needed(given: Any, schema: Schema) -> bool:
     if isinstance(given, dict | list):
-        return bool(given) and "properties" in schema
+        return bool(given) and bool({"properties", "minItems"} & schema.keys())
     return given not in (None, "") and "null" not in schema.get("type", ())
 
 
 def values_schema(fabrics: list[str], given: Any) -> Schema:
     """Return the whole schema. `fabrics` are the names in files/fabrics.yaml, `given` is values.yaml."""
     values = closed(
-        nameOverride=NAME,
-        fullnameOverride=NAME,
+        nameOverride=SHORT_NAME,
+        fullnameOverride=SHORT_NAME,
         labels=LABELS,
         annotations=ANNOTATIONS,
-        imagePullSecrets=list_of(closed(name=NAME)),
+        imagePullSecrets=list_of({**closed(name=NAME), **NAMED}),
         logLevel=one_of("DEBUG", "INFO", "WARNING", "ERROR"),
         ipFamily=one_of("IPv4", "IPv6"),
         images=closed(registry=REGISTRY, **dict.fromkeys(("router", "worker", "gpuWorker", "download"), ref("image"))),
@@ -315,7 +315,7 @@ def values_schema(fabrics: list[str], given: Any) -> Schema:
         ray=RAY,
         fabric=fabric(fabrics),
         tls=TLS,
-        apiKeys=closed(secretName=NAME, key=TEXT, allowPlaintext=BOOL),
+        apiKeys=closed(secretName=NAME, key=DATA_KEY, allowPlaintext=BOOL),
         secret=SECRET,
         tracing=plain(Tracing.model_json_schema(), {}),
         serviceAccount=closed(create=BOOL, name=NAME, annotations=ANNOTATIONS),
@@ -325,7 +325,7 @@ def values_schema(fabrics: list[str], given: Any) -> Schema:
             enabled=BOOL,
             clients=PEERS,
             monitoring=PEERS,
-            egress=closed(enabled=BOOL, apiServer=PEERS, download=PEERS, more=RULES),
+            egress=EGRESS,
         ),
         monitoring=MONITORING,
         gateway=GATEWAY,

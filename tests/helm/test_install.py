@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from millrace_chart.render import CHART, NAMESPACE, Object, objects, presets, run, template
 from millrace_router.config import RouterConfig
 from millrace_serve.worker.config import WorkerConfig
@@ -16,7 +17,6 @@ from millrace_testing.charts import (
     PAIR,
     VARIANTS,
     config_of,
-    files_of,
     named,
     of_kind,
     pods,
@@ -28,6 +28,15 @@ from yamllint.config import YamlLintConfig
 
 pytestmark = pytest.mark.helm
 WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
+DISK = tuple(
+    f"workerDefaults.{item}"
+    for item in (
+        "config.limits.disk_cache=/kv",
+        "config.limits.host_cache_gib=1",
+        "diskCache.kind=emptyDir",
+        "diskCache.size=1Gi",
+    )
+)
 
 
 # ---------------------------------------------------------------------------------------------------- defaults
@@ -65,15 +74,6 @@ def test_presets_need_no_folder_of_a_node(name: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- images
-
-
-def test_images_that_are_on_the_nodes_need_no_registry() -> None:
-    (worker,) = (
-        spec["containers"][0]
-        for where, spec in pods(objects(template((PAIR,), ("images.registry=", "images.gpuWorker.pullPolicy=Never"))))
-        if where == "Deployment/demo-millrace-decode"
-    )
-    assert (worker["image"], worker["imagePullPolicy"]) == ("millrace-worker-gpu:0.1.0-cuda13", "Never")
 
 
 def test_digest_wins_and_names_the_caches() -> None:
@@ -123,18 +123,6 @@ def test_grace_covers_everything_that_a_drain_waits_for(name: str) -> None:
             times = WorkerConfig.model_validate(config).timeouts
             needed = pause + times.drain + times.lease + 5 + 1  # frontend.STOP_GRACE_S, and the server's own second
         assert spec["terminationGracePeriodSeconds"] >= needed, where
-
-
-def test_rollout_keeps_routers_and_replaces_one_worker_at_a_time() -> None:
-    """Routers overlap; devices for a second worker are rare. A group goes as a whole."""
-    items = [*rendered("cpu-tiny"), *rendered("groups")]
-    for item in of_kind(items, "Deployment"):
-        surge = int(item["metadata"]["name"].endswith("-router"))
-        assert item["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": surge, "maxUnavailable": 1 - surge}
-    for item in of_kind(items, "LeaderWorkerSet"):
-        rolling = item["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"]
-        assert rolling == {"maxSurge": 0, "maxUnavailable": 1}
-        assert item["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
 
 
 def test_new_version_runs_beside_the_old_one() -> None:
@@ -238,12 +226,33 @@ def test_caches_are_warmed_before_workers_hold_the_gpus() -> None:
         )
         assert container["resources"] == worker["resources"] and container["image"] == worker["image"]
         (config,) = (it for it in of_kind(items, "ConfigMap") if it["metadata"]["name"] == job["metadata"]["name"])
-        assert config["data"]["config.yaml"] == files_of(items, f"demo-millrace-{pool}")["config.yaml"]
+        assert yaml.safe_load(config["data"]["config.yaml"]) == warming(config_of(items, f"demo-millrace-{pool}"))
         assert int(config["metadata"]["annotations"]["helm.sh/hook-weight"]) < min(weights)
         assert container["command"][:2] == ["millrace", "compile"]
         startup = worker["startupProbe"]["failureThreshold"] * worker["startupProbe"]["periodSeconds"]
         assert job["spec"]["activeDeadlineSeconds"] == startup, "as long as a start may take"
         assert job["metadata"]["name"] not in {it["metadata"]["name"] for it in of_kind(items, *WORKLOADS)}
+
+
+def warming(config: Object) -> Object:
+    """A worker's configuration for a job that serves nobody."""
+    limits = {key: value for key, value in config.get("limits", {}).items() if key != "disk_cache"}
+    kept = {key: value for key, value in config.items() if key not in ("secret", "tls")}
+    return {**kept, "host": "127.0.0.1", "limits": limits}
+
+
+@pytest.mark.parametrize("more", [(), ("tls.mode=off",), DISK], ids=["", "plain", "disk"])
+def test_what_runs_before_an_install_needs_nothing_of_the_release(more: tuple[str, ...]) -> None:
+    """It would wait for Secrets and accounts that are made after it, until the install fails."""
+    model = ("model.source=hf", "model.uri=a/b", "model.path=c", "model.claim=d")
+    items = rendered("warm", *model, *more)
+    later = {it["metadata"]["name"] for it in items if "helm.sh/hook" not in it["metadata"].get("annotations", {})}
+    for job in of_kind(items, "Job"):
+        assert not [name for name in later if json.dumps(name) in json.dumps(job["spec"])]
+        if "warm" in job["metadata"]["name"]:
+            (config,) = (it for it in of_kind(items, "ConfigMap") if it["metadata"]["name"] == job["metadata"]["name"])
+            made = WorkerConfig.model_validate(yaml.safe_load(config["data"]["config.yaml"]))
+            assert (made.secret, made.tls, made.limits.disk_cache) == (None, None, None), "what it does not mount"
 
 
 def test_model_that_is_downloaded_is_there_before_caches_are_warmed() -> None:
@@ -254,25 +263,6 @@ def test_model_that_is_downloaded_is_there_before_caches_are_warmed() -> None:
     }
     weights = {part: int(job["metadata"]["annotations"]["helm.sh/hook-weight"]) for part, job in jobs.items()}
     assert weights["download"] < weights["warm"]
-
-
-def test_cache_folder_of_a_node_is_made_and_given_to_the_worker() -> None:
-    folder = ("cache.kind=hostPath", "cache.hostPath=/mnt/cache")
-    items = rendered("h200-1p1d-16gpu", *folder, "podSecurity.runAsUser=2000", "podSecurity.fsGroup=3000")
-    spec = spec_of(items)
-    (cache,) = (volume["hostPath"] for volume in spec["volumes"] if volume["name"] == "cache")
-    assert cache["type"] == "DirectoryOrCreate", (
-        "a missing folder would leave the pod in ContainerCreating, without a log"
-    )
-    owner = spec["initContainers"][0]
-    assert owner["command"] == ["chown", "2000:3000", "/var/cache/millrace"]
-    root = spec_of(rendered("root", *folder))["initContainers"][0]
-    assert root["command"][1] == "0:10001", "without capabilities root writes to its own folders only"
-    assert owner["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
-    assert [it["name"] for it in spec["initContainers"]] == ["cache-owner", "preflight"]
-    assert not [
-        it for _, s in pods(rendered("warm")) for it in s.get("initContainers", ()) if it["name"] == "cache-owner"
-    ]
 
 
 # ---------------------------------------------------------------------------------------------------- groups

@@ -1,10 +1,15 @@
 """What the owner of a cluster may give to pods and objects, beside the chart's own placement."""
 
 import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from millrace_chart.render import Object
-from millrace_testing.charts import of_kind, pods, rendered, spec_of
+import yaml
+from millrace_chart.render import CHART, Object, objects, preset_file, template, values
+from millrace_testing import kube_schema
+from millrace_testing.charts import NO_DASHBOARDS, TABLES, VARIANTS, of_kind, pods, rendered, spec_of
 
 pytestmark = pytest.mark.helm
 WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
@@ -25,55 +30,91 @@ def test_every_object_takes_labels_and_annotations() -> None:
             assert item["metadata"]["annotations"]["example.com/owner"] == "serving", where
 
 
-def test_users_label_never_changes_what_selects() -> None:
-    items = rendered("cpu-tiny", "labels.app\\.kubernetes\\.io/component=mine")
-    assert items[0]["metadata"]["labels"]["app.kubernetes.io/component"] != "mine"
-    for item in workloads(items).values():
-        labels = item["spec"]["template"]["metadata"]["labels"]
-        assert item["spec"]["selector"]["matchLabels"].items() <= labels.items()
+SECTIONS = {"router": "router", "workerDefaults": "pool", "jobs": "jobs", "test": "test"}
+PODS = {  # by the columns of the table: the object, its kind, and the sections that may give it something
+    "router": ("router", ("Deployment",), ("router",)),
+    "worker": ("decode", ("Deployment", "LeaderWorkerSet"), ("pool",)),
+    "warming job": ("decode-warm", ("Job",), ("pool", "jobs")),
+    "download": ("download-", ("Job",), ("jobs",)),
+    "`helm test`": ("test", ("Pod",), ("test",)),
+}
+EVERYWHERE = {"imagePullSecrets": [{"name": "all"}], "labels": {"all": "a"}, "annotations": {"all": "a"}}
 
 
-@pytest.mark.parametrize("where", [DECODE, ROUTER])
-def test_routers_and_workers_take_what_a_pod_can_have(where: str) -> None:
-    items = rendered("extended")
-    spec = spec_of(items, where)
-    main = spec["containers"][0]
-    env = {entry["name"]: entry for entry in main["env"]}
-    assert env["PLAIN"] == {"name": "PLAIN", "value": "16777216"}
-    assert env["TOKEN"]["valueFrom"] == {"secretKeyRef": {"name": "tokens", "key": "token"}}
-    assert env["NODE"]["valueFrom"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
-    assert main["envFrom"] == [{"configMapRef": {"name": "more"}}]
-    assert {"name": "extra", "mountPath": "/extra"} in main["volumeMounts"]
-    assert {"name": "extra", "emptyDir": {}} in spec["volumes"]
-    assert spec["containers"][1] == {"name": "side", "image": "side:1"}
-    assert spec["initContainers"][0] == {"name": "first", "image": "first:1"}
-    assert spec["resourceClaims"] == [{"name": "device", "resourceClaimTemplateName": "device"}]
-    assert main["resources"]["claims"] == [{"name": "device"}]
-    assert (spec["hostNetwork"], spec["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
-    assert (spec["nodeSelector"], spec["priorityClassName"]) == ({"zone": "a"}, "high")
-    assert (spec["schedulerName"], spec["runtimeClassName"]) == ("other", "nvidia")
-    assert {"key": "dedicated", "operator": "Exists"} in spec["tolerations"]
-    item = workloads(items)[where.rsplit("-", 1)[1]]
-    assert item["metadata"]["labels"]["example.com/tier"] == "gold"
-    assert item["metadata"]["annotations"]["example.com/why"] == "test"
-    pod = item["spec"]["template"]["metadata"]
-    assert pod["labels"]["example.com/pod"] == pod["annotations"]["example.com/pod"] == "yes"
-    assert "example.com/tier" not in pod["labels"]
+def table() -> dict[str, dict[str, str]]:
+    """What the README says that each pod gets, by row and column."""
+    text = (CHART / "README.md").read_text().partition("| of each pod |")[2].partition("\n\n")[0]
+    head, _, *rows = ([cell.strip() for cell in line.split("|")[:-1]] for line in text.splitlines())
+    return {row[1].strip("`"): dict(zip(head, row[2:], strict=True)) for row in rows}
 
 
-def test_downloads_take_what_a_pod_can_have() -> None:
-    (job,) = of_kind(rendered("extended"), "Job")
-    pod = job["spec"]["template"]
-    assert pod["metadata"]["labels"]["example.com/pod"] == pod["metadata"]["annotations"]["example.com/pod"] == "yes"
-    spec, (main,) = pod["spec"], pod["spec"]["containers"]
-    assert (spec["nodeSelector"], spec["priorityClassName"]) == ({"zone": "a"}, "high")
-    assert spec["tolerations"] == [{"key": "dedicated", "operator": "Exists"}]
-    assert list(spec["affinity"]) == ["nodeAffinity"]
-    env = {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in main["env"]}
-    assert len(env) == len(main["env"]) and env["HTTPS_PROXY"] == "http://proxy:3128"
-    assert env["HF_TOKEN"] == {"secretKeyRef": {"name": "tokens", "key": "token"}}
-    assert {"name": "extra", "mountPath": "/extra"} in main["volumeMounts"]
-    assert {"name": "extra", "emptyDir": {}} in spec["volumes"]
+@pytest.mark.parametrize("kind", ["deployment", "lws"])
+def test_each_pod_gets_what_the_readme_says_and_nothing_is_given_for_nothing(kind: str, tmp_path: Path) -> None:
+    """A value that is given in every section comes from those that the table names, and from no other."""
+    given = values()
+    more: dict[str, Any] = {section: {"scheduling": {}} for section in SECTIONS}
+    for section, mark in SECTIONS.items():
+        for name, (example, _) in TABLES["pods"].items():
+            marked = json.loads(json.dumps(example).replace("MARK", f"of{mark}"))
+            if name in given[section]:
+                more[section][name] = marked
+            elif name in given[section]["scheduling"]:
+                more[section]["scheduling"][name] = marked
+    more["workerDefaults"] |= {"kind": kind, "gpuModel": ""}
+    model = {"source": "hf", "uri": "a/b", "path": "c", "claim": "d"}
+    cache = {"kind": "pvc", "claim": "e", "warm": True}
+    more |= {**EVERYWHERE, "model": model, "cache": cache}
+    items = value("h200-1p1d-16gpu", more, tmp_path)
+    assert not [problem for item in of_kind(items, *WORKLOADS, "Job", "Pod") for problem in kube_schema.check(item)]
+    said = table()
+    assert said.keys() == TABLES["pods"].keys()
+    for column, (name, kinds, sections) in PODS.items():
+        found = [it for it in of_kind(items, *kinds) if it["metadata"]["name"].startswith(f"demo-millrace-{name}")]
+        for pod in (pod for item in found for pod in templates(item)):
+            for row, (_, path) in TABLES["pods"].items():
+                text = json.dumps(at(pod, path) or "")
+                by = [mark for mark in sections if f"of{mark}" in text]
+                if row in ("hostNetwork", "dnsPolicy") and text != '""':
+                    by = [sections[0]]
+                assert said[row][column] == (" and ".join(by) or "no"), f"{row} of {column}"
+            assert at(pod, ["spec", "imagePullSecrets"]) == [{"name": "all"}], column
+            assert at(pod, ["metadata", "labels", "all"]) == at(pod, ["metadata", "annotations", "all"]) == "a", column
+
+
+def templates(item: Object) -> Iterator[Object]:
+    """Of an object's pods, with their first container as `main` and the others as `sides`."""
+    group = item["spec"].get("leaderWorkerTemplate", {"one": item["spec"].get("template", item)})
+    for pod in (group[part] for part in ("leaderTemplate", "workerTemplate", "one") if part in group):
+        main, *sides = pod["spec"]["containers"]
+        yield {**pod, "main": main, "sides": sides}
+
+
+def at(node: Any, path: Iterable[str | int]) -> Any:
+    """None where there is nothing."""
+    for part in path:
+        if isinstance(node, list) and isinstance(part, str):
+            node = next((item for item in node if item["name"] == part), None)
+        elif node is not None:
+            node = node[part] if isinstance(node, list) else node.get(part)
+    return node
+
+
+def value(name: str, given: dict[str, Any], folder: Path) -> list[Object]:
+    """The objects of a variant or a preset with values beside it."""
+    (folder / "values.yaml").write_text(yaml.safe_dump(given))
+    file, sets = VARIANTS[name] if name in VARIANTS else (preset_file(name), ())
+    return objects(template((file, folder / "values.yaml"), (NO_DASHBOARDS, *sets)))
+
+
+@pytest.mark.parametrize(("name", "given", "places"), [(name, given, rest) for name, given, *rest in TABLES["found"]])
+def test_value_is_found_where_it_belongs(name: str, given: dict[str, Any], places: list[Any], tmp_path: Path) -> None:
+    made = value(name, given, tmp_path)
+    for where, path, expected in places:
+        kind, _, name = where.partition("/")  # or the beginning of a Job's name
+        (item,) = (
+            it for it in of_kind(made, kind) if f"{it['metadata']['name']}-".startswith(f"demo-millrace-{name}-")
+        )
+        assert at(item, path) == expected, f"{where}: {path}"
 
 
 def test_downloads_trust_a_companys_authorities() -> None:
@@ -88,71 +129,6 @@ def test_downloads_trust_a_companys_authorities() -> None:
     assert env["SSL_CERT_FILE"] == "/own"
     (plain,) = of_kind(rendered("hf"), "Job")
     assert "ca.crt" not in json.dumps(plain)
-
-
-def test_pod_of_helm_test_takes_what_quotas_taints_and_policies_want() -> None:
-    (pod,) = of_kind(rendered("extended"), "Pod")
-    spec, (main,) = pod["spec"], pod["spec"]["containers"]
-    assert main["resources"]["limits"] == {"cpu": "200m", "memory": "256Mi", "ephemeral-storage": "100Mi"}
-    assert (spec["nodeSelector"], spec["priorityClassName"]) == ({"zone": "a"}, "high")
-    assert spec["tolerations"] == [{"key": "dedicated", "operator": "Exists"}]
-    assert pod["metadata"]["labels"]["example.com/pod"] == pod["metadata"]["annotations"]["example.com/pod"] == "yes"
-    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
-
-
-def test_jobs_that_warm_caches_have_what_their_pool_and_all_jobs_have() -> None:
-    at, place = "workerDefaults", "jobs.scheduling.nodeSelector.zone=b"
-    volume = ("extraVolumes[0].name=extra", "extraVolumes[0].emptyDir.medium=Memory")
-    mount = ("extraVolumeMounts[0].name=extra", "extraVolumeMounts[0].mountPath=/extra")
-    more = [f"{part}.{item}" for part in (at, "jobs") for item in (*volume, *mount)]
-    more += [f"{at}.env.A=pool", f"{at}.env.B=pool", f"{at}.scheduling.priorityClassName=high"]
-    items = rendered("warm", *more, place, "jobs.env.A=job", "jobs.podLabels.a=b", "jobs.podAnnotations.c=d")
-    jobs = [job["spec"]["template"] for job in of_kind(items, "Job")]
-    assert len(jobs) == 2
-    for pod in jobs:
-        spec, (main,) = pod["spec"], pod["spec"]["containers"]
-        env = {entry["name"]: entry.get("value") for entry in main["env"]}
-        assert (env["A"], env["B"]) == ("job", "pool")
-        assert [volume["name"] for volume in spec["volumes"]].count("extra") == 1
-        assert [mount["name"] for mount in main["volumeMounts"]].count("extra") == 1
-        assert spec["priorityClassName"] == "high" and "nodeSelector" not in spec
-        assert (pod["metadata"]["labels"]["a"], pod["metadata"]["annotations"]["c"]) == ("b", "d")
-    worker = spec_of(items, DECODE)["containers"][0]
-    assert {"name": "A", "value": "pool"} in worker["env"]
-
-
-def test_each_kind_of_pod_has_its_own_account() -> None:
-    items = rendered("extended")
-    assert spec_of(items, DECODE)["serviceAccountName"] == "workload-identity"
-    assert spec_of(items, ROUTER)["serviceAccountName"] == "demo-millrace-router"
-    (job,) = of_kind(items, "Job")
-    assert job["spec"]["template"]["spec"]["serviceAccountName"] == "workload-identity"
-
-
-def test_pool_replaces_what_the_defaults_have() -> None:
-    """Also a list with none, and where a variable is from."""
-    sets = ["workerDefaults.env.A=1", "workerDefaults.env.B.secretKeyRef.key=b"]
-    sets += ["workers.decode.env.A.fieldRef.fieldPath=c", "workers.decode.env.B.configMapKeyRef.key=d"]
-    spec = spec_of(rendered("groups", *sets), "LeaderWorkerSet/demo-millrace-decode/leaderTemplate")
-    env = {entry["name"]: entry.get("valueFrom") for entry in spec["containers"][0]["env"]}
-    assert (env["A"], env["B"]) == ({"fieldRef": {"fieldPath": "c"}}, {"configMapKeyRef": {"key": "d"}})
-    assert "topologySpreadConstraints" not in spec, "groups.yaml has an empty list"
-
-
-def test_gpus_may_come_by_claims_alone() -> None:
-    more = ("gpuResource=", "resourceClaims[0].name=gpus", "resourceClaims[0].resourceClaimTemplateName=eight-gpus")
-    items = rendered("h200-1p1d-16gpu", *(f"workerDefaults.{item}" for item in more))
-    for container in (spec_of(items, DECODE)["containers"][0], spec_of(items, DECODE)["initContainers"][-1]):
-        assert container["resources"]["claims"] == [{"name": "gpus"}]
-        assert "nvidia.com/gpu" not in container["resources"]["limits"]
-
-
-def test_own_affinity_replaces_the_charts_of_that_kind_only() -> None:
-    at = "workerDefaults.scheduling.affinity"
-    mine = f"{at}.podAffinity.requiredDuringSchedulingIgnoredDuringExecution[0].topologyKey=rack"
-    affinity = spec_of(rendered("aws-efa", mine), DECODE)["affinity"]
-    assert set(affinity) == {"nodeAffinity", "podAffinity", "podAntiAffinity"}
-    assert affinity["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"] == [{"topologyKey": "rack"}]
 
 
 def test_group_stays_within_a_domain_without_keeping_others_out() -> None:
@@ -171,27 +147,6 @@ def test_group_stays_within_a_domain_without_keeping_others_out() -> None:
     own = rendered("own-rack")
     assert workloads(own)["decode"]["metadata"]["annotations"][key] == "rack"
     assert "podAffinity" not in spec_of(own, "LeaderWorkerSet/demo-millrace-decode/leaderTemplate")["affinity"]
-
-
-def test_queue_takes_a_worker_whole() -> None:
-    group = workloads(rendered("kueue"))["decode"]
-    assert group["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
-    items = rendered("volcano-groups")
-    group = workloads(items)["decode"]
-    assert group["metadata"]["annotations"]["scheduling.volcano.sh/queue-name"] == "gpus"
-    for part in ("leaderTemplate", "workerTemplate"):
-        assert spec_of(items, f"LeaderWorkerSet/demo-millrace-decode/{part}")["schedulerName"] == "volcano"
-    pod = workloads(rendered("volcano"))["decode"]["spec"]["template"]
-    assert pod["metadata"]["annotations"]["scheduling.volcano.sh/queue-name"] == "gpus"
-    assert pod["spec"]["schedulerName"] == "volcano"
-    assert "schedulerName" not in spec_of(rendered("volcano"), ROUTER)
-
-
-def test_workers_run_as_root_only_where_that_is_said() -> None:
-    spec = spec_of(rendered("root"), DECODE)
-    assert (spec["securityContext"]["runAsUser"], spec["securityContext"]["runAsNonRoot"]) == (0, False)
-    assert spec["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
-    assert spec_of(rendered("root"), ROUTER)["securityContext"]["runAsUser"] == 10001
 
 
 @pytest.mark.parametrize("name", ["h200-1p1d-16gpu", "keys", "secrets", "groups"])

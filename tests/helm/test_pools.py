@@ -54,12 +54,6 @@ def test_groups_within_a_domain_need_a_kubernetes_that_tells_groups_apart(versio
         assert run(command)
 
 
-@pytest.mark.parametrize(("value", "seconds"), [("86400", 86400), ("0", 0), ("null", None)])
-def test_finished_download_stays_as_long_as_one_says(value: str, seconds: int | None) -> None:
-    (job,) = of_kind(rendered("hf", f"jobs.ttlSecondsAfterFinished={value}"), "Job")
-    assert job["spec"].get("ttlSecondsAfterFinished") == seconds
-
-
 def test_a_flexible_pool_needs_no_partner_and_is_known_to_routers_and_policies() -> None:
     items = rendered("cpu-tiny", "workers.prefill=null", "workers.decode.role=flexible")
     assert config_of(items, "demo-millrace-decode")["role"] == "flexible"

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,13 @@ POOL = (  # kinds that are called as their pool
 @pytest.mark.parametrize(("file", "sets", "said"), REFUSED["chart"], ids=lambda part: str(part)[:40])
 def test_combination_that_cannot_work_is_refused(file: str, sets: list[str], said: str) -> None:
     with pytest.raises(ChartError, match=re.escape(said)):
-        template((FILES[file],), tuple(sets))
+        rendered_of(file, sets)
+
+
+def rendered_of(file: str, sets: Iterable[str]) -> str:
+    """Of a file of values or a variant."""
+    path, own = VARIANTS[file] if file in VARIANTS and file not in FILES else (FILES[file], ())
+    return template((path,), (*own, *sets))
 
 
 @pytest.mark.parametrize("prefill", Goal)
@@ -61,13 +67,13 @@ def named_in(lines: list[str], key: str) -> bool:
     """Whether a line is about the key, or about what is above it and names what is wrong or lacking there."""
     parts = re.sub(r"\[(\d+)\]", r".\1", key).split(".")
     places = [("(root)", parts[0]), *((".".join(parts[:i]), parts[i]) for i in range(1, len(parts)))]
-    about = [rf"{re.escape(at)}: .*\b({re.escape(name)}|name is required)\b" for at, name in places]
+    about = [rf"{re.escape(at)}: .*\b({re.escape(name)}|\w+ is required)\b" for at, name in places]
     return any(re.match(rf"- ({'|'.join(about)}|{re.escape('.'.join(parts))}: )", line) for line in lines)
 
 
 @pytest.mark.parametrize("sets", REFUSED["possible"], ids=str)
 def test_value_that_is_just_possible_is_taken(sets: list[str]) -> None:
-    assert template((FILES[sets[0]],), tuple(sets[1:]))
+    assert rendered_of(sets[0], sets[1:])
 
 
 @pytest.mark.parametrize("name", ["cpu-tiny", "h200-1p1d-16gpu", "groups"])

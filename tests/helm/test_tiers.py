@@ -68,6 +68,6 @@ def test_disk_tier_has_a_volume_at_its_folder(sets: tuple[str, ...], volume: Obj
 
 def test_own_volume_above_the_folder_will_do() -> None:
     more = ("config.limits.disk_cache=/data/kv", "config.limits.host_cache_gib=1")
-    mounts = ("extraVolumeMounts[0].name=data", "extraVolumeMounts[0].mountPath=/data")
+    mounts = ("extraVolumes[0].name=data", "extraVolumeMounts[0].name=data", "extraVolumeMounts[0].mountPath=/data")
     spec = decode("cpu-tiny", *(f"workers.decode.{item}" for item in (*more, *mounts)))
     assert "disk-cache" not in {volume["name"] for volume in spec["volumes"]}

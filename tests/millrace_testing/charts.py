@@ -20,6 +20,7 @@ VARIANTS: dict[str, tuple[Path, tuple[str, ...]]] = {  # everything that is off 
     name: (FILES[file], tuple(sets))
     for name, (file, *sets) in yaml.safe_load((ROOT / "tests" / "helm" / "variants.yaml").read_text()).items()
 }
+TABLES: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "helm" / "found.yaml").read_text())
 EVERYTHING = [*presets(), *VARIANTS]
 
 

@@ -17,21 +17,26 @@
 {{- end -}}
 {{- end -}}
 
-{{/* (dict "name" "router" "ports" {...}): every port once. Host networks share the node's, so there it matters even more */}}
+{{/* (dict "name" "router.ports" "ports" {...}): every port once. Host networks share the node's, so there it matters even more */}}
 {{- define "millrace.checkPorts" -}}
 {{- $seen := dict -}}
 {{- range $name, $port := .ports -}}
 {{- $key := toString (int $port) -}}
 {{- if hasKey $seen $key -}}
-{{- fail (printf "%s.ports: %s and %s are both %s" $.name (get $seen $key) $name $key) -}}
+{{- fail (printf "%s: %s and %s are both %s" $.name (get $seen $key) $name $key) -}}
 {{- end -}}
 {{- $_ := set $seen $key $name -}}
 {{- end -}}
 {{- end -}}
 
+{{/* (dict "name" "router" "resources" {...}). Of devices and huge pages Kubernetes takes no request but the limit */}}
 {{- define "millrace.checkResources" -}}
 {{- $limits := default dict .resources.limits -}}
 {{- range $resource, $amount := default dict .resources.requests -}}
+{{- if and (or (contains "/" $resource) (hasPrefix "hugepages-" $resource)) (ne (toString $amount) (get $limits $resource | toString)) -}}
+{{- fail (printf "%s.resources.requests.%s: %s must be the limit, which is %s" $.name $resource (include "millrace.text" $amount) (get
+  $limits $resource | default "nothing" | include "millrace.text")) -}}
+{{- end -}}
 {{- if hasKey $limits $resource -}}
 {{- if gt (include "millrace.bytes" $amount | int64) (include "millrace.bytes" (get $limits $resource) | int64) -}}
 {{- fail (printf "%s.resources.requests.%s: %s is above the limit %s" $.name $resource (include "millrace.text" $amount) (include
@@ -46,7 +51,7 @@
 {{- $ray := .root.Values.ray.ports -}}
 {{- $ports := merge (omit $ray "workers") (dict "grpc" .pool.ports.grpc "worker metrics" .pool.ports.metrics "health"
   .pool.ports.health) -}}
-{{- include "millrace.checkPorts" (dict "name" "ray" "ports" $ports) -}}
+{{- include "millrace.checkPorts" (dict "name" "ray.ports" "ports" $ports) -}}
 {{- $min := int $ray.workers.min -}}
 {{- $max := int $ray.workers.max -}}
 {{- range $name, $port := $ports -}}
@@ -60,16 +65,115 @@
 {{- end -}}
 {{- end -}}
 
-{{/* (dict "name" "router" "values" {...}): what a user adds to a pod has other names than what the chart puts there */}}
-{{- define "millrace.checkExtras" -}}
-{{- $taken := dict "extraContainers" (list "router" "worker" "preflight" "cache-owner" "disk-cache-owner") "extraVolumes"
-  (list "config" "run" "tmp" "shm" "cache" "disk-cache" "model" "secret" "tls" "public-tls" "keys") -}}
-{{- $_ := set $taken "extraInitContainers" $taken.extraContainers -}}
-{{- range $key, $names := $taken -}}
-{{- range index $.values $key -}}
-{{- if has .name $names -}}
-{{- fail (printf "%s.%s: %s is a name that the chart uses itself" $.name $key .name) -}}
+{{/* (dict "at" "router" "ports" {...} "pod" TEXT) -> the pod template, if what a user adds to the pod fits the rest of it. An API
+     server sees pods only after the install. `ports`: those of the main container, by name */}}
+{{- define "millrace.checkedPod" -}}
+{{- $at := .at -}}
+{{- $spec := (fromYaml .pod).spec -}}
+{{- $containers := concat $spec.containers (default list $spec.initContainers) -}}
+{{- range $what, $items := dict "containers" $containers "volumes" $spec.volumes "resourceClaims" $spec.resourceClaims -}}
+{{- include "millrace.checkNames" (dict "at" $at "what" $what "items" $items) -}}
 {{- end -}}
+{{- range $containers -}}
+{{- include "millrace.checkMounts" (dict "at" $at "container" .name "mounts" .volumeMounts "volumes" $spec.volumes) -}}
+{{- end -}}
+{{- include "millrace.checkTolerations" (dict "at" $at "tolerations" $spec.tolerations) -}}
+{{- $ports := deepCopy .ports -}}
+{{- range $container := rest $containers -}}
+{{- range $index, $port := $container.ports -}}
+{{- if eq (default "TCP" $port.protocol) "TCP" -}}
+{{- $_ := set $ports (printf "%s.ports[%d]" $container.name $index) $port.containerPort -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- include "millrace.checkPorts" (dict "name" (print $at ".ports") "ports" $ports) -}}
+{{- .pod -}}
+{{- end -}}
+
+{{/* (dict "at" "router" "tolerations" [...]) */}}
+{{- define "millrace.checkTolerations" -}}
+{{- $known := dict "operator" (list "Exists" "Equal" "Lt" "Gt") "effect" (list "NoSchedule" "PreferNoSchedule" "NoExecute") -}}
+{{- range $toleration := .tolerations -}}
+{{- range $key, $words := $known -}}
+{{- $word := get $toleration $key -}}
+{{- if and $word (not (has $word $words)) -}}
+{{- fail (printf "%s.scheduling.tolerations: %s %v is none of %s" $.at $key $word (join ", " $words)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "at" "router" "what" "volumes" "items" [...]): each has a name, and another one than the others of the pod */}}
+{{- define "millrace.checkNames" -}}
+{{- $seen := dict -}}
+{{- range .items -}}
+{{- if not (regexMatch "^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$" (toString .name)) -}}
+{{- fail (printf "%s: %v is no name for %s of a pod, which has at most 63 small letters, digits and dashes" $.at .name $.what) -}}
+{{- end -}}
+{{- if hasKey $seen .name -}}
+{{- fail (printf "%s: two %s of a pod are called %s; choose another name than the chart's own and than each other" $.at $.what .name) -}}
+{{- end -}}
+{{- $_ := set $seen .name true -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "at" "router" "container" NAME "mounts" [...] "volumes" [...]). Folders below a Secret or a ConfigMap cannot be made */}}
+{{- define "millrace.checkMounts" -}}
+{{- $names := list -}}
+{{- $fixed := list -}}
+{{- range .volumes -}}
+{{- $names = append $names .name -}}
+{{- if or .secret .configMap -}}{{- $fixed = append $fixed .name -}}{{- end -}}
+{{- end -}}
+{{- $seen := dict -}}
+{{- range .mounts -}}
+{{- $path := clean .mountPath -}}
+{{- if not (has .name $names) -}}
+{{- fail (printf "%s: the container %s mounts %s, and no volume of the pod is called that" $.at $.container .name) -}}
+{{- end -}}
+{{- if hasKey $seen $path -}}
+{{- fail (printf "%s: the container %s mounts both %s and %s at %s" $.at $.container (get $seen $path) .name $path) -}}
+{{- end -}}
+{{- $_ := set $seen $path .name -}}
+{{- range $.mounts -}}
+{{- if and (has .name $fixed) (hasPrefix (print (clean .mountPath) "/") $path) -}}
+{{- fail (printf "%s: the container %s has a mount at %s, below %s, a read-only Secret or ConfigMap" $.at $.container $path .mountPath) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "at" "router.labels" "given" {...} "own" {...}): keys that the chart sets itself, and would set otherwise */}}
+{{- define "millrace.checkKeys" -}}
+{{- range $key, $_ := .given -}}
+{{- if or (hasKey $.own $key) (regexMatch "^(app[.]kubernetes[.]io/(name|instance|component|part-of|version|managed-by)|helm[.]sh/(chart|hook.*)|millrace/.*)$" $key) -}}
+{{- fail (printf "%s.%s: the chart sets this key itself" $.at $key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels and annotations of everything that has any */}}
+{{- define "millrace.checkMetadata" -}}
+{{- $given := dict "" (pick .Values "labels" "annotations") "monitoring" .Values.monitoring "monitoring.dashboards" .Values.monitoring.dashboards "jobs" .Values.jobs "test"
+  .Values.test "router" .Values.router "router.service" .Values.router.service "serviceAccount" .Values.serviceAccount -}}
+{{- range include "millrace.pools" . | fromJson -}}{{- $_ := set $given (print "workers." .name) . -}}{{- end -}}
+{{- range $at, $section := $given -}}
+{{- $own := dict -}}
+{{- if hasKey $section "gang" -}}{{- $own = include "millrace.gang" $section | fromJson -}}{{- end -}}
+{{- range $kind := list "labels" "annotations" "podLabels" "podAnnotations" -}}
+{{- include "millrace.checkKeys" (dict "at" (printf "%s.%s" $at $kind | trimPrefix ".") "given" (index $section $kind) "own"
+  (default dict (index $own $kind))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "at" "router" "kind" "Deployment" "name" NAME "root" $ "component" "router" "pool" ""): a selector that an upgrade cannot change */}}
+{{- define "millrace.checkSelector" -}}
+{{- $live := lookup "apps/v1" .kind .root.Release.Namespace .name | dig "spec" "selector" "matchLabels" dict -}}
+{{- range $key, $value := include "millrace.selector" . | fromYaml -}}
+{{- if and $live (ne (toString (get $live $key)) (toString $value)) -}}
+{{- fail (printf "%s: the %s %s of the cluster has %s=%v, and an upgrade cannot make it %v; give another name, or delete the object first"
+  $.at $.kind $.name $key (get $live $key) $value) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -100,6 +204,60 @@
 {{- end -}}
 {{- end -}}
 
+{{/* (dict "root" $ "pool" $pool): what the pool's own affinity would replace of what other values ask for */}}
+{{- define "millrace.checkPlacement" -}}
+{{- $own := default dict .pool.scheduling.affinity -}}
+{{- $topology := .pool.topology -}}
+{{- $asked := dict "nodeAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (ternary .pool.gpuModel "" (gt (int .pool.gpus) 0)))
+  "podAffinity" (dict (print $topology.mode "DuringSchedulingIgnoredDuringExecution") (ternary "" $topology.key (eq $topology.mode
+  "exclusive"))) -}}
+{{- range $kind, $whens := $asked -}}
+{{- range $when, $value := $whens -}}
+{{- $given := get $own $kind -}}
+{{- if and $value (hasKey $own $kind) (or (not $given) (hasKey (default dict $given) $when)) -}}
+{{- fail (printf "workers.%s.scheduling.affinity.%s: replaces what is %s for %s %s; leave one of them out" $.pool.name $kind (trimSuffix
+  "DuringSchedulingIgnoredDuringExecution" $when) (ternary "gpuModel" "topology.key" (eq $kind "nodeAffinity")) $value) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and (not $topology.key) (ne $topology.mode "preferred") -}}
+{{- fail (printf "workers.%s.topology.mode: %s needs topology.key" .pool.name $topology.mode) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "root" $ "pool" $pool): what the chart counts itself */}}
+{{- define "millrace.checkDevices" -}}
+{{- $devices := (include "millrace.devices" . | fromYaml).limits -}}
+{{- range $kind, $amounts := .pool.resources -}}
+{{- range $name, $_ := $amounts -}}
+{{- if hasKey (default dict $devices) $name -}}
+{{- fail (printf "workers.%s.resources.%s.%s: the chart sets it from gpus, gpuResource and fabric" $.pool.name $kind $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "root" $ "pool" $pool): what an API server would refuse to change, when half of an upgrade is done. `helm template` and
+     Argo CD see no cluster. A group's Service is made by LeaderWorkerSet */}}
+{{- define "millrace.checkLive" -}}
+{{- $at := print "workers." .pool.name -}}
+{{- $group := eq .pool.kind "lws" -}}
+{{- $service := lookup "v1" "Service" .root.Release.Namespace .pool.fullname | dig "spec" "selector" dict -}}
+{{- if and $service (ne $group (hasKey $service "leaderworkerset.sigs.k8s.io/name")) -}}
+{{- fail (printf "%s.kind: the cluster has a Service %s of a pool of another kind, in the way of %s; give the pool another name, or set it to null for one upgrade"
+  $at .pool.fullname .pool.kind) -}}
+{{- end -}}
+{{- /* KEDA's webhook refuses a workload that another autoscaler has, and Helm deletes the old one last */ -}}
+{{- if and (eq .pool.autoscaling.kind "keda") (lookup "autoscaling/v2" "HorizontalPodAutoscaler" .root.Release.Namespace .pool.fullname) -}}
+{{- fail (printf "%s.autoscaling.kind: the cluster has a HorizontalPodAutoscaler %s, in the way of keda; set the kind to none for one upgrade"
+  $at .pool.fullname) -}}
+{{- end -}}
+{{- if not $group -}}
+{{- include "millrace.checkSelector" (dict "at" $at "kind" (ternary "StatefulSet" "Deployment" (eq .pool.kind "statefulset")) "name"
+  .pool.fullname "root" .root "component" .pool.role "pool" .pool.name) -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "millrace.checkPool" -}}
 {{- $root := .root -}}
 {{- $pool := .pool -}}
@@ -123,8 +281,12 @@
 {{- if or (has $pool.name $reserved) (regexMatch "(^|-)(leaders|warm|download|tls|egress)(-|$)" $pool.name) -}}
 {{- fail (printf "%s: objects of the chart have this name; choose another" $at) -}}
 {{- end -}}
-{{- if gt (len $pool.fullname) 52 -}}
-{{- fail (printf "%s: the name %s has more than 52 characters" $at $pool.fullname) -}}
+{{- /* Labels of 63 have a StatefulSet's name and a hash of 10; in a group's also the number of the last group */ -}}
+{{- $last := sub (ternary (int $pool.replicas) (int $pool.autoscaling.maxReplicas) (eq $pool.autoscaling.kind "none")) 1 -}}
+{{- $longest := ternary (sub 51 (max 2 (toString $last | len))) 52 (eq $pool.kind "lws") -}}
+{{- if gt (len $pool.fullname) (int $longest) -}}
+{{- fail (printf "%s: the name %s has more than %d characters; give a shorter name of the pool, or fullnameOverride" $at $pool.fullname
+  $longest) -}}
 {{- end -}}
 {{- if and (gt (int $pool.size) 1) (ne $pool.kind "lws") -}}
 {{- fail (printf "%s.size: %d pods of one worker need kind=lws, not %s" $at (int $pool.size) $pool.kind) -}}
@@ -184,11 +346,17 @@
 {{- if and (ne $pool.gang.kind "none") (not $pool.gang.queue) -}}
 {{- fail (printf "%s.gang.queue: required with gang.kind=%s" $at $pool.gang.kind) -}}
 {{- end -}}
+{{- if and (eq $pool.gang.kind "none") $pool.gang.queue -}}
+{{- fail (printf "%s.gang.queue: %s needs gang.kind kueue or volcano" $at $pool.gang.queue) -}}
+{{- end -}}
+{{- include "millrace.checkPlacement" . -}}
+{{- include "millrace.checkDevices" . -}}
+{{- include "millrace.checkLive" . -}}
 {{- if and $pool.hostNetwork (gt (int $pool.replicas) 1) (not (default dict $pool.scheduling.affinity).podAntiAffinity) (eq (int $pool.gpus)
   0) -}}
 {{- fail (printf "%s.hostNetwork: two pods of one node would share ports; give scheduling.affinity.podAntiAffinity" $at) -}}
 {{- end -}}
-{{- include "millrace.checkPorts" (dict "name" $at "ports" $pool.ports) -}}
+{{- include "millrace.checkPorts" (dict "name" (print $at ".ports") "ports" $pool.ports) -}}
 {{- include "millrace.checkResources" (dict "name" $at "resources" $pool.resources) -}}
 {{- include "millrace.checkDisk" $pool -}}
 {{- if gt (int $pool.size) 1 -}}{{- include "millrace.checkRay" . -}}{{- end -}}
@@ -198,7 +366,6 @@
 {{- end -}}
 {{- include "millrace.checkGrace" (dict "name" $at "values" $pool) -}}
 {{- include "millrace.checkScaling" (dict "name" $at "values" $pool) -}}
-{{- include "millrace.checkExtras" (dict "name" $at "values" $pool) -}}
 {{- end -}}
 
 {{/* With limits, decode workers run prompts, which would be launched op by op. */}}
@@ -260,12 +427,19 @@
 {{- end -}}
 {{- end -}}
 
+{{/* (dict "at" "model.path" "path" TEXT) */}}
+{{- define "millrace.checkFolder" -}}
+{{- if regexMatch "(^|/)\\.\\.(/|$)" (default "" .path) -}}
+{{- fail (printf "%s: %s must not have .. in it" .at .path) -}}
+{{- end -}}
+{{- end -}}
+
 {{/* (dict "name" "model" "model" {...}) */}}
 {{- define "millrace.checkModel" -}}
 {{- $model := .model -}}
 {{- $at := .name -}}
-{{- if regexMatch "(^|/)\\.\\.(/|$)" (default "" $model.path) -}}
-{{- fail (printf "%s.path: %s must not have .. in it" $at $model.path) -}}
+{{- range $key := list "path" "hostPath" -}}
+{{- include "millrace.checkFolder" (dict "at" (print $at "." $key) "path" (index $model $key)) -}}
 {{- end -}}
 {{- if regexMatch "^https?://" (default "" $model.uri) -}}
 {{- fail (printf "%s.uri: %s must not begin with http:// or https://" $at $model.uri) -}}
@@ -316,6 +490,7 @@
 {{- if and (eq $disk.kind "pvc") (not $disk.claim) -}}
 {{- fail (printf "%s.claim: required with kind=pvc" $at) -}}
 {{- end -}}
+{{- include "millrace.checkFolder" (dict "at" (print $at ".hostPath") "path" $disk.hostPath) -}}
 {{- if and (eq $disk.kind "hostPath") (not $disk.hostPath) -}}
 {{- fail (printf "%s.hostPath: required with kind=hostPath" $at) -}}
 {{- end -}}
@@ -341,13 +516,24 @@
 {{- if and (eq $cache.kind "pvc") (not $cache.claim) -}}
 {{- fail "cache.claim: required with cache.kind=pvc" -}}
 {{- end -}}
+{{- include "millrace.checkFolder" (dict "at" "cache.hostPath" "path" $cache.hostPath) -}}
 {{- if and (eq $cache.kind "hostPath") (not $cache.hostPath) -}}
 {{- fail "cache.hostPath: required with cache.kind=hostPath" -}}
 {{- end -}}
 {{- end -}}
 
-{{/* router.service: fields that an API server refuses with its type */}}
+{{/* router.service -> its ports of nodes by name, as JSON */}}
+{{- define "millrace.nodePorts" -}}
+{{- $ports := dict -}}
+{{- range $name, $port := merge (pick (default dict .spec) "healthCheckNodePort") .nodePorts -}}
+{{- if $port -}}{{- $_ := set $ports $name $port -}}{{- end -}}
+{{- end -}}
+{{- toJson $ports -}}
+{{- end -}}
+
+{{/* router.service: fields that an API server refuses with its type, and ports of nodes, each of which is for one thing */}}
 {{- define "millrace.checkService" -}}
+{{- include "millrace.checkPorts" (dict "name" "router.service.nodePorts" "ports" (include "millrace.nodePorts" . | fromJson)) -}}
 {{- if eq .type "ClusterIP" -}}
 {{- if or .nodePorts.grpc .nodePorts.http -}}
 {{- fail "router.service.nodePorts: needs type NodePort or LoadBalancer, not ClusterIP" -}}
@@ -365,22 +551,107 @@
 {{- end -}}
 {{- end -}}
 
+{{/* What a download asks for, by its values, must be open to it. `more` may open any port */}}
+{{- define "millrace.checkEgress" -}}
+{{- $egress := .Values.networkPolicy.egress -}}
+{{- $open := list -}}
+{{- range $egress.downloadPorts -}}{{- $open = append $open (int .) -}}{{- end -}}
+{{- $asked := dict -}}
+{{- $models := dict "model.uri" .Values.model -}}
+{{- range include "millrace.pools" . | fromJson -}}{{- $_ := set $models (printf "workers.%s.model.uri" .name) .model -}}{{- end -}}
+{{- range $at, $model := $models -}}
+{{- if eq $model.source "oci" -}}{{- $_ := set $asked $at $model.uri -}}{{- end -}}
+{{- if include "millrace.downloads" $model -}}
+{{- range $name, $url := $.Values.jobs.env -}}
+{{- if regexMatch "^https?://" (toString $url) -}}{{- $_ := set $asked (print "jobs.env." $name) $url -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $at, $url := $asked -}}
+{{- $usual := ternary "80" "443" (hasPrefix "http://" $url) -}}
+{{- $host := regexFind "^[^/]*" (regexReplaceAll "^https?://" $url "") -}}
+{{- $port := regexFind ":[0-9]+$" $host | trimPrefix ":" | default $usual | int -}}
+{{- if not (or (has $port $open) $egress.more) -}}
+{{- fail (printf "networkPolicy.egress.downloadPorts: lacks %d, the port of %s=%s" $port $at $url) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "at" "networkPolicy.clients" "ranges" [...]) */}}
+{{- define "millrace.checkRanges" -}}
+{{- range .ranges -}}
+{{- if not (regexMatch "^([0-9]{1,3}([.][0-9]{1,3}){3}/([12]?[0-9]|3[0-2])|[0-9a-fA-F:]*:[0-9a-fA-F:.]*/([1-9]?[0-9]|1[01][0-9]|12[0-8]))$" (toString .)) -}}
+{{- fail (printf "%s: %v is no range of addresses, as in 10.0.0.0/8" $.at .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Ranges in all policies, and of the load balancer */}}
+{{- define "millrace.checkAddresses" -}}
+{{- $policy := .Values.networkPolicy -}}
+{{- $peers := dict "clients" $policy.clients "monitoring" $policy.monitoring "egress.apiServer" $policy.egress.apiServer "egress.download"
+  $policy.egress.download -}}
+{{- range $index, $rule := $policy.egress.more -}}{{- $_ := set $peers (printf "egress.more[%d].to" $index) $rule.to -}}{{- end -}}
+{{- range $at, $list := $peers -}}
+{{- range $list -}}
+{{- with .ipBlock -}}
+{{- include "millrace.checkRanges" (dict "at" (print "networkPolicy." $at) "ranges" (prepend (default list .except) .cidr)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- include "millrace.checkRanges" (dict "at" "router.service.spec.loadBalancerSourceRanges" "ranges" (default dict
+  .Values.router.service.spec).loadBalancerSourceRanges) -}}
+{{- end -}}
+
+{{/* Values that would be ignored where the one that they need is off. [value, its name, what it needs, whether that is so] */}}
+{{- define "millrace.checkIdle" -}}
+{{- $tls := .Values.tls -}}
+{{- $policy := .Values.networkPolicy -}}
+{{- $gateway := .Values.gateway.backendTLS -}}
+{{- $gpus := false -}}
+{{- range include "millrace.pools" . | fromJson -}}{{- if gt (int .gpus) 0 -}}{{- $gpus = true -}}{{- end -}}{{- end -}}
+{{- range list
+  (list $tls.issuerRef "tls.issuerRef" "tls.mode certManager" (eq $tls.mode "certManager"))
+  (list $tls.routerSecret "tls.routerSecret" "tls.mode secrets" (eq $tls.mode "secrets"))
+  (list $tls.workerSecret "tls.workerSecret" "tls.mode secrets" (eq $tls.mode "secrets"))
+  (list $policy.clients "networkPolicy.clients" "networkPolicy.enabled" $policy.enabled)
+  (list $policy.monitoring "networkPolicy.monitoring" "networkPolicy.enabled" $policy.enabled)
+  (list $policy.egress.apiServer "networkPolicy.egress.apiServer" "networkPolicy.egress.enabled" $policy.egress.enabled)
+  (list $policy.egress.download "networkPolicy.egress.download" "networkPolicy.egress.enabled" $policy.egress.enabled)
+  (list $policy.egress.more "networkPolicy.egress.more" "networkPolicy.egress.enabled" $policy.egress.enabled)
+  (list $gateway.hostname "gateway.backendTLS.hostname" "gateway.backendTLS.kind policy" (eq $gateway.kind "policy"))
+  (list $gateway.caConfigMap "gateway.backendTLS.caConfigMap" "gateway.backendTLS.kind policy" (eq $gateway.kind "policy"))
+  (list .Values.serviceAccount.annotations "serviceAccount.annotations" "serviceAccount.create" .Values.serviceAccount.create)
+  (list .Values.cache.warm "cache.warm" "a pool with GPUs" $gpus) -}}
+{{- if and (index . 0) (not (index . 3)) -}}
+{{- fail (printf "%s: needs %s" (index . 1) (index . 2)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "millrace.checks" -}}
 {{- $full := include "millrace.fullname" . -}}
-{{- if not (regexMatch "^[a-z][-a-z0-9]*$" $full) -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $full) -}}
 {{- fail (printf "fullnameOverride: required, because Services cannot be called %s-router: a name begins with a letter and has no dot" $full) -}}
 {{- end -}}
 {{- include "millrace.checkPairs" . -}}
 {{- include "millrace.checkModel" (dict "name" "model" "model" .Values.model) -}}
 {{- include "millrace.checkCache" . -}}
 {{- include "millrace.checkOwner" . -}}
-{{- include "millrace.checkPorts" (dict "name" "router" "ports" .Values.router.ports) -}}
+{{- include "millrace.checkPorts" (dict "name" "router.ports" "ports" .Values.router.ports) -}}
 {{- include "millrace.checkResources" (dict "name" "router" "resources" .Values.router.resources) -}}
 {{- include "millrace.checkResources" (dict "name" "jobs" "resources" .Values.jobs.resources) -}}
 {{- include "millrace.checkResources" (dict "name" "test" "resources" .Values.test.resources) -}}
+{{- include "millrace.checkTolerations" (dict "at" "test" "tolerations" .Values.test.scheduling.tolerations) -}}
 {{- include "millrace.checkGrace" (dict "name" "router" "values" .Values.router) -}}
 {{- include "millrace.checkScaling" (dict "name" "router" "values" .Values.router) -}}
-{{- include "millrace.checkExtras" (dict "name" "router" "values" .Values.router) -}}
+{{- include "millrace.checkMetadata" . -}}
+{{- include "millrace.checkIdle" . -}}
+{{- include "millrace.checkAddresses" . -}}
+{{- if not (has .Values.podSecurity.seccompProfile.type (list "RuntimeDefault" "Unconfined" "Localhost")) -}}
+{{- fail (printf "podSecurity.seccompProfile.type: %v is none of RuntimeDefault, Unconfined, Localhost" .Values.podSecurity.seccompProfile.type) -}}
+{{- end -}}
+{{- include "millrace.checkSelector" (dict "at" "router" "kind" "Deployment" "name" (print $full "-router") "root" . "component" "router") -}}
 {{- if and (eq .Values.router.autoscaling.kind "hpa") (not (dig "requests" "cpu" "" .Values.router.resources)) -}}
 {{- fail "router.resources.requests.cpu: required with router.autoscaling.kind=hpa, which scales by a share of it" -}}
 {{- end -}}
@@ -399,6 +670,7 @@
 {{- if and .Values.networkPolicy.egress.enabled (not .Values.networkPolicy.enabled) -}}
 {{- fail "networkPolicy.egress.enabled: needs networkPolicy.enabled" -}}
 {{- end -}}
+{{- if .Values.networkPolicy.egress.enabled -}}{{- include "millrace.checkEgress" . -}}{{- end -}}
 {{- $host := .Values.router.adminHost -}}
 {{- if not (regexMatch "^(127[.][0-9.]+|\\[::1\\]|localhost)$" $host) -}}
 {{- if .Values.router.hostNetwork -}}

@@ -70,6 +70,14 @@ start.sh: |
   {{- .root.Files.Get "files/start.sh" | nindent 2 }}
 {{- end -}}
 
+{{/* The same of the job that warms a cache. It serves nobody, and runs before the release's Secrets are there: no port is open
+     to other pods, and no page is kept */}}
+{{- define "millrace.warmConfig" -}}
+{{- $config := include "millrace.workerConfig" . | fromYaml -}}
+{{- $limits := omit (default dict $config.limits) "disk_cache" -}}
+{{- merge (dict "host" "127.0.0.1" "limits" $limits) (omit $config "secret" "tls" "limits") | toYaml -}}
+{{- end -}}
+
 {{/* (dict "root" $ "pool" $pool) */}}
 {{- define "millrace.workerConfig" -}}
 {{- $root := .root -}}

@@ -7,19 +7,6 @@ helm.sh/hook-weight: {{ . | quote }}
 helm.sh/hook-delete-policy: before-hook-creation
 {{- end -}}
 
-{{/* (dict "root" $) -> what all of them begin with */}}
-{{- define "millrace.jobHead" -}}
-{{- $jobs := .root.Values.jobs -}}
-restartPolicy: OnFailure
-automountServiceAccountToken: false
-{{- with $jobs.serviceAccountName }}
-serviceAccountName: {{ . | quote }}
-{{- end }}
-{{- with .root.Values.imagePullSecrets }}
-imagePullSecrets: {{ toJson . }}
-{{- end }}
-{{- end -}}
-
 {{/* of a model */}}
 {{- define "millrace.downloadEnv" -}}
 - {name: HOME, value: /tmp}
@@ -49,7 +36,14 @@ imagePullSecrets: {{ toJson . }}
 metadata:
   {{- include "millrace.podMeta" (merge (dict "labels" $jobs.podLabels "annotations" $jobs.podAnnotations) $as) | nindent 2 }}
 spec:
-  {{- include "millrace.jobHead" . | nindent 2 }}
+  restartPolicy: OnFailure
+  automountServiceAccountToken: false
+  {{- with $jobs.serviceAccountName }}
+  serviceAccountName: {{ . | quote }}
+  {{- end }}
+  {{- with .root.Values.imagePullSecrets }}
+  imagePullSecrets: {{ toJson . }}
+  {{- end }}
   securityContext:
     {{- include "millrace.podSecurity" (dict "root" .root) | nindent 4 }}
   {{- include "millrace.scheduling" (merge (dict "scheduling" $jobs.scheduling) $as) | nindent 2 }}
@@ -111,35 +105,40 @@ spec:
     {{- end }}
 {{- end -}}
 
-{{/* (dict "root" $ "pool" $pool) -> the pool as a job that warms its cache has it, as JSON */}}
+{{/* (dict "root" $ "pool" $pool) -> the pool as a job that warms its cache has it, as JSON: with what `jobs` gives to all of them.
+     Where both give one thing, `jobs` wins, but for the account: a model's volume may need the pool's */}}
 {{- define "millrace.warmPool" -}}
 {{- $jobs := .root.Values.jobs -}}
-{{- merge (dict
-  "env" (include "millrace.variables" (list .pool.env $jobs.env) | fromJson)
-  "extraVolumes" (concat (default list .pool.extraVolumes) (default list $jobs.extraVolumes) | uniq)
-  "extraVolumeMounts" (concat (default list .pool.extraVolumeMounts) (default list $jobs.extraVolumeMounts) | uniq)) (omit .pool "env") | toJson -}}
+{{- $made := dict "kind" "deployment" "serviceAccountName" (default $jobs.serviceAccountName .pool.serviceAccountName) -}}
+{{- range list "env" "podLabels" "podAnnotations" -}}
+{{- $_ := set $made . (include "millrace.variables" (list (index $.pool .) (index $jobs .)) | fromJson) -}}
+{{- end -}}
+{{- range list "extraVolumes" "extraVolumeMounts" -}}
+{{- $_ := set $made . (concat (default list (index $.pool .)) (default list (index $jobs .)) | uniq) -}}
+{{- end -}}
+{{- merge $made (omit .pool "env") | toJson -}}
 {{- end -}}
 
 {{/* (dict "root" $ "pool" $pool) -> starts the ranks of a worker once, on the devices and with the configuration of the pool,
-     and leaves what they have compiled */}}
+     and leaves what they have compiled. Its pod is the worker's without extraContainers, beside which a job would never end */}}
 {{- define "millrace.warmPod" -}}
 {{- $root := .root }}
 {{- $pool := .pool }}
-{{- $jobs := $root.Values.jobs }}
-{{- $as := dict "root" $root "component" "warm" "pool" $pool.name }}
+{{- $as := dict "root" $root "component" "warm" "pool" $pool }}
 {{- $fabric := include "millrace.fabric" . | fromJson }}
 {{- $security := include "millrace.workerSecurity" (dict "root" $root "fabric" $fabric) -}}
 metadata:
-  {{- include "millrace.podMeta" (merge (dict "labels" $jobs.podLabels "annotations" $jobs.podAnnotations) $as) | nindent 2 }}
+  {{- include "millrace.workerMeta" $as | nindent 2 }}
 spec:
-  {{- include "millrace.jobHead" . | nindent 2 }}
+  restartPolicy: OnFailure
+  {{- include "millrace.podHead" (dict "root" $root "values" $pool "grace" 30 "serviceAccount" $pool.serviceAccountName) | nindent 2 }}
+  automountServiceAccountToken: false
   securityContext:
     {{- include "millrace.podSecurity" (dict "root" $root "asRoot" $root.Values.podSecurity.workersAsRoot) | nindent 4 }}
-  {{- include "millrace.scheduling" (merge (dict "scheduling" (omit $pool.scheduling "spread") "affinity" (include
-    "millrace.workerAffinity" . | fromYaml) "tolerations" (include "millrace.gpuTolerations" . | fromYamlArray))
-    $as) | nindent 2 }}
-  {{- with $pool.resourceClaims }}
-  resourceClaims: {{ toJson . }}
+  {{- include "millrace.workerScheduling" $as | nindent 2 }}
+  {{- with $pool.extraInitContainers }}
+  initContainers:
+    {{- toYaml . | nindent 4 }}
   {{- end }}
   containers:
     - name: compile
@@ -148,6 +147,9 @@ spec:
       command: [millrace, compile, --config, /etc/millrace/config/config.yaml, --model, {{ $pool.modelPath | quote }}]
       env:
         {{- include "millrace.workerEnv" . | nindent 8 }}
+      {{- with $pool.envFrom }}
+      envFrom: {{ toJson . }}
+      {{- end }}
       securityContext:
         {{- $security | nindent 8 }}
       resources: {{- include "millrace.workerResources" . | nindent 8 }}

@@ -1,13 +1,13 @@
 {{/* Names, labels and images. */}}
 
 {{- define "millrace.name" -}}
-{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimAll "-." -}}
 {{- end -}}
 
 {{- define "millrace.fullname" -}}
 {{- $name := include "millrace.name" . -}}
 {{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
-{{- default $full .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- default $full .Values.fullnameOverride | trunc 40 | trimAll "-" -}}
 {{- end -}}
 
 {{/* (dict "root" $ "component" "router" "pool" "") -> what selects its pods */}}

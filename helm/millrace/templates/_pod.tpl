@@ -111,7 +111,8 @@ resourceClaims: {{ toJson . }}
 {{- end -}}
 
 {{/* (dict "root" $ "scheduling" {...} "component" "router" "pool" "" "affinity" {...} "tolerations" [...]): `affinity` and
-     `tolerations` are the chart's own */}}
+     `tolerations` are the chart's own. What is required or preferred of a kind of affinity replaces the chart's,
+     an empty kind takes it away, tolerations are added */}}
 {{- define "millrace.scheduling" -}}
 {{- with .scheduling.nodeSelector }}
 nodeSelector: {{ toJson . }}
@@ -138,7 +139,14 @@ topologySpreadConstraints:
     labelSelector: {matchLabels: {{ toJson $selector }}}
   {{- end }}
 {{- end }}
-{{- with merge dict (default dict .scheduling.affinity) (default dict .affinity) }}
+{{- $affinity := deepCopy (default dict .affinity) }}
+{{- range $kind, $own := .scheduling.affinity }}
+{{- $made := default dict (get $affinity $kind) }}
+{{- range $when, $terms := $own }}{{- $_ := set $made $when $terms }}{{- end }}
+{{- $_ := set $affinity $kind $made }}
+{{- if not $own }}{{- $_ := unset $affinity $kind }}{{- end }}
+{{- end }}
+{{- with $affinity }}
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -194,7 +202,7 @@ kind: PodDisruptionBudget
 metadata:
   {{- include "millrace.meta" . | nindent 2 }}
 spec:
-  maxUnavailable: {{ .values.pdb.maxUnavailable }}
+  maxUnavailable: {{ include "millrace.text" .values.pdb.maxUnavailable }}
   unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
     matchLabels: {{- include "millrace.selector" . | nindent 6 }}

@@ -4,27 +4,17 @@
 {{- define "millrace.workerPod" -}}
 {{- $root := .root }}
 {{- $pool := .pool }}
-{{- $as := dict "root" $root "component" $pool.role "pool" $pool.name }}
+{{- $as := dict "root" $root "component" $pool.role "pool" $pool }}
 {{- $fabric := include "millrace.fabric" . | fromJson }}
-{{- $volcano := eq $pool.gang.kind "volcano" }}
-{{- $annotations := dict }}
-{{- if and $volcano $pool.gang.queue (ne $pool.kind "lws") }}
-{{- $_ := set $annotations "scheduling.volcano.sh/queue-name" $pool.gang.queue }}
-{{- end }}
 metadata:
-  {{- $labels := merge (include "millrace.revision" $pool | fromYaml) (default dict $pool.podLabels) }}
-  {{- include "millrace.podMeta" (merge (dict "labels" $labels "annotations" (merge $annotations (default dict $pool.podAnnotations)
-    (default dict $fabric.annotations))) $as) | nindent 2 }}
+  {{- include "millrace.workerMeta" $as | nindent 2 }}
 spec:
   {{- include "millrace.podHead" (dict "root" $root "values" $pool "grace" $pool.grace "serviceAccount"
     $pool.serviceAccountName) | nindent 2 }}
   automountServiceAccountToken: false
   securityContext:
     {{- include "millrace.podSecurity" (dict "root" $root "asRoot" $root.Values.podSecurity.workersAsRoot) | nindent 4 }}
-  {{- $scheduling := deepCopy $pool.scheduling }}
-  {{- if $volcano }}{{- $_ := set $scheduling "schedulerName" (default "volcano" $scheduling.schedulerName) }}{{- end }}
-  {{- include "millrace.scheduling" (merge (dict "scheduling" $scheduling "affinity" (include "millrace.workerAffinity" . |
-    fromYaml) "tolerations" (include "millrace.gpuTolerations" . | fromYamlArray)) $as) | nindent 2 }}
+  {{- include "millrace.workerScheduling" $as | nindent 2 }}
   initContainers:
     {{- with $pool.extraInitContainers }}
     {{- toYaml . | nindent 4 }}
@@ -108,6 +98,41 @@ spec:
     - name: tls
       secret: {secretName: {{ include "millrace.tlsSecret" (dict "root" $root "component" "worker") | quote }}, defaultMode: 0440}
     {{- end }}
+{{- end -}}
+
+{{/* pool -> what the chart sets because of its queue and its topology, as JSON: labels and annotations of its object, annotations
+     of its pods, their scheduler */}}
+{{- define "millrace.gang" -}}
+{{- $labels := dict -}}
+{{- $annotations := dict -}}
+{{- $pods := dict -}}
+{{- $volcano := eq .gang.kind "volcano" -}}
+{{- if eq .gang.kind "kueue" -}}{{- $_ := set $labels "kueue.x-k8s.io/queue-name" .gang.queue -}}{{- end -}}
+{{- if $volcano -}}
+{{- $_ := set (ternary $annotations $pods (eq .kind "lws")) "scheduling.volcano.sh/queue-name" .gang.queue -}}
+{{- end -}}
+{{- if and .topology.key (eq .topology.mode "exclusive") -}}
+{{- $_ := set $annotations "leaderworkerset.sigs.k8s.io/exclusive-topology" .topology.key -}}
+{{- end -}}
+{{- dict "labels" $labels "annotations" $annotations "podAnnotations" $pods "scheduler" (ternary "volcano" "" $volcano) | toJson -}}
+{{- end -}}
+
+{{/* (dict "root" $ "pool" $pool "component" "warm") -> the metadata of the pool's pods, those of its job too */}}
+{{- define "millrace.workerMeta" -}}
+{{- $pool := .pool -}}
+{{- $labels := merge (include "millrace.revision" $pool | fromYaml) (default dict $pool.podLabels) -}}
+{{- $annotations := merge (include "millrace.gang" $pool | fromJson).podAnnotations (default dict $pool.podAnnotations) (default dict
+  (include "millrace.fabric" . | fromJson).annotations) -}}
+{{- include "millrace.podMeta" (dict "root" .root "component" .component "pool" $pool.name "labels" $labels "annotations" $annotations) -}}
+{{- end -}}
+
+{{/* The same -> where they run. `spread` of a job has nothing to spread */}}
+{{- define "millrace.workerScheduling" -}}
+{{- $scheduling := deepCopy .pool.scheduling -}}
+{{- $_ := set $scheduling "schedulerName" (default (include "millrace.gang" .pool | fromJson).scheduler $scheduling.schedulerName) -}}
+{{- if eq .component "warm" -}}{{- $_ := unset $scheduling "spread" -}}{{- end -}}
+{{- include "millrace.scheduling" (dict "root" .root "component" .component "pool" .pool.name "scheduling" $scheduling "affinity" (include
+  "millrace.workerAffinity" . | fromYaml) "tolerations" (include "millrace.gpuTolerations" . | fromYamlArray)) -}}
 {{- end -}}
 
 {{- define "millrace.workerEnv" -}}
