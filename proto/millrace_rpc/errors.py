@@ -48,6 +48,7 @@ TABLE: dict[Reason, Row] = {
     Reason.MODEL_NOT_FOUND: Row(_S.NOT_FOUND, 404, "invalid_request_error"),
     Reason.UNAUTHENTICATED: Row(_S.UNAUTHENTICATED, 401, "authentication_error"),
     Reason.NOT_FOUND: Row(_S.NOT_FOUND, 404, "invalid_request_error"),
+    Reason.METHOD_NOT_ALLOWED: Row(_S.UNIMPLEMENTED, 405, "invalid_request_error", "method_not_supported"),
     Reason.QUEUE_FULL: Row(_S.RESOURCE_EXHAUSTED, 429, "rate_limit_error", retry_after_s=1.0),
     Reason.RATE_LIMITED: Row(_S.RESOURCE_EXHAUSTED, 429, "rate_limit_error", retry_after_s=1.0),
     Reason.DEADLINE_TOO_SHORT: Row(_S.RESOURCE_EXHAUSTED, 429, "rate_limit_error", retry_after_s=1.0),

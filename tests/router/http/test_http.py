@@ -85,14 +85,28 @@ async def test_a_method_that_is_not_there_has_the_vendors_shape(pair: Cluster, m
     for path in POSTS:
         answer = await pair.http.request(method, path)
         assert answer.status_code == 405 and answer.headers["allow"] == "POST"
-        shown = answer.json()
-        assert shown.get("type") == "error" if path.startswith("/v1/messages") else shown["error"]["message"]
         name = answer.headers["x-request-id"]
-        assert name == answer.headers["request-id"] == shown.get("request_id", name)
+        assert name == answer.headers["request-id"] == answer.json().get("request_id", name)
+        assert kind_of(answer) == ("invalid_request_error", "method_not_supported"), path
     for path in ("/v1/nothing", "/v1/messages/nothing", "/"):
         answer = await pair.http.request(method, path, headers={"x-request-id": "mine"})
         assert answer.status_code == 404 and answer.headers["x-request-id"] == "mine"
-        assert answer.json().get("type") == "error" if "messages" in path else answer.json()["error"]["code"]
+        assert kind_of(answer) == ("not_found_error" if "messages" in path else "invalid_request_error", "not_found")
+
+
+def kind_of(answer: httpx.Response) -> tuple[str, str]:
+    """Type and code of an error. Anthropic's shape, which has no code, tells it by its type."""
+    shown, error = answer.json(), answer.json()["error"]
+    assert (shown.get("type") == "error") is answer.url.path.startswith("/v1/messages") and error["message"]
+    return error["type"], error.get("code", "not_found" if answer.status_code == 404 else "method_not_supported")
+
+
+async def test_the_ports_of_operators_tell_a_wrong_path_from_a_wrong_method(cluster: Callable) -> None:
+    made: Cluster = await cluster(FakeWorker(UNIFIED), metrics="127.0.0.1:0")
+    for port in ("admin_http", "metrics"):
+        for path, kind in (("/nothing", "not_found"), ("/health", "method_not_supported")):
+            answer = await made.http.delete(f"http://127.0.0.1:{made.router.ports[port]}{path}")
+            assert kind_of(answer) == ("invalid_request_error", kind), port
 
 
 async def test_idle_connections_stay_as_long_as_it_says_on_every_port(cluster: Callable) -> None:
