@@ -171,6 +171,12 @@ class FieldError(MillraceError):
         return FieldError(_origin(self.path, origins), *words, reason=self.reason)
 
 
+def check_count(path: str | Path, count: int, most: int) -> None:
+    """Raises FieldError. A list that somebody sends is counted before anything is made of it."""
+    if count > most:
+        raise FieldError(path, f"must have at most {most} entries, not {count}")
+
+
 def _origin(path: Path, origins: Mapping[Path, Path]) -> Path:
     for size in range(len(path), 0, -1):
         if (origin := origins.get(path[:size])) is not None:

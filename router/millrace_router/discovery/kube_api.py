@@ -1,7 +1,6 @@
 """The client of the API server: credentials, the one call, and the meaning of its errors."""
 
 import json
-import logging
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
@@ -16,8 +15,6 @@ from urllib3 import HTTPResponse
 
 from millrace_router.config import KubernetesConfig
 from millrace_router.discovery.objects import Object
-
-log = logging.getLogger(__name__)
 
 OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 List = Callable[..., Json]  # kubernetes has no types
@@ -63,8 +60,8 @@ def check(config: KubernetesConfig) -> None:
     """Raises ConfigError when there are no usable credentials at the start. A server that they need may come later."""
     try:
         connect(config)
-    except (ApiException, urllib3.exceptions.HTTPError) as error:
-        log.warning("the credentials for discovery are not complete yet: %s", explain(error))
+    except (ApiException, urllib3.exceptions.HTTPError):
+        pass
     except Exception as error:  # many kinds: the library reads what it finds without checks
         what = "is not set, and this is no pod with a service account"
         if config.kubeconfig is not None:

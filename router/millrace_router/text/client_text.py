@@ -72,7 +72,7 @@ class ClientText:
         for start in range(0, tail, SLICE):
             end = min(start + SLICE, tail)
             found = (match.start() for match in self._whole.finditer(text, start, end + self._longest))
-            yield from itertools.takewhile(lambda place, end=end: place < end, found)
+            yield from (place for place in found if place < end)
         yield from (match.start() for match in self._begun.finditer(text, tail))
 
     def _between(self, text: str) -> list[int]:

@@ -202,9 +202,7 @@ class KvFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvLate(msgspec.Struct, frozen=True, tag=True):
-    """A prefix fetch failed while reads into our pages were in flight: compute in other pages, unless the request has
-    ended. KvFailed follows.
-    """
+    """A prefix fetch failed while reads into our pages were in flight: compute in other pages. KvFailed follows."""
 
     id: RequestId
 
