@@ -30,6 +30,7 @@ from pydantic import BaseModel
 from router.fake_worker import UNIFIED, FakeWorker, expected, hangs, waits
 from router.harness import Cluster, becomes, events, request_of
 
+NO_ORIGINS = ("chat.example.com", "https://chat.example.com/", "https://*.example.com", "")
 ENV = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
@@ -185,8 +186,17 @@ async def test_drain_ends_what_outlives_the_grace(cluster: object) -> None:
         (["model=/nowhere", "colour=red"], "colour: unknown key"),
         ([], "model: required"),
         (["model=/nowhere", "grpc=here"], "grpc: "),
-        (["model=/nowhere", "limits.unread=1"], "limits.unread: must be at least 64"),
+        (["model=/nowhere", "limits.unread=1"], "limits.unread: Input should be greater than or equal to 64"),
         (["model=m", "api_keys=keys", "http=0.0.0.0:8000"], "api_keys_plaintext=true"),
+        (["model=m", "workers=[a:1]", "discovery={kind: kubernetes, kubernetes: {selector: a}}"], "kind=static, not"),
+        (["model=m", "discovery.kind=kubernetes"], "discovery: kubernetes.selector: required with kind=kubernetes"),
+        (["model=m", "discovery.kind=consul"], "discovery.kind: "),
+        (["model=m", "routing.length_bounds=[5, 5]"], "routing.length_bounds: must be one or more token counts, asc"),
+        (["model=m", "prefill_policy=fastest"], "prefill_policy: "),
+        (["model=m", "bodies.held_by_tenant=1000"], "bodies.held_by_tenant: "),
+        (["model=m", f"bodies={{held: {9 << 20}, held_by_tenant: {10 << 20}}}"], "bodies.held_by_tenant: "),
+        *((["model=m", f"connections.cors=['{origin}']"], "must be scheme://host") for origin in NO_ORIGINS),
+        (["model=m", "workers=[{address: nowhere}]"], "workers.0.address: "),
     ],
 )
 def test_a_bad_configuration_is_one_line_and_exit_code_2(

@@ -27,6 +27,7 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_SESSION_ID_CHARS = 512
 MAX_KEEP_S = 24 * 3600
 MORE_IDS = 1 << 17  # than twice the context: to make a text of
+NO_PARAMS = common_pb2.SamplingParams()
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -89,15 +90,19 @@ def check_prompt(prompt: Prompt | None, model: worker_pb2.WorkerInfo) -> None:
                 )
 
 
-def check_counts(request: inference_pb2.GenerateRequest, model: worker_pb2.WorkerInfo) -> None:
+def check_counts(
+    prompt: inference_pb2.Prompt,
+    model: worker_pb2.WorkerInfo,
+    sampling: common_pb2.SamplingParams = NO_PARAMS,
+    stop: Sequence[str] = (),
+) -> None:
     """Of a message, before lists are made of its fields, during which nothing else runs."""
-    prompt, sampling = request.prompt, request.sampling
     tokens, turns = len(prompt.token_ids.ids), len(prompt.chat.messages)
     if max(tokens, turns) > model.max_context:
         raise _too_long(model, tokens or f"at least {turns}")
     check_count("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIAS)
     check_count("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS)
-    _check_stop(request.stop)
+    _check_stop(stop)
 
 
 def check_ids(name: str, ids: Sequence[int], model: worker_pb2.WorkerInfo) -> None:
