@@ -60,7 +60,7 @@ def check(config: KubernetesConfig) -> None:
     """Raises ConfigError when there are no usable credentials at the start. A server that they need may come later."""
     try:
         connect(config)
-    except (ApiException, urllib3.exceptions.HTTPError):
+    except (ApiException, urllib3.exceptions.HTTPError):  # of a server that a plugin asks for a token
         pass
     except Exception as error:  # many kinds: the library reads what it finds without checks
         what = "is not set, and this is no pod with a service account"
