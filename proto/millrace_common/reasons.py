@@ -11,6 +11,7 @@ class Reason(enum.StrEnum):
     MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
     UNAUTHENTICATED = "UNAUTHENTICATED"
     NOT_FOUND = "NOT_FOUND"
+    METHOD_NOT_ALLOWED = "METHOD_NOT_ALLOWED"  # of a path over HTTP
     QUEUE_FULL = "QUEUE_FULL"  # the router's queue
     RATE_LIMITED = "RATE_LIMITED"  # the API key's own limit
     OVERLOADED = "OVERLOADED"  # a worker without capacity

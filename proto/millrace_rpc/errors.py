@@ -48,6 +48,7 @@ TABLE: dict[Reason, Row] = {
     Reason.MODEL_NOT_FOUND: Row(_S.NOT_FOUND, 404, "invalid_request_error"),
     Reason.UNAUTHENTICATED: Row(_S.UNAUTHENTICATED, 401, "authentication_error"),
     Reason.NOT_FOUND: Row(_S.NOT_FOUND, 404, "invalid_request_error"),
+    Reason.METHOD_NOT_ALLOWED: Row(_S.UNIMPLEMENTED, 405, "invalid_request_error", "method_not_supported"),
     Reason.QUEUE_FULL: Row(_S.RESOURCE_EXHAUSTED, 429, "rate_limit_error", retry_after_s=1.0),
     Reason.RATE_LIMITED: Row(_S.RESOURCE_EXHAUSTED, 429, "rate_limit_error", retry_after_s=1.0),
     Reason.DEADLINE_TOO_SHORT: Row(_S.RESOURCE_EXHAUSTED, 429, "rate_limit_error", retry_after_s=1.0),
@@ -168,6 +169,12 @@ class FieldError(MillraceError):
         """
         words = (word if isinstance(word, str) else _origin(word, origins) for word in self.words)
         return FieldError(_origin(self.path, origins), *words, reason=self.reason)
+
+
+def check_count(path: str | Path, count: int, most: int) -> None:
+    """Raises FieldError. A list that somebody sends is counted before anything is made of it."""
+    if count > most:
+        raise FieldError(path, f"must have at most {most} entries, not {count}")
 
 
 def _origin(path: Path, origins: Mapping[Path, Path]) -> Path:

@@ -23,20 +23,21 @@ class Material:
 
 
 class Identity:
-    """Raises OSError, naming the file, when the files cannot be used at the start."""
+    """Raises OSError, naming the section of the configuration and the file, when files are unusable at the start."""
 
     def __init__(
         self,
         tls: Tls,
         on_reload: Callable[[str], None] = lambda outcome: None,
         clock: Callable[[], float] = time.monotonic,
+        section: str = "tls",
     ) -> None:
-        self.tls = tls
+        self.tls, self._section = tls, section
         paths = [path for path in (tls.cert, tls.key, tls.ca) if path is not None]
         try:
             self._files = Reloaded("TLS certificates", paths, lambda: load(tls), on_reload, clock)
-        except ValueError as error:
-            raise OSError(str(error)) from error
+        except (OSError, ValueError) as error:
+            raise OSError(f"{section}: {error}") from error
 
     @property
     def version(self) -> object:
@@ -71,7 +72,7 @@ class Identity:
 
     def _need_certificate(self) -> None:
         if self.tls.cert is None:
-            raise OSError("tls.cert: required: a server needs a certificate")
+            raise OSError(f"{self._section}.cert: required: a server needs a certificate")
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """The credentials of a new channel. A channel keeps its certificates, so a client makes a new channel when
@@ -80,11 +81,12 @@ class Identity:
         return self._files.get().client
 
 
-def identity_of(tls: Tls | None, metrics: Metrics) -> Identity | None:
-    """The identity of a process with the metrics of the catalogue's PROCESS rows. OSError for unusable files."""
+def identity_of(tls: Tls | None, metrics: Metrics, section: str = "tls") -> Identity | None:
+    """The identity of a process with the metrics of the catalogue's PROCESS rows. Raises as `Identity` does."""
     if tls is None:
         return None
-    return Identity(tls, lambda outcome: metrics.reloads.labels(what="certificates", outcome=outcome).inc())
+    count = metrics.reloads.labels
+    return Identity(tls, lambda outcome: count(what="certificates", outcome=outcome).inc(), section=section)
 
 
 def load(tls: Tls) -> Material:
@@ -100,9 +102,9 @@ def load(tls: Tls) -> Material:
         if tls.ca is not None:
             context.load_verify_locations(cafile=tls.ca)
     except ssl.SSLError as error:
-        raise ValueError(f"tls: {files} {fault} ({error.reason})") from error
+        raise ValueError(f"{files} {fault} ({error.reason})") from error
     except OSError as error:
-        raise OSError(f"tls: cannot read {files}: {error.strerror}") from error
+        raise OSError(f"cannot read {files}: {error.strerror}") from error
     if tls.require_client_cert:
         context.verify_mode = ssl.CERT_REQUIRED
     chain, key, ca = (path.read_bytes() if path is not None else None for path in (tls.cert, tls.key, tls.ca))
@@ -112,4 +114,4 @@ def load(tls: Tls) -> Material:
 
 def _no_password() -> str:
     """Raise an error instead of asking on the terminal."""
-    raise ValueError("tls: the key is encrypted; give one without a password")
+    raise ValueError("the key is encrypted; give one without a password")

@@ -98,7 +98,8 @@ class Timeouts(Config):
 class RequestLimits(Config):
     """Of a request. flow/validate.py has the fixed limits; the model's own come from the workers."""
 
-    unread: int = Field(16_384, ge=1)  # engine steps that a client may be behind before its stream ends: SLOW_CLIENT
+    # Engine steps that a client may be behind before its stream ends: SLOW_CLIENT. A busy router is some behind itself.
+    unread: int = Field(16_384, ge=64)
     message_bytes: int = Field(8 << 20, ge=1, lt=16 << 20)  # bytes of a request
 
 

@@ -66,7 +66,7 @@ class Router:
         self.config = config
         self.tracer = tracing.make(config.tracing, "millrace-router", secrets.token_hex(8))
         self._inside = identity_of(config.tls, metrics)  # towards workers and operators
-        self._public_identity = self._inside if config.public_tls is None else identity_of(config.public_tls, metrics)
+        self._public_identity = identity_of(config.public_tls, metrics, "public_tls") or self._inside
         self._keys: Keys | None = None
         if config.api_keys is not None:
             self._keys = Keys(config.api_keys, time.monotonic, self._keys_reloaded, keep=config.api_keys_keep)

@@ -184,7 +184,7 @@ async def test_abort_ends_the_prefix_fetch_when_nothing_is_in_flight(bench: Benc
     await bench.to(stage)
     assert bench.requests.on_abort(ID, ABORTED)
     if stage == "reading":
-        assert bench.engine == [KvOffered(ID, 2), LeaseEnded(ID)]  # the engine keeps the pages, it knows of the abort
+        assert bench.engine == [KvOffered(ID, 2), KvLate(ID), LeaseEnded(ID)]  # only the pages wait for the reads
         bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "", 1))
     await settle()
     failed = [message for message in bench.engine if isinstance(message, KvFailed)]
@@ -197,6 +197,7 @@ async def test_request_that_the_engine_ends_ends_its_prefix_fetch(bench: Bench, 
     await bench.to(stage)
     bench.role.on_events(0, Events(outputs=[SequenceOutput(ID, 0, [], FinishReason.ABORT)]))
     if stage == "reading":
+        assert bench.engine[1:] == [KvLate(ID)]  # a deadline passed, and the reads may never end
         bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "", 1))
     assert len(bench.role.imports) == 0
 

@@ -36,7 +36,7 @@ class Call:
             ready_info=SimpleNamespace(layout=SimpleNamespace(fingerprint="f")), memory_of=lambda replica: [handle]
         )
         requests = SimpleNamespace(check_admission=lambda: None if admitted else self._refuse())
-        config = SimpleNamespace(dp=2)
+        config = SimpleNamespace(dp=2, limits=SimpleNamespace(max_pages_per_seq=8))
         frontend: Any = SimpleNamespace(epoch="e", ranks=ranks, requests=requests, config=config)
         self._servicer = KvServicer(frontend, self.exports, FailedReads("reads", 4, lambda why: None))
         self._released = asyncio.Event()

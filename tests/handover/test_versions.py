@@ -9,7 +9,7 @@ import grpc
 import pytest
 from millrace.v1 import worker_pb2
 from millrace_common.reasons import Reason
-from millrace_common.versions import WORKER_API
+from millrace_common.versions import MOST_REPLICAS, WORKER_API
 from millrace_rpc.errors import MillraceError, from_rpc_error
 from millrace_serve.handover.pairing import check_pair
 from millrace_testing.fake_router import FakePair, request
@@ -36,6 +36,9 @@ async def test_pair_of_api_versions_must_be_equal(step: int) -> None:
     with pytest.raises(MillraceError, match=f"a:1 has version {WORKER_API + step} of the worker API") as caught:
         check_pair(info, source, ranks)
     assert caught.value.reason is Reason.LAYOUT_MISMATCH
+    info.protocol, info.replicas = WORKER_API, 2**32 - 1  # each with each of ours would be a list
+    with pytest.raises(MillraceError, match=f"replicas of a:1 is {info.replicas}; the limit is {MOST_REPLICAS}"):
+        check_pair(info, source, ranks)
 
 
 @pytest.mark.long

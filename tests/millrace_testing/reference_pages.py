@@ -40,6 +40,7 @@ ACTIONS: Mapping[Reason, tuple[str, str]] = {
     Reason.MODEL_NOT_FOUND: ("the router serves another model", "Use a name that `/v1/models` lists."),
     Reason.UNAUTHENTICATED: ("the API key or the token is missing or wrong", "Send a valid key or token."),
     Reason.NOT_FOUND: ("there is no such path, worker or request", "Check the name in the call."),
+    Reason.METHOD_NOT_ALLOWED: ("the path has no such method", "Use a method that the header `allow` names."),
     Reason.QUEUE_FULL: ("the queue is full for this tenant", "Wait for `Retry-After`, then send the request again."),
     Reason.RATE_LIMITED: ("a limit of the API key is reached", "Wait for `Retry-After`, or raise the key's limit."),
     Reason.DEADLINE_TOO_SHORT: ("the wait would exceed the deadline", "Raise the deadline, or retry later."),

@@ -7,8 +7,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import grpc
 import httpx
@@ -16,15 +17,20 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.v1 import inference_pb2_grpc
 from millrace_common.reasons import Reason
+from millrace_common.tls_config import Tls
 from millrace_router import main as main_module
+from millrace_router.config import RouterConfig
 from millrace_router.main import PARTING_S, Router, main
 from millrace_rpc.client import channel
 from millrace_rpc.errors import from_rpc_error
 from millrace_testing import HANG_S
+from millrace_testing.certificates import Authority
 from millrace_testing.proxy import Proxy
+from pydantic import BaseModel
 from router.fake_worker import UNIFIED, FakeWorker, expected, hangs, waits
 from router.harness import Cluster, becomes, events, request_of
 
+NO_ORIGINS = ("chat.example.com", "https://chat.example.com/", "https://*.example.com", "")
 ENV = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
@@ -178,21 +184,72 @@ async def test_drain_ends_what_outlives_the_grace(cluster: object) -> None:
     ("items", "words"),
     [
         (["model=/nowhere", "colour=red"], "colour: unknown key"),
-        (["model=/nowhere"], "no usable tokenizer: /nowhere"),
         ([], "model: required"),
         (["model=/nowhere", "grpc=here"], "grpc: "),
-        (["model=/nowhere", "limits.unread=0"], "limits.unread: "),
+        (["model=/nowhere", "limits.unread=1"], "limits.unread: Input should be greater than or equal to 64"),
         (["model=m", "api_keys=keys", "http=0.0.0.0:8000"], "api_keys_plaintext=true"),
+        (["model=m", "workers=[a:1]", "discovery={kind: kubernetes, kubernetes: {selector: a}}"], "kind=static, not"),
+        (["model=m", "discovery.kind=kubernetes"], "discovery: kubernetes.selector: required with kind=kubernetes"),
+        (["model=m", "discovery.kind=consul"], "discovery.kind: "),
+        (["model=m", "routing.length_bounds=[5, 5]"], "routing.length_bounds: must be one or more token counts, asc"),
+        (["model=m", "prefill_policy=fastest"], "prefill_policy: "),
+        (["model=m", "bodies.held_by_tenant=1000"], "bodies.held_by_tenant: "),
+        (["model=m", f"bodies={{held: {9 << 20}, held_by_tenant: {10 << 20}}}"], "bodies.held_by_tenant: "),
+        *((["model=m", f"connections.cors=['{origin}']"], "must be scheme://host") for origin in NO_ORIGINS),
+        (["model=m", "workers=[{address: nowhere}]"], "workers.0.address: "),
     ],
 )
 def test_a_bad_configuration_is_one_line_and_exit_code_2(
-    items: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    items: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str = ""
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["millrace_router", *(f"--set={item}" for item in items)])
     with pytest.raises(SystemExit) as stop:
         main()
     told = capsys.readouterr().err
-    assert stop.value.code == 2 and words in told and told.count("\n") == 1
+    assert stop.value.code == 2 and words in told and file in told and told.count("\n") == 1, told
+
+
+def files_of(model: type[BaseModel], *path: str) -> Iterator[tuple[str, ...]]:
+    """The keys of a configuration that name a file, by their types."""
+    for name, field in model.model_fields.items():
+        for kind in get_args(field.annotation) or (field.annotation,):
+            if kind is Path:
+                yield (*path, name)
+            elif isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from files_of(kind, *path, name)
+
+
+DAMAGES = {"missing": None, "folder": ..., "empty": b"", "no text": b"\xff", "not YAML": b"{% a: [", "another": b"[1]"}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("path", [*files_of(RouterConfig), ("model",), ("chat_template",)], ids=".".join)
+def test_a_file_that_cannot_be_used_ends_the_start(
+    path: tuple[str, ...],
+    damage: str,
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whatever a router's configuration names. The line has the setting, or its section, and the file."""
+    if path == ("chat_template",) and damage == "another":
+        pytest.skip("it is a template")
+    file, authority = tmp_path / "damaged", Authority()
+    if isinstance(content := DAMAGES[damage], bytes):
+        file.write_bytes(content)
+    elif damage == "folder":
+        file.mkdir()
+    items = {"model": str(model_folder), ".".join(path): str(file)}
+    if path[-1] in Tls.model_fields:
+        items |= {f"{path[0]}.{name}": one for name, one in authority.tls(tmp_path).items() if name != path[-1]}
+    if path[0] == "discovery":
+        items |= {"discovery.kind": "kubernetes", "discovery.kubernetes.selector": "a=b"}
+    given = [f"{key}={value}" for key, value in items.items()]
+    name = path[0] if path[-1] in Tls.model_fields else ".".join(path)
+    monkeypatch.setattr(main_module.logs, "setup", lambda *_: None)  # of the process
+    words = f"millrace router: {name}: "
+    test_a_bad_configuration_is_one_line_and_exit_code_2(given, words, monkeypatch, capsys, str(file))
 
 
 def test_a_taken_port_ends_the_process(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from millrace_serve.transfer.base import ReadState, TransferError
+from millrace_serve.transfer.base import MOST_PAGES, ReadState, TransferError
 from transfer.pools import POISON, Fabric, Pool, finish
 
 
@@ -89,6 +89,9 @@ def test_pools_that_do_not_fit_are_refused(fabric: Fabric) -> None:
     sink = fabric.sink(pool)
     with pytest.raises(TransferError, match="pages of 4096 bytes, ours have 2048"):
         sink.connect(exporter.handle)
+    larger = msgspec.structs.replace(exporter.handle, page_bytes=2048, num_pages=2**32 - 1)
+    with pytest.raises(TransferError, match=f"num_pages of .* is 4294967295; the limit is {MOST_PAGES}"):
+        sink.connect(larger)  # it would describe each of them
     with pytest.raises(TransferError, match="imports over"):
         sink.connect(msgspec.structs.replace(exporter.handle, transport="carrier-pigeon"))
 

@@ -1,6 +1,11 @@
+import contextlib
+import functools
 import struct
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import TABLE, MillraceError
@@ -120,3 +125,38 @@ def test_grammars(kind: GrammarKind, after: int | None) -> None:
     assert convert.sampling_params(wire).grammar == Grammar(kind, "text", after, (3,), ("<a>",))
     with pytest.raises(MillraceError, match="grammar has no kind"):
         convert.sampling_params(common_pb2.SamplingParams(max_tokens=1, grammar={}))
+
+
+def lists(message: Any, *names: str) -> Iterator[tuple[str, Callable[[Any, int], Any]]]:
+    """Of a type: the path of each repeated field, and what makes a message with so many entries in it."""
+    for field in message.DESCRIPTOR.fields:
+        path = ".".join((*names, field.name))
+        if field.message_type is not None and not field.is_repeated:
+            yield from lists(GetMessageClass(field.message_type), *names, field.name)
+        elif field.message_type is not None:
+            yield path, lambda part, count, name=field.name: getattr(part, name).update(dict.fromkeys(range(count), 1))
+        elif field.is_repeated:
+            word = "x" if field.type == field.TYPE_STRING else 1
+            yield path, lambda part, count, name=field.name, word=word: getattr(part, name).extend([word] * count)
+
+
+LISTS = dict(lists(worker_pb2.EngineRequest))
+MOST = {"token_ids": 100, "sampling.stop_token_ids": 64, "sampling.logit_bias": 1024}
+MOST |= dict.fromkeys(("sampling.grammar.forbidden_before", "sampling.grammar.marks"), 8)
+
+
+def test_every_list_of_a_request_is_counted_before_it_is_read() -> None:
+    """A new one has to be counted, too."""
+    assert set(LISTS) == set(MOST)
+    for path, fill in LISTS.items():
+        for more in (0, 1):
+            wire = worker_pb2.EngineRequest()
+            *parents, name = path.split(".")
+            fill(functools.reduce(getattr, parents, wire), MOST[path] + more)
+            with pytest.raises(MillraceError) if more else contextlib.nullcontext() as caught:
+                convert.check_counts(wire, MOST["token_ids"])
+            if more:
+                named = {"token_ids": "prompt"}.get(name, name)
+                assert named in caught.value.message and str(MOST[path]) in caught.value.message
+    with pytest.raises(MillraceError, match="prompt has 101 tokens; this engine has max_model_len=100"):
+        convert.check_counts(worker_pb2.EngineRequest(prompt=bytes(404)), 100)

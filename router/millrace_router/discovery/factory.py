@@ -24,11 +24,13 @@ class StaticSource:
 
 
 def make_source(config: DiscoveryConfig, static: Iterable[StaticTarget]) -> Source:
-    """Raises ConfigError when something for it is not installed."""
+    """Raises ConfigError when something for it is not installed, or its credentials cannot be used."""
     if config.kind == "static":
         return StaticSource(static)
     try:
+        from millrace_router.discovery import kube_api
         from millrace_router.discovery.kubernetes import KubernetesSource
     except ModuleNotFoundError as error:  # its client is an extra: nothing else needs it
         raise ConfigError(f"discovery.kind=kubernetes needs millrace[kubernetes]: {error}") from error
+    kube_api.check(config.kubernetes)
     return KubernetesSource(config.kubernetes)

@@ -9,6 +9,7 @@ import urllib3
 from kubernetes import client
 from kubernetes import config as credentials
 from kubernetes.client.exceptions import ApiException
+from millrace_common.config import ConfigError
 from millrace_common.json_values import Json
 from urllib3 import HTTPResponse
 
@@ -55,6 +56,19 @@ def connect(config: KubernetesConfig) -> List:
     return call
 
 
+def check(config: KubernetesConfig) -> None:
+    """Raises ConfigError when there are no usable credentials at the start. A server that they need may come later."""
+    try:
+        connect(config)
+    except (ApiException, urllib3.exceptions.HTTPError):  # of a server that a plugin asks for a token
+        pass
+    except Exception as error:  # many kinds: the library reads what it finds without checks
+        what = "is not set, and this is no pod with a service account"
+        if config.kubeconfig is not None:
+            what = f"{config.kubeconfig} cannot be used"
+        raise ConfigError(f"discovery.kubernetes.kubeconfig: {what}: {explain(error)}") from error
+
+
 def namespace_of(config: KubernetesConfig) -> str:
     if config.namespace:
         return config.namespace
@@ -82,7 +96,7 @@ def trouble(error: Exception) -> str:
 def explain(error: Exception) -> str:
     """Describe an error in one line. Of an error answer only the message; the rest is headers."""
     if not isinstance(error, ApiException):
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
     try:
         message = json.loads(error.body or "")["message"]
     except (ValueError, KeyError, TypeError):

@@ -15,7 +15,7 @@ from millrace.v1 import worker_pb2
 from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 from millrace_rpc.client import reply
-from millrace_rpc.errors import MillraceError
+from millrace_rpc.errors import FieldError, MillraceError
 
 from millrace_router.fleet.link import Link
 from millrace_router.fleet.worker import Worker
@@ -69,6 +69,9 @@ class CacheFeeds:
         try:
             while (message := await reply(call.read())) is not grpc.aio.EOF:
                 for change in message.changes:
+                    if change.replica >= worker.info.replicas:
+                        text = f"is {change.replica}; the worker has {worker.info.replicas}"
+                        raise FieldError(("changes", "replica"), text)
                     replicas.add(change.replica)
                     if change.snapshot:
                         self._metrics.cache_snapshots.inc()

@@ -25,10 +25,10 @@ from millrace_common.metrics import Metrics
 from millrace_common.pace import TICK_S, PatientClock
 from millrace_common.reasons import Reason
 from millrace_common.step_times import StepTimes
-from millrace_common.versions import WORKER_API
+from millrace_common.versions import MOST_REPLICAS, WORKER_API
 from millrace_rpc.client import channel, heard_within
 from millrace_rpc.enums import name_of
-from millrace_rpc.errors import MillraceError, from_rpc_error
+from millrace_rpc.errors import FieldError, MillraceError, check_count, from_rpc_error
 from millrace_rpc.tls import Identity
 
 from millrace_router.config import Timeouts
@@ -266,6 +266,8 @@ class Worker:
             raise MillraceError(Reason.LAYOUT_MISMATCH, text)
         if info.role not in ROLES:
             raise MillraceError(Reason.INVALID_ARGUMENT, f"the worker has an unknown role ({info.role})")
+        if info.replicas > MOST_REPLICAS:
+            raise FieldError("replicas", f"of the worker is {info.replicas}; the limit is {MOST_REPLICAS}")
         return info
 
     async def _watch(self, ready: asyncio.Event) -> None:
@@ -276,6 +278,7 @@ class Worker:
                 raise MillraceError(Reason.WORKER_LOST, "the worker ended its load stream")
             if load.epoch != self.epoch:
                 raise MillraceError(Reason.EPOCH_CHANGED, "another process answers at its address")
+            check_count("replicas", len(load.replicas), self.info.replicas)
             news = self._moves_again(load) or self.load is None or load.state != self.load.state
             if self.long_operation:
                 self.resumed_at = asyncio.get_running_loop().time()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.spans import Attributes, Span
-from millrace_rpc.errors import MillraceError
+from millrace_rpc.errors import MillraceError, check_count
 
 from millrace_router.flow import validate
 from millrace_router.flow.ask import Ask, Chat, Prompt
@@ -157,6 +157,7 @@ class Inference:
     async def text_of(self, model: str, field: str, ids: Sequence[int], keep_special: bool) -> str:
         """The text of token ids, which the request has in `field`. Raises MillraceError."""
         validate.check_model(model, self.names)
+        check_count(field, len(ids), validate.MORE_IDS + 2 * self.model.max_context)
         validate.check_ids(field, ids, self.model)
         caller.get().tenant.take(time.monotonic())
         return await asyncio.to_thread(self.tokenizer.decode, ids, keep_special)

@@ -208,8 +208,8 @@ class Stream:
                 self._take_turn()
             case ReaderState.AWAY:
                 self._unread += 1
-                if self._unread == self._limit:
-                    message = f"the client has not read the outputs of {self._limit} engine steps"
+                if self._unread == self._limit + 1:
+                    message = f"the client has not read the outputs of more than {self._limit} engine steps"
                     self.cancel(MillraceError(Reason.SLOW_CLIENT, message))
 
     def _take_turn(self) -> bool:

@@ -9,12 +9,12 @@ import secrets
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from millrace.v1 import common_pb2, worker_pb2
+from millrace.v1 import common_pb2, inference_pb2, worker_pb2
 from millrace_common.grammar import text as grammar_text
 from millrace_common.quoted import cut
 from millrace_common.reasons import Reason
 from millrace_common.sampling_limits import LOGIT_BIAS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, NUMBERS, PRIORITY, Range
-from millrace_rpc.errors import FieldError, MillraceError, Path
+from millrace_rpc.errors import FieldError, MillraceError, Path, check_count
 
 from millrace_router.config import RouterConfig
 from millrace_router.flow.ask import Ask, Chat, Prompt
@@ -26,6 +26,8 @@ MAX_TOOLS = 128
 MAX_REQUEST_ID_CHARS = 128
 MAX_SESSION_ID_CHARS = 512
 MAX_KEEP_S = 24 * 3600
+MORE_IDS = 1 << 17  # than twice the context: to make a text of
+NO_PARAMS = common_pb2.SamplingParams()
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -88,6 +90,21 @@ def check_prompt(prompt: Prompt | None, model: worker_pb2.WorkerInfo) -> None:
                 )
 
 
+def check_counts(
+    prompt: inference_pb2.Prompt,
+    model: worker_pb2.WorkerInfo,
+    sampling: common_pb2.SamplingParams = NO_PARAMS,
+    stop: Sequence[str] = (),
+) -> None:
+    """Of a message, before lists are made of its fields, during which nothing else runs."""
+    tokens, turns = len(prompt.token_ids.ids), len(prompt.chat.messages)
+    if max(tokens, turns) > model.max_context:
+        raise _too_long(model, tokens or f"at least {turns}")
+    check_count("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIAS)
+    check_count("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    _check_stop(stop)
+
+
 def check_ids(name: str, ids: Sequence[int], model: worker_pb2.WorkerInfo) -> None:
     if ids and min(ids) >= 0 and max(ids) < model.vocab_size:
         return
@@ -133,7 +150,7 @@ def fit(ask: Ask, prompt_tokens: int, model: worker_pb2.WorkerInfo) -> common_pb
 
 
 def _check_tools(tools: Sequence[Tool]) -> None:
-    _check_count("tools", len(tools), MAX_TOOLS)
+    check_count("tools", len(tools), MAX_TOOLS)
     names = set()
     for tool in tools:
         if tool.name in names:
@@ -161,11 +178,11 @@ def _check_constrained(ask: Ask, model: worker_pb2.WorkerInfo) -> None:
 
 
 def _check_tokens(ask: Ask, model: worker_pb2.WorkerInfo) -> None:
-    _check_count("logit_bias", len(ask.logit_bias), MAX_LOGIT_BIAS)
+    check_count("logit_bias", len(ask.logit_bias), MAX_LOGIT_BIAS)
     for token, value in ask.logit_bias.items():
         _check_id(("logit_bias", str(token)), token, model)
         _within(("logit_bias", str(token)), value, LOGIT_BIAS)
-    _check_count("stop_token_ids", len(ask.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    check_count("stop_token_ids", len(ask.stop_token_ids), MAX_STOP_TOKEN_IDS)
     check_ids("stop_token_ids", ask.stop_token_ids, model)
 
 
@@ -175,11 +192,6 @@ def _check_stop(stop: Sequence[str]) -> None:
     for i, text in enumerate(stop):
         if not 1 <= len(text) <= MAX_STOP_CHARS:
             raise FieldError(("stop", i), f"must have 1 to {MAX_STOP_CHARS} characters, not {len(text)}")
-
-
-def _check_count(name: str, count: int, most: int) -> None:
-    if count > most:
-        raise FieldError(name, f"must have at most {most} entries, not {count}")
 
 
 def _within(path: str | Path, value: float, allowed: Range) -> None:

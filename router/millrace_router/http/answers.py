@@ -98,8 +98,9 @@ async def on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # an unknown path or method
         if request.method == "OPTIONS" and error.status_code == 405:
             return Response(None, 204, error.headers)
-        unknown = MillraceError(Reason.NOT_FOUND, f"{request.method} {cut(request.url.path)}: {error.detail}")
-        return json_answer(_body(request, unknown), error.status_code, error.headers)
+        reason = Reason.METHOD_NOT_ALLOWED if error.status_code == 405 else Reason.NOT_FOUND
+        unknown = MillraceError(reason, f"{request.method} {cut(request.url.path)}: {error.detail}")
+        return json_answer(_body(request, unknown), unknown.row.http, error.headers)
     error = MillraceError.of(error)
     if request.method == "POST":
         caller.get().tenant.refused(error, request.scope.get(SIZE, 0), time.monotonic())

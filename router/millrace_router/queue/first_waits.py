@@ -38,8 +38,10 @@ class FirstWaits:
         def seconds(want: PlacementRequest) -> float:
             return max(want.least * pace.token_s, min(lasted, want.outputs * pace.token_s or lasted))
 
-        # Of requests that other routers have sent nothing is known.
-        ends = [now] * (pace.running - len(begun)) + [max(at + seconds(want), now) for at, want in begun]
+        # Of requests that other routers have sent nothing is known, and more of them than can wait here say no more.
+        ends = [now] * min(pace.running - len(begun), MOST_RUNNING) + [
+            max(at + seconds(want), now) for at, want in begun
+        ]
         heapq.heapify(ends)
         late = []
         for ticket in waiting:

@@ -85,21 +85,23 @@ class Tokenizer:
         """
         folder = Path(folder)
         file = Path(chat_template) if chat_template else folder / "chat_template.jinja"
-        origin = file if file.exists() else folder / CONFIG
-        if chat_template and not file.exists():
-            raise ConfigError(f"chat_template: there is no file {chat_template}")
+        own = bool(chat_template) or file.exists()
+        setting, origin = "chat_template" if chat_template else "model", file if own else folder / CONFIG
         try:
             tokenizer = load_tokenizer(folder)
             config = read_object(folder / CONFIG)
-            template = read_text(file) if file.exists() else config.get("chat_template")
         except ValueError as error:
             raise ConfigError(f"model: no usable tokenizer: {error}") from error
+        try:
+            template = read_text(file) if own else config.get("chat_template")
+        except ValueError as error:
+            raise ConfigError(f"{setting}: no usable chat template: {error}") from error
         if template is None and markers.DSML in tokenizer.get_vocab():
             template = V32_TEMPLATE.read_text(encoding="utf-8")
         try:
             return cls(tokenizer, config, template, special_tokens_in)
         except jinja2.TemplateError as error:
-            raise ConfigError(f"model: {origin}: the chat template cannot be used: {error}") from error
+            raise ConfigError(f"{setting}: {origin}: the chat template cannot be used: {error}") from error
 
     @property
     def has_template(self) -> bool:

@@ -147,7 +147,7 @@ class Imports:
         job = self._live.get(id)
         if job is None:
             return False
-        job.told = True
+        job.told = job.told or job.prefix is None  # of a prefix fetch the engine must hear that reads are in flight
         self.fail(job, failure)
         return True
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import grpc
 from millrace.v1 import decode_pb2, prefill_pb2, worker_pb2
 from millrace_common.reasons import Reason
-from millrace_common.versions import WORKER_API
-from millrace_rpc.errors import MillraceError, from_rpc_error
+from millrace_common.versions import MOST_REPLICAS, WORKER_API
+from millrace_rpc.errors import FieldError, MillraceError, from_rpc_error
 
 from millrace_serve.engine.core import Route
 from millrace_serve.handover.imports import Imports
@@ -76,6 +76,8 @@ def check_pair(info: worker_pb2.WorkerInfo, source: worker_pb2.KvSourceRef, rank
     if info.protocol != WORKER_API:
         message = f"{source.address} has version {info.protocol} of the worker API, this worker {WORKER_API}"
         raise MillraceError(Reason.LAYOUT_MISMATCH, message)
+    if info.replicas > MOST_REPLICAS:
+        raise FieldError("replicas", f"of {source.address} is {info.replicas}; the limit is {MOST_REPLICAS}")
     for theirs in (info.layout.fingerprint, source.fingerprint):
         check_layout(theirs, source.address, ranks)
 

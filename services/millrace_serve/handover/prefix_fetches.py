@@ -9,7 +9,7 @@ Life of a prefix fetch, which is an import (imports.py) of one chunk:
 4. Done        KvArrived: the engine computes the rest. Over: KvFailed, and it computes all of it
 
 A prefix fetch never fails its prompt. While reads of a failed prefix fetch are in flight the engine uses other pages
-(KvLate).
+(KvLate). That holds for a prompt that has ended, too: its slot must not wait for a lost worker.
 """
 
 import asyncio

@@ -64,9 +64,10 @@ class KvServicer(kv_pb2_grpc.KvServiceServicer):
             raise FieldError(("prefix", "replica"), f"is {prefix.replica}; the worker has {replicas}")
         if not prefix.blocks:
             raise FieldError(("prefix", "blocks"), "must not be empty")
-        if any(len(block) != BLOCK_BYTES for block in prefix.blocks):
+        blocks = prefix.blocks[: self._frontend.config.limits.max_pages_per_seq]  # no cached run is longer
+        if any(len(block) != BLOCK_BYTES for block in blocks):
             raise FieldError(("prefix", "blocks"), f"must have {BLOCK_BYTES} bytes each")
-        id = self._exports.serve_prefix(prefix.replica, list(prefix.blocks))
+        id = self._exports.serve_prefix(prefix.replica, blocks)
         context.add_done_callback(lambda _: self._exports.fail(id, ABORTED))
         return id
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+MOST_PAGES = 1 << 22  # of a pool: a transport describes each page, in some 30 bytes
+
 
 class MemoryHandle(msgspec.Struct, frozen=True):
     """The place of one rank's page pool. Opaque to everything but the transport that made it."""
@@ -100,3 +102,5 @@ def check_source(source: MemoryHandle, transport: str, ours: PageBuffer) -> None
         raise TransferError(f"{source.agent} has pages in {source.mem_type!r}, this worker knows DRAM and VRAM")
     if source.page_bytes != ours.page_bytes:
         raise TransferError(f"{source.agent} has pages of {source.page_bytes} bytes, ours have {ours.page_bytes}")
+    if source.num_pages > MOST_PAGES:
+        raise TransferError(f"num_pages of {source.agent} is {source.num_pages}; the limit is {MOST_PAGES}")

@@ -102,21 +102,23 @@ def test_prompt_without_room_beside_a_late_read_waits_for_it() -> None:
     driver.finish_all()
 
 
-@pytest.mark.parametrize("when", ["unanswered", "offered", "reserved", "late"])
+@pytest.mark.parametrize("when", ["unanswered", "offered", "reserved", "late", "late after it"])
 def test_abort_keeps_the_pages_until_the_reads_are_over(when: str) -> None:
-    """That may take as long as a lost worker likes, so streams that need pages are preempted meanwhile."""
-    driver = fetcher(role=Role.FLEXIBLE)
+    """That may take as long as a lost worker likes, so streams that need pages are preempted meanwhile. One that is
+    known to be late keeps the pages that it reads, and not the engine's only slot.
+    """
+    driver = fetcher(role=Role.FLEXIBLE, max_running=1 if "late" in when else 2)
     if when != "unanswered":
         driver.tell(KvOffered(ID, 2))
-    if when in ("reserved", "late"):
+    if when not in ("unanswered", "offered"):
         driver.run()
-    if when == "late":
-        driver.tell(KvLate(ID))
-    driver.tell(Abort(ID))
+    ends = [Abort(ID)] if "late" not in when else [KvLate(ID), Abort(ID)]
+    for end in reversed(ends) if when == "late after it" else ends:
+        driver.tell(end)
     driver.submit(*(request(room, [20 + room] * 8, max_tokens=20) for room in (2, 3)))  # 7 pages each
     driver.run()
     assert driver.finish[ID].finish is FinishReason.ABORT and len(driver.finish) == 3
-    kept = {"reserved": (4, 0), "late": (0, 2)}.get(when, (0, 0))
+    kept = {"reserved": (4, 0), "late": (0, 2), "late after it": (0, 2)}.get(when, (0, 0))
     assert (driver.engine.load().pages_running, driver.engine.load().pages_published) == kept
     driver.tell(KvFailed(ID, LOST))
     driver.parts.clear()

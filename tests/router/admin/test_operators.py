@@ -147,8 +147,6 @@ BAD = [  # path, body, status, words
     ("/start_profile", b'{"workers": ' + b"[" * 5000, 400, "StartProfilesRequest"),
     ("/warmup", b"not JSON", 400, "WarmUpRequest in JSON"),
     ("/warmup", b" " * (65 << 10), 413, "the limit is 65536"),
-    ("/nothing", b"", 404, "POST /nothing"),
-    ("/workers", b"", 405, "POST /workers"),
 ]
 
 

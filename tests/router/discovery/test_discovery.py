@@ -11,7 +11,6 @@ from millrace_router.discovery.base import Target, diff, one_per_address
 from millrace_router.discovery.factory import StaticSource
 from millrace_router.discovery.objects import Store, of_pod, of_slice
 from millrace_testing.kube_server import endpoint, endpoint_slice, pod
-from pydantic import ValidationError
 
 PODS = KubernetesConfig(selector="app=millrace")
 SLICES = KubernetesConfig(selector="app=millrace", objects="endpointslices")
@@ -195,23 +194,3 @@ def test_static_targets_are_there_at_once() -> None:
     StaticSource(RouterConfig(model="m", workers=(first, "b:1")).workers).start(heard)
     assert heard.addresses == ["a:1", "b:1"] and heard.targets[0].topology == {"zone": "z"}
     assert [target.revision for target in heard.targets] == ["r", ""]
-
-
-# ----------------------------------------------------------------------------------------- configuration
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        (
-            {"workers": ("a:1",), "discovery": {"kind": "kubernetes", "kubernetes": {"selector": "a=b"}}},
-            "discovery.kind=static",
-        ),
-        ({"discovery": {"kind": "kubernetes"}}, "kubernetes.selector: required"),
-        ({"discovery": {"kind": "consul"}}, "kind"),
-        ({"workers": [{"address": "nowhere"}]}, "address"),
-    ],
-)
-def test_a_bad_configuration_is_refused(values: dict[str, object], words: str) -> None:
-    with pytest.raises(ValidationError, match=words):
-        RouterConfig(model="m", **values)

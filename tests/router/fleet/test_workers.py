@@ -56,6 +56,34 @@ async def test_warmups_are_tried_until_acknowledged(cluster: Callable) -> None:
     assert (pair.state, pair.attempts, pair.detail) == ("ready", 3, "")
 
 
+@pytest.mark.parametrize(
+    ("replicas", "reported", "words"),
+    [
+        (2**32 - 1, 1, "replicas of the worker is 4294967295; the limit is 1024"),
+        (1, 2, "replicas must have at most 1 entries, not 2"),
+    ],
+)
+async def test_a_worker_with_more_replicas_than_there_can_be_is_not_used(
+    cluster: Callable, replicas: int, reported: int, words: str
+) -> None:
+    """What it says sizes lists and loops of the router."""
+
+    class Boasting(FakeWorker):
+        async def GetInfo(self, request, context):
+            info = await super().GetInfo(request, context)
+            info.replicas = replicas
+            return info
+
+        async def WatchLoad(self, request, context):
+            async for load in super().WatchLoad(request, context):
+                load.replicas.extend(load.replicas[:1] * (reported - 1))
+                yield load
+
+    made = await cluster(Boasting(UNIFIED), FakeWorker(UNIFIED), wait=False)
+    await made.until(lambda: words in detail(made, made.workers[0]) and made.router.registry.ready)
+    assert (await made.generate([1])).tokens() == expected([1], 8)
+
+
 class Warming(FakeWorker):
     """Counts the warm-ups that run at once; they end when `go` is set."""
 

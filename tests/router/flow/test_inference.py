@@ -75,7 +75,7 @@ async def test_who_is_over_its_rate_takes_nobodys_place(cluster: Callable) -> No
 
 async def test_a_client_may_be_behind_by_as_many_steps_with_more_choices(cluster: Callable) -> None:
     """A step of the engine brings a token of each."""
-    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), limits={"unread": 40})
+    made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), limits={"unread": 64})
     ask = Ask(model="", prompt=PROMPT, numbers={"max_tokens": 30, "seed": 0}, n=4)
     stream = (await made.router.inference.generate(ask, "grpc")).stream
     await made.until(lambda: all(one.generation.flow.ended for one in stream.continuations))

@@ -289,6 +289,18 @@ async def test_waiting_for_a_round_is_not_the_clients_fault() -> None:
     await script.reader
 
 
+async def test_a_client_may_be_behind_by_exactly_the_limit() -> None:
+    rounds = Held()
+    script = Script(rounds)
+    for step in range(11):
+        assert not script.flow.ended, step
+        script.make(1)
+    await turn()
+    rounds.run()
+    with pytest.raises(MillraceError, match="more than 10 engine steps"):
+        await script.reader
+
+
 async def test_a_sink_gets_all_but_the_first_and_the_last_delta() -> None:
     rounds = Held()
     script = Script(rounds, direct=True)

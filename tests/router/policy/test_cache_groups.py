@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from millrace.v1 import admin_pb2, inference_pb2
 from millrace_common.deployment_secret import LEAST_BYTES, cache_key_id, cache_salt, read
 from millrace_common.page_hash import MAX_SALT_BYTES
-from millrace_router.config import RouterConfig
 from millrace_router.http.api_keys import Keys
-from millrace_router.main import Router
 from millrace_testing.examples import examples
 from router.fake_worker import DECODE, PREFILL, FakeWorker, dies, expected
 from router.harness import Cluster
@@ -77,12 +75,6 @@ def test_the_file_of_the_secret(tmp_path: Path) -> None:
     path.write_bytes(b" short \n")
     with pytest.raises(OSError, match=f"secret: .* has 5 bytes; it must have at least {LEAST_BYTES}"):
         read(path)
-
-
-async def test_a_router_whose_secret_cannot_be_read_does_not_start(model_folder: Path, tmp_path: Path) -> None:
-    config = RouterConfig(model=str(model_folder), secret=tmp_path / "nowhere")
-    with pytest.raises(OSError, match="nowhere"):
-        Router(config)
 
 
 async def over_grpc(made: Cluster, name: str, **fields: object) -> None:

@@ -12,6 +12,7 @@ from millrace_router.policy.snapshot import Pace, PlacementRequest
 from millrace_router.queue import admission
 from millrace_router.queue.admission import KEEP_AFTER, Admission, ServiceRate
 from millrace_router.queue.fair_queue import Place, Ticket
+from millrace_router.queue.first_waits import FirstWaits
 from millrace_rpc.errors import MillraceError
 from millrace_testing.examples import examples
 
@@ -465,3 +466,10 @@ def test_nobody_is_refused_whose_turn_would_have_come(seconds: list[int], places
             continue
         assert start <= 60
         ends = sorted([*ends, start + length])
+
+
+def test_a_number_of_running_requests_makes_no_list() -> None:
+    """Workers report it: four billion would take 32 GiB."""
+    waits = FirstWaits(60.0)
+    waits.served(PlacementRequest(1), 0.0)
+    assert waits.look([], 1.0, Pace(2**32 - 1, 0.1), 1.0) == (0.0, [])

@@ -252,11 +252,6 @@ def test_a_load_that_fails_is_repeated_though_the_file_stays(tmp_path: Path, mon
     assert told == ["failed", "ok"]
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No such file"):
-        Keys(tmp_path / "keys.yaml", Clock(), lambda _: None)
-
-
 def test_rates_say_when() -> None:
     tenant = Tenant("a", requests=Bucket(2, 4, 0.0), tokens=Bucket(100, 200, 0.0))
     for _ in range(4):

@@ -1,9 +1,11 @@
 """What clients write is text: it makes no special token, in no template, at no place, over no API."""
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import httpx
@@ -12,6 +14,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from millrace.v1 import inference_pb2 as pb
 from millrace_router.apis.openai.chat import ChatRequest
+from millrace_router.text import client_text
 from millrace_router.text.client_text import GUARD
 from millrace_router.text.markers import DEEPSEEK, DSML, KIMI, THINK, THINK_END
 from millrace_router.text.tokenizer import Tokenizer
@@ -220,6 +223,45 @@ def test_marks_of_any_form(marks: list[str], tmp_path: Path) -> None:
         ids = chat_ids(tokenizer, text)
         assert tokenizer.decode(ids, keep_special=True) == f"{BOS}{USER}{text}"
         assert special(tokenizer, ids) == special(tokenizer, chat_ids(tokenizer, ""))
+
+
+@examples(60)
+@given(text=texts, size=st.integers(1, 9))
+def test_a_guard_stands_before_each_mark_however_a_text_is_cut(
+    text: str, size: int, models: dict[str, list[Tokenizer]]
+) -> None:
+    """And before an end that the next text may complete. White space may be cut off between."""
+    clients = models["tiny"][0]._clients
+    marks = [token for token in MARKS if models["tiny"][0].added_token(token)]
+
+    def begins(rest: str) -> bool:
+        parts = ((mark, size) for mark in marks for size in range(1, len(mark)))
+        return rest.startswith(tuple(marks)) or any(
+            rest.startswith(mark[:size]) and not rest[size:].strip() for mark, size in parts
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client_text, "SLICE", size)
+        wanted = "".join(GUARD * begins(text[i:]) + one for i, one in enumerate(text))
+        assert clients.guarded(text, "chats") == wanted
+
+
+def test_no_text_holds_the_interpreter_for_long(tmp_path: Path) -> None:
+    """Searches are short; the library lets other threads run only in `encode_batch`, and its answer is short, too."""
+    tokenizer = Tokenizer.load(write(tmp_path, TEMPLATE, (THINK,)))
+    clients, text, longest = tokenizer._clients, "<" * (3 * client_text.SLICE), 0
+    whole, finder = clients._whole, clients._finder
+
+    def search(text: str, start: int, end: int) -> Iterator[re.Match[str]]:
+        nonlocal longest
+        longest = max(longest, end - start)
+        return whole.finditer(text, start, end)
+
+    clients._whole, clients._finder = Mock(finditer=search), Mock(["encode_batch"], wraps=finder)
+    ids = chat_ids(tokenizer, text + THINK)
+    assert tokenizer.decode(ids, keep_special=True) == f"{BOS}{USER}{text}{THINK}"
+    assert client_text.SLICE <= longest <= client_text.SLICE + 99
+    assert len(finder.encode_batch([text], add_special_tokens=False)[0]) == 1
 
 
 def test_words_that_a_tokenizer_learned_late_stay_tokens(tmp_path: Path) -> None:

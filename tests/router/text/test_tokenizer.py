@@ -119,7 +119,7 @@ def test_malformed_configurations_of_tokenizers(config: object, words: str, tmp_
 
 def test_a_template_that_is_no_text(tmp_path: Path) -> None:
     (write_tokenizer(tmp_path) / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match=r"no usable tokenizer: .* can't decode"):
+    with pytest.raises(ConfigError, match=r"no usable chat template: .* can't decode"):
         Tokenizer.load(tmp_path)
 
 

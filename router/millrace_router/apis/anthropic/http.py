@@ -1,10 +1,12 @@
-"""The Messages API over HTTP."""
+"""The Messages API over HTTP, and its answers as the OpenAPI document describes them."""
 
+from typing import Literal, NotRequired, TypedDict
+
+from millrace_common.json_values import JsonObject
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from millrace_router.apis.anthropic import objects
 from millrace_router.apis.anthropic.answers import MessageForm
 from millrace_router.apis.anthropic.types import CountRequest, MessagesRequest
 from millrace_router.apis.openai.objects import NamedEvent
@@ -14,11 +16,45 @@ from millrace_router.apis.serving import named, read_ask, serve_blocks
 from millrace_router.flow.inference import Answer, Inference
 from millrace_router.http.answers import json_answer
 
+
+class Message(TypedDict):
+    """As Anthropic describes it, and `system_fingerprint` and `ignored` as of chat. `content`: blocks of type thinking,
+    text and tool_use.
+    """
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    system_fingerprint: str | None
+    ignored: NotRequired[dict[str, str]]
+    content: list[JsonObject]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: JsonObject
+
+
+class MessageTokens(TypedDict):
+    input_tokens: int
+
+
+class MessageErrorFacts(TypedDict):
+    """`details`: of a refused `thread`."""
+
+    type: str
+    message: str
+    details: NotRequired[JsonObject]
+
+
+class MessageError(TypedDict):
+    type: Literal["error"]
+    error: MessageErrorFacts
+    request_id: str | None
+
+
 POSTS = {
-    "/v1/messages": Post("Answer a conversation", MessagesRequest, objects.Message, NamedEvent, objects.MessageError),
-    "/v1/messages/count_tokens": Post(
-        "Length of a prompt", CountRequest, objects.MessageTokens, error=objects.MessageError
-    ),
+    "/v1/messages": Post("Answer a conversation", MessagesRequest, Message, NamedEvent, MessageError),
+    "/v1/messages/count_tokens": Post("Length of a prompt", CountRequest, MessageTokens, error=MessageError),
 }
 
 

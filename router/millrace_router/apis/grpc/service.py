@@ -40,6 +40,7 @@ class InferenceService:
                 request = self._read(pb.GenerateRequest, data)
                 request_id.set(request.request_id)
                 left_s, large = context.time_remaining(), len(data) > SMALL
+                validate.check_counts(request.prompt, self._inference.model, request.sampling, request.stop)
                 ask = await self._work(large, lambda: to_ask(request, left_s, large))
             answer = await self._inference.generate(ask, "grpc")
         context.add_done_callback(lambda _: answer.stream.close(gone()))
@@ -54,6 +55,7 @@ class InferenceService:
     async def tokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         with self._charged(data):
             request = self._read(pb.TokenizeRequest, data)
+            validate.check_counts(request.prompt, self._inference.model)
             large = len(data) > SMALL
             ask = await self._work(large, lambda: Ask(model=request.model, prompt=_prompt(request.prompt), large=large))
             return pb.TokenizeResponse(token_ids=await self._inference.prompt_tokens(ask))

@@ -4,8 +4,9 @@ No stream waits for the steps. A page that is stored was written by a step whose
 is filled belongs to no launched step; and the step that reads it is launched after the copy has ended.
 """
 
+from collections.abc import Iterator, Sequence
+
 import torch
-from millrace_common.page_runs import runs
 
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.offload.host_copies import PageMoves
@@ -64,3 +65,17 @@ class CudaCopier(PageCopier):
     def _ended(self, mark: Mark) -> float | None:
         begin, end = mark
         return begin.elapsed_time(end) / 1000 if end.query() else None
+
+
+def runs(src_pages: Sequence[int], dst_pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(src, dst, count) of pages that are adjacent on both sides, in order: neighbours travel as one."""
+    first, count = 0, 0
+    for src, dst in zip(src_pages, dst_pages, strict=True):
+        if count and src == src_pages[first] + count and dst == dst_pages[first] + count:
+            count += 1
+            continue
+        if count:
+            yield src_pages[first], dst_pages[first], count
+        first, count = first + count, 1
+    if count:
+        yield src_pages[first], dst_pages[first], count

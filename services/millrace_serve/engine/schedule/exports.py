@@ -10,7 +10,7 @@ Life of an EXPORT request:
 A request that fetches is EXPECTED until KvOffered says what another worker serves, or KvFailed that nobody does. If
 that is more than our prefix cache has, 2 begins a fill (prompts.py), and cached pages are published when it is over:
 KvArrived; or KvFailed, and the pages are computed here. KvLate: they may be written for as long as a lost worker likes,
-so the request gives them up and returns to the queue.
+so the request gives them up and returns to the queue; one that has ended gives its slot and its other pages back.
 Abort or deadline: nothing published -> DONE, pages free; something published -> HELD until LeaseEnded.
 LeaseEnded before 4: no worker will read the rest, so the request ends in an error.
 """

@@ -1,5 +1,6 @@
-"""The limits of a request: those of a message by itself, of the model and of the engine. This is a worker's only check:
-its frontend forwards what it gets. Routers check the first kind before they send (flow/validate.py).
+"""The limits of a request: those of a message by itself, of the model and of the engine. These are a worker's only
+checks but for the lengths of lists, which its frontend checks (worker/frontend/convert.py). Routers check the first
+kind before they send (flow/validate.py).
 """
 
 from collections.abc import Iterator
@@ -79,10 +80,7 @@ def _sampling_problems(params: SamplingParams, vocab_size: int) -> Iterator[str]
             yield f"{name} is {value:g}; it must be {allowed}"
     if params.min_tokens > params.max_tokens:
         yield f"min_tokens is {params.min_tokens}; it must be at most max_tokens={params.max_tokens}"
-    lists = ("stop_token_ids", limits.MAX_STOP_TOKEN_IDS), ("logit_bias", limits.MAX_LOGIT_BIAS)
-    for name, most in lists:
-        if (count := len(getattr(params, name))) > most:
-            yield f"{name} has {count} entries; the limit is {most}"
+    for name in ("stop_token_ids", "logit_bias"):
         if any(token >= vocab_size for token in getattr(params, name)):
             yield f"{name} has a token id that is not in 0..{vocab_size - 1}"
     for token, bias in params.logit_bias.items():
@@ -98,9 +96,6 @@ def _grammar_problems(params: SamplingParams, grammar: Grammar, vocab_size: int)
         yield "min_tokens must be 0 with a grammar"
     if grammar.after_token_id is not None and grammar.after_token_id >= vocab_size:
         yield f"grammar.after_token_id is {grammar.after_token_id}; ids are 0..{vocab_size - 1}"
-    for name in ("marks", "forbidden_before"):
-        if (count := len(getattr(grammar, name))) > limits.MAX_MARKS:
-            yield f"grammar.{name} has {count} entries; the limit is {limits.MAX_MARKS}"
     for mark in grammar.marks:
         if not 1 <= len(mark) <= limits.MAX_MARK_CHARS:
             yield f"grammar.marks has {len(mark)} characters; 1 to {limits.MAX_MARK_CHARS} are allowed"

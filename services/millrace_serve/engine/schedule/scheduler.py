@@ -114,7 +114,7 @@ class Scheduler(Streams):
                 self._end_fill(seq, seq.num_offered)
             case KvFailed() if seq.exports:
                 self._lose_prefix(seq)
-            case KvLate() if seq.num_offered and seq.phase is Phase.RUNNING:
+            case KvLate() if seq.num_offered and seq.filling:
                 self._do_without(seq)
             case LeaseEnded() if seq.exports:
                 self._end_lease(seq)
@@ -184,10 +184,11 @@ class Scheduler(Streams):
         seq.num_offered = 0
 
     def _do_without(self, seq: Sequence) -> None:
-        """The pages that are being read are kept aside until KvFailed."""
+        """The pages that are being read are kept aside until KvFailed. All else that the request has is free now."""
         own, seq.num_offered = slice(seq.num_computed // self.pages.size, seq.num_offered), 0
         self.served_pages.set_aside(seq.id, seq.pages[own])
-        self._preempt(seq)
+        if seq.phase is Phase.RUNNING:  # else it has ended
+            self._preempt(seq)
         self._filled(seq, 0)
 
     def _end_lease(self, seq: Sequence) -> None:

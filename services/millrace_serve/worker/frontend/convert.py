@@ -1,5 +1,5 @@
-"""Conversion between protobuf messages and the engine's structs. Values are checked by the engine
-(engine/schedule/limits.py).
+"""Conversion between protobuf messages and the engine's structs. Lists are bounded here, and values are checked by the
+engine (engine/schedule/limits.py).
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from millrace.v1 import common_pb2, kv_pb2, worker_pb2
 from millrace_common import sampling_limits as limits
 from millrace_common.reasons import Reason
 from millrace_common.step_times import StepTimes
-from millrace_rpc.errors import TABLE, FieldError
+from millrace_rpc.errors import TABLE, FieldError, check_count
 
 from millrace_serve.engine import core
 from millrace_serve.engine.cache.kv_pool import KvLayout
@@ -32,6 +32,18 @@ def request_id(wire: common_pb2.AttemptId) -> core.RequestId:
 
 def attempt_id(id: core.RequestId) -> common_pb2.AttemptId:
     return common_pb2.AttemptId(room=id.room, attempt=id.attempt)
+
+
+def check_counts(wire: worker_pb2.EngineRequest, max_tokens: int) -> None:
+    """Raises MillraceError for more entries than an engine takes, before lists are made of them."""
+    if (tokens := len(wire.prompt) // core.TOKEN_BYTES or len(wire.token_ids)) > max_tokens:
+        message = f"has {tokens} tokens; this engine has max_model_len={max_tokens}"
+        raise FieldError("prompt", message, reason=Reason.CONTEXT_TOO_LONG)
+    sampling, grammar = wire.sampling, wire.sampling.grammar
+    check_count("stop_token_ids", len(sampling.stop_token_ids), limits.MAX_STOP_TOKEN_IDS)
+    check_count("logit_bias", len(sampling.logit_bias), limits.MAX_LOGIT_BIAS)
+    check_count("grammar.forbidden_before", len(grammar.forbidden_before), limits.MAX_MARKS)
+    check_count("grammar.marks", len(grammar.marks), limits.MAX_MARKS)
 
 
 def request(wire: worker_pb2.EngineRequest, route: core.Route, fetches_prefix: bool = False) -> core.Request:

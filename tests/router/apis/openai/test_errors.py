@@ -2,14 +2,17 @@
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
 from millrace.v1 import common_pb2, inference_pb2
 from millrace_common.reasons import Reason
+from millrace_router.apis.grpc import service as grpc_service
 from millrace_router.apis.openai.chat import ChatRequest
 from millrace_router.apis.openai.tokens import DetokenizeRequest, TokenizeRequest
 from millrace_router.apis.openai.types import CompletionRequest, Strict, parse
+from millrace_router.flow.validate import MORE_IDS
 from millrace_rpc.errors import TABLE, MillraceError, from_rpc_error
 from router.fake_worker import CONTEXT, DECODE, PREFILL, VOCAB, FakeWorker
 from router.harness import Cluster
@@ -86,6 +89,21 @@ async def test_a_bad_field_gets_the_same_answer_on_both(pair: Cluster) -> None:
     assert counted[0] == counted[1] > 0
 
 
+async def test_lists_over_grpc_are_counted_before_they_are_read(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_service, "to_ask", Mock(side_effect=AssertionError("they were read")))
+    for param, fields in {
+        "prompt": {"prompt": {"token_ids": {"ids": [1] * (CONTEXT + 1)}}},
+        "prompt ": {"prompt": {"chat": {"messages": [{"role": "user"}] * (CONTEXT + 1)}}},
+        "stop": {"stop": ["x"] * 17},
+        "logit_bias": {"sampling": {"logit_bias": dict.fromkeys(range(1025), 1.0)}},
+        "stop_token_ids": {"sampling": {"stop_token_ids": [1] * 65}},
+    }.items():
+        assert (await grpc_error(pair, inference_pb2.GenerateRequest(**fields))).param == param.strip()
+    many = inference_pb2.DetokenizeRequest(token_ids=[1] * (MORE_IDS + 2 * CONTEXT + 1))
+    with pytest.raises(grpc.aio.AioRpcError, match="token_ids must have at most"):
+        await pair.stub.Detokenize(many)
+
+
 async def test_a_malformed_body_is_refused_with_its_field(pair: Cluster) -> None:
     cases = {
         b"{": "not valid JSON",
@@ -106,8 +124,6 @@ async def test_a_malformed_body_is_refused_with_its_field(pair: Cluster) -> None
         assert status == 400 and error["type"] == "invalid_request_error", body
         assert words in error["message"], (body, error["message"])
     assert pair.metric("millrace_requests_total", api="http", status="invalid_argument") == len(cases)
-    assert (await pair.http.get("/v1/nothing")).json()["error"]["code"] == "not_found"
-    assert (await pair.http.get("/v1/completions")).status_code == 405
 
 
 MANY = 5000
