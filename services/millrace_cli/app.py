@@ -1,6 +1,7 @@
 """The command `millrace`. Heavy packages are imported inside commands: a router needs no torch, `--help` nothing."""
 
 import asyncio
+import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
@@ -365,10 +366,9 @@ def evaluate(context: typer.Context) -> None:
 def main() -> None:
     proxies.spare_loopback()
     try:
-        try:
+        with told(OSError, code=1), contextlib.ExitStack() as end:  # of a standard output that has no buffer
+            end.callback(flush_output)
             app()
-        finally:
-            flush_output()  # a print that failed is told by its reason
     except CommandError as error:
         print(f"millrace: {error}", file=sys.stderr)
         sys.exit(error.code)
