@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 from pydantic.annotated_handlers import GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
 from millrace_common.json_values import JsonObject
 
 log = logging.getLogger(__name__)
+NO_YAML = (yaml.YAMLError, ValueError, RecursionError)  # the others: bytes, dates and numbers that are none, deep lists
+MOST = 1 << 24  # pages, tokens and requests: counts have 32 bits in messages, and two are added
 LONGEST_S = (2**31 - 1) // 1000  # 24 days: polls and timers of the operating system count milliseconds in 31 bits
 
 # (section, old key) → new key. The old ones hold for one release.
@@ -28,8 +30,8 @@ class ConfigError(Exception):
     """A configuration that cannot be used; the message names every offending key."""
 
 
-class Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+class Config(BaseModel, frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, str_max_length=MOST):
+    """A section. Only with a limit of their length are texts with half of a character refused."""
 
 
 class OrAuto:
@@ -41,6 +43,7 @@ class OrAuto:
 
 
 C = TypeVar("C", bound=Config)
+Count = Annotated[int, Field(le=MOST)]
 Seconds = Annotated[float, Field(ge=0, le=LONGEST_S)]
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 LogLevel = Annotated[Level, BeforeValidator(lambda level: str(level).upper())]
@@ -61,7 +64,7 @@ def load(model: type[C], path: str | Path | None = None, overrides: Sequence[str
     if path is not None:
         try:
             values = yaml.safe_load(Path(path).read_text()) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, *NO_YAML) as error:
             raise ConfigError(f"cannot read configuration {path}: {' '.join(str(error).split())}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"configuration {path} must be a mapping, not {type(values).__name__}")
@@ -99,7 +102,7 @@ def override(values: JsonObject, item: str) -> None:
             raise ConfigError(f"--set {item!r}: {parent!r} is not a section")
     try:
         values[leaf] = yaml.safe_load(raw)
-    except yaml.YAMLError as error:
+    except NO_YAML as error:
         raise ConfigError(f"--set {item!r}: the value is not YAML: {' '.join(str(error).split())}") from error
 
 

@@ -25,8 +25,7 @@ Cert = Annotated[Path | None, _tls("cert", "Client certificate, for mTLS.")]
 Key = Annotated[Path | None, _tls("key", "Private key of --tls-cert.")]
 Name = Annotated[str, _tls("name", "The name in the server's certificate, if it is not the host's.")]
 Secret = Annotated[
-    Path | None,
-    typer.Option("--secret-file", envvar="MILLRACE_SECRET_FILE", help="File of the deployment's secret."),
+    Path | None, typer.Option("--secret-file", envvar="MILLRACE_SECRET_FILE", help="File of the deployment's secret.")
 ]
 
 

@@ -1,6 +1,7 @@
 """The command `millrace`. Heavy packages are imported inside commands: a router needs no torch, `--help` nothing."""
 
 import asyncio
+import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
@@ -16,7 +17,7 @@ import typer
 import typer.core
 
 from millrace_cli import access, proxies
-from millrace_cli.errors import CommandError, told
+from millrace_cli.errors import CommandError, flush_output, told
 
 
 class Commands(typer.core.TyperGroup):
@@ -28,12 +29,45 @@ class Commands(typer.core.TyperGroup):
             raise
 
 
+UNUSED: Sequence[tuple[str, str, Callable[[Any], bool], str]] = (  # command, options, when nothing reads them
+    ("serve-local", "prefill decode flexible", lambda given: given["unified"], "with --unified"),
+    ("serve-local", "prefill decode", lambda given: given["flexible"] > 0, "with --flexible"),
+    ("batch", "ca cert key", lambda given: given["address"].startswith("http://"), "with an http:// --address"),
+    ("workers", "wide", lambda given: given["json"], "with --json, which has everything"),
+    ("weights", "path version", lambda given: given["action"] not in ("load", "wake"), "but on load and wake"),
+    ("weights", "version", lambda given: not given["path"], "without --path"),
+    ("weights", "drop", lambda given: given["action"] != "pause", "but on pause"),
+    ("weights", "name", lambda given: not (given["ca"] or given["cert"]), "without --tls-ca or --tls-cert"),
+    ("plan", "slo", lambda given: given["asked"] is None, "without --workload"),
+    ("plan", "role goal", lambda given: given["asked"] is not None, "with --workload, which compares roles"),
+)
+OWN_SETTINGS = {  # keys that a command sets itself
+    "compile": "model",
+    "check": "model",
+    "plan": "model tp dp role goal",
+    "serve-local": "role model engine workers grpc_port grpc http admin admin_http",
+}
+
+
+class Checked(typer.core.TyperCommand):
+    """Nothing that is given on the command line is ignored. Variables of the environment are for all commands."""
+
+    def invoke(self, ctx: Any) -> object:  # Any: as above
+        options = {f"{one.name}": one.opts[-1] for one in self.params}
+        given = {name for name in options if ctx.get_parameter_source(name).name == "COMMANDLINE"}
+        for command, names, unused, why in UNUSED:
+            if command == self.name and (idle := given.intersection(names.split())) and unused(ctx.params):
+                raise CommandError(f"{options[min(idle)]}: has no effect {why}", code=2)
+        own = OWN_SETTINGS.get(str(self.name), "").split()
+        for name in given & {"set_", "worker_set", "router_set"}:
+            for item in ctx.params[name]:
+                if item.partition("=")[0] in own:
+                    raise CommandError(f"{options[name]} {item}: the command sets it itself, see --help", code=2)
+        return super().invoke(ctx)
+
+
 app = typer.Typer(
-    name="millrace",
-    cls=Commands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    name="millrace", cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 
 
@@ -55,12 +89,12 @@ def options(
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")]
 
 
-@app.command("serve-local")
+@app.command("serve-local", cls=Checked)
 def serve_local(
-    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
+    prefill: Annotated[int, typer.Option(min=1, max=256, help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, max=256, help="Decode workers.")] = 1,
     unified: Annotated[bool, typer.Option("--unified", help="One worker for both phases instead.")] = False,
-    flexible: Annotated[int, typer.Option(min=0, help="Workers whose phases follow the load instead.")] = 0,
+    flexible: Annotated[int, typer.Option(min=0, max=256, help="Workers whose phases follow the load instead.")] = 0,
     engine: Annotated[Literal["model", "sim"], typer.Option(help="sim: a timing model without weights.")] = "model",
     model: Annotated[Path | None, typer.Option(help="Checkpoint folder. Default: models/tiny.")] = None,
     grpc_port: Port = 50051,
@@ -72,11 +106,9 @@ def serve_local(
     log_dir: Annotated[Path | None, typer.Option(help="Folder of the log files. Default: a new temporary one.")] = None,
 ) -> None:
     """Run a router and its workers on this machine until Ctrl-C."""
+    from millrace_cli import serve_local as command
     from millrace_cli.cluster import TINY, ClusterSpec
-    from millrace_cli.serve_local import serve_local as run
 
-    if ((prefill, decode) != (1, 1)) + unified + bool(flexible) > 1:
-        raise CommandError("--prefill and --decode, --unified and --flexible exclude each other", code=2)
     apart = not (unified or flexible)
     spec = ClusterSpec(
         prefill=prefill * apart,
@@ -91,7 +123,8 @@ def serve_local(
         log_dir=log_dir,
         restart=True,
     )
-    run(spec)
+    command.check(spec)
+    command.serve_local(spec)
 
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -152,7 +185,7 @@ def generate(
     asyncio.run(command.generate(address, request, json, access.identity(ca, cert, key), api_key))
 
 
-@app.command()
+@app.command(cls=Checked)
 def batch(
     file: Annotated[Path, typer.Argument(help="Requests in OpenAI's batch format, one JSON object per line.")],
     out: Annotated[Path, typer.Option(help="File of answers. Answered requests are not sent again.")],
@@ -170,7 +203,7 @@ def batch(
     sys.exit(asyncio.run(command.run(client, file, out, concurrency)))
 
 
-@app.command()
+@app.command(cls=Checked)
 def workers(
     address: Annotated[str, access.address("The router's admin address, of gRPC.")] = "127.0.0.1:50052",
     wide: Annotated[bool, typer.Option("--wide", help="Show all columns.")] = False,
@@ -207,7 +240,7 @@ def new_key(tenant: Annotated[str, typer.Option(metavar="NAME", help="Tenant of 
     print(f'key: {key}\nentry: {{name: "{tenant}", sha256: "{sha256}"}}')
 
 
-@app.command()
+@app.command(cls=Checked)
 def weights(
     addresses: access.Addresses,
     action: Annotated[Literal["pause", "load", "resume", "sleep", "wake"], typer.Argument()],
@@ -255,7 +288,7 @@ BENCHES = {
 }
 
 
-@app.command("compile")
+@app.command("compile", cls=Checked)
 def compile_caches(
     model: Annotated[Path, typer.Option(help="Checkpoint folder; with --random-weights, of a config.json alone.")],
     config: Annotated[Path | None, typer.Option(help="The workers' YAML file.")] = None,
@@ -268,7 +301,7 @@ def compile_caches(
     asyncio.run(fill(config, (*(set_ or ()), f"model={model}"), os.environ, random_weights=random_weights))
 
 
-@app.command("check")
+@app.command("check", cls=Checked)
 def check_model(
     model: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
     gpu: Annotated[str, typer.Option(help="GPU model for the values file.")] = "H200",
@@ -280,7 +313,7 @@ def check_model(
     check(model, gpu, set_ or ())
 
 
-@app.command("plan")
+@app.command("plan", cls=Checked)
 def plan_worker(
     model: Annotated[Path, typer.Option(help="Checkpoint folder; its config.json is enough.")],
     gpu: Annotated[str, typer.Option(help="GPU model, as for check.")] = "H200",
@@ -291,8 +324,8 @@ def plan_worker(
     goal: Annotated[Literal["throughput", "latency", "balanced"], typer.Option(help="What auto favours.")] = "balanced",
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Worker setting.")] = None,
     asked: Annotated[
-        str, typer.Option("--workload", metavar="INPUT/OUTPUT@RATE", help="Print the best split for this load.")
-    ] = "",
+        str | None, typer.Option("--workload", metavar="INPUT/OUTPUT@RATE", help="Print the best split for this load.")
+    ] = None,
     slo: Annotated[str, typer.Option(help="With --workload: SLOs in seconds.")] = "ttft=1,tpot=0.04",
 ) -> None:
     """Show what a worker would choose on any GPUs, what fits, and how long its steps take."""
@@ -301,7 +334,7 @@ def plan_worker(
 
     from millrace_cli.plan import plan, split, workload
 
-    if asked:
+    if asked is not None:
         workload(model, gpu, gpus, (tp, dp), asked, slo, set_ or ())
         return
     plan(model, gpu, split(gpus, Goal(goal), tp, dp), Role(role), Goal(goal), set_ or ())
@@ -333,7 +366,9 @@ def evaluate(context: typer.Context) -> None:
 def main() -> None:
     proxies.spare_loopback()
     try:
-        app()
+        with told(OSError, code=1), contextlib.ExitStack() as end:  # of a standard output that has no buffer
+            end.callback(flush_output)
+            app()
     except CommandError as error:
         print(f"millrace: {error}", file=sys.stderr)
         sys.exit(error.code)

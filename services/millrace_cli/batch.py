@@ -11,8 +11,8 @@ import json
 import random
 import secrets
 import ssl
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,29 +29,15 @@ BUSY = (429, 502, 503, 504)  # of the server, or of a proxy before it while the 
 TRIES = 20
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # between tries: doubled each time, and longer if the server says so
 CONNECT_S, ANSWER_S = 10.0, 3600.0
-
-
-@dataclass(slots=True)
-class Counts:
-    succeeded: int = 0
-    failed: int = 0  # answered by an error
-    left: int = 0
-
-    def summary(self, before: int) -> str:
-        parts = [f"{self.succeeded} answered"]
-        parts += [f"{self.failed} answered by an error"] if self.failed else []
-        parts += [f"{self.left} not answered: run the command again"] if self.left else []
-        parts += [f"{before} were there"] if before else []
-        return ", ".join(parts)
+ANSWERED, FAILED, LEFT = "answered", "answered by an error", "not answered: run the command again"  # in a summary
 
 
 def client_of(address: str, api_key: str, concurrency: int, verify: ssl.SSLContext | bool) -> httpx.AsyncClient:
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
     timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S, pool=None)
     limits = httpx.Limits(max_connections=concurrency)
-    url = address.rstrip("/").removesuffix("/v1")
     with told(httpx.InvalidURL, of=f"--address {address}"):
-        parsed = httpx.URL(url)
+        parsed = httpx.URL(address.rstrip("/").removesuffix("/v1"))
         if parsed.scheme not in ("http", "https") or not parsed.host or (parsed.port or 1) >= 1 << 16:
             raise httpx.InvalidURL("must be http:// or https://, a host, and a port up to 65535")
         return httpx.AsyncClient(base_url=parsed, headers=headers, timeout=timeout, limits=limits, verify=verify)
@@ -65,25 +51,27 @@ async def run(client: httpx.AsyncClient, file: Path, out: Path, concurrency: int
         async with client:
             await _check(client)
             counts = await _send_all(client, todo, output, concurrency)
-    Console(stderr=True, highlight=False).print(counts.summary(len(lines) - len(todo)), style="dim")
-    return 1 if counts.failed or counts.left else 0
+    counts["were there"] = len(lines) - len(todo)
+    summary = ", ".join(f"{count} {what}" for what, count in counts.items() if count or what == ANSWERED)
+    Console(stderr=True, highlight=False).print(summary, style="dim")
+    return 1 if counts[FAILED] or counts[LEFT] else 0
 
 
 @contextlib.contextmanager
 def _appended(out: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
     """The output, ours alone and without a torn line, and what it answers."""
-    if out.exists() and not out.is_file():
-        raise CommandError(f"{out} is not a file", code=2)
-    try:
-        with out.open("ab") as output:
+    with told(OSError, of="--out"):
+        if out.exists() and not out.is_file():
+            raise CommandError(f"--out: {out} is not a file", code=2)
+        output = out.open("ab")
+    with told(OSError, of=str(out), code=1), output:
+        try:
             fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            done, size = batch_file.answered(out)
-            output.truncate(size)
-            yield output, done
-    except BlockingIOError:
-        raise CommandError(f"another run writes to {out}: give another --out") from None
-    except OSError as error:
-        raise CommandError(f"{out}: {error.strerror or error}") from error
+        except BlockingIOError:
+            raise CommandError(f"another run writes to {out}: give another --out") from None
+        done, size = batch_file.answered(out)
+        output.truncate(size)
+        yield output, done
 
 
 async def _check(client: httpx.AsyncClient) -> None:
@@ -95,8 +83,8 @@ async def _check(client: httpx.AsyncClient) -> None:
         raise CommandError(f"{client.base_url} refuses the API key: {answer.text}")
 
 
-async def _send_all(client: httpx.AsyncClient, todo: list[Line], output: BinaryIO, concurrency: int) -> Counts:
-    counts, pending = Counts(), iter(todo)
+async def _send_all(client: httpx.AsyncClient, todo: list[Line], output: BinaryIO, concurrency: int) -> Counter[str]:
+    counts, pending = Counter({ANSWERED: 0, FAILED: 0, LEFT: 0}), iter(todo)
     columns = TextColumn("batch"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("batch", total=len(todo))
@@ -105,12 +93,12 @@ async def _send_all(client: httpx.AsyncClient, todo: list[Line], output: BinaryI
             for line in pending:
                 answer = await _send(client, line)
                 if answer is None:
-                    counts.left += 1
+                    counts[LEFT] += 1
                     continue
                 output.write(json.dumps(answer).encode() + b"\n")
                 output.flush()
                 good = answer["error"] is None and answer["response"]["status_code"] < 400
-                counts.succeeded, counts.failed = counts.succeeded + good, counts.failed + (not good)
+                counts[ANSWERED if good else FAILED] += 1
                 progress.advance(bar)
 
         try:

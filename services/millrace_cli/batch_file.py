@@ -6,7 +6,7 @@ from pathlib import Path
 
 from millrace_common.json_values import Json
 
-from millrace_cli.errors import CommandError
+from millrace_cli.errors import CommandError, told
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 SHOWN = 10  # bad lines in a message
@@ -23,7 +23,9 @@ def requests(path: Path) -> list[Line]:
     """Raises CommandError with the numbers of all lines that cannot be sent."""
     lines: dict[str, Line] = {}
     bad: list[str] = []
-    for number, text in enumerate(_read(path).splitlines(), 1):
+    with told(OSError):
+        data = path.read_bytes()
+    for number, text in enumerate(data.splitlines(), 1):
         if not text.strip():
             continue
         try:
@@ -45,7 +47,7 @@ def requests(path: Path) -> list[Line]:
 
 def answered(path: Path) -> tuple[set[str], int]:
     """The custom ids that have an answer, and the size of all whole lines: a torn last line counts as not written."""
-    data = _read(path) if path.exists() else b""
+    data = path.read_bytes()
     size = data.rfind(b"\n") + 1
     ids = set()
     for number, text in enumerate(data[:size].splitlines(), 1):
@@ -54,18 +56,11 @@ def answered(path: Path) -> tuple[set[str], int]:
             if answer["response"] is None and answer["error"] is None:
                 raise ValueError
             ids.add(str(answer["custom_id"]))
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             raise CommandError(
                 f"{path} line {number} is not an answer of a batch; give another --out", code=2
             ) from None
     return ids, size
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CommandError(f"{path}: {error.strerror}", code=2) from error
 
 
 def _request(value: Json) -> Line:

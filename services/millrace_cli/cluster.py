@@ -109,6 +109,10 @@ class ClusterSpec:
             own += (f"memory_fraction={GPU_MEMORY / sharing:.3f}",)
         return (*own, *items)
 
+    def worker_items(self, name: str) -> tuple[str, ...]:
+        """All of its `--set` items but the port."""
+        return (f"engine={self.engine}", f"model={self.model}", *self.settings(name))
+
     def _items(self, role: str) -> tuple[str, ...]:
         return (*self.role_set.get(role, ()), *self.worker_set)
 
@@ -235,12 +239,7 @@ class LocalCluster:
                 *self.spec.router_set,
             ]
         else:
-            items = [
-                f"grpc_port={ports.get('grpc', 0)}",
-                f"engine={self.spec.engine}",
-                f"model={self.spec.model}",
-                *self.spec.settings(name),
-            ]
+            items = [f"grpc_port={ports.get('grpc', 0)}", *self.spec.worker_items(name)]
         if self.spec.secret is not None:
             items.append(f"secret={self.spec.secret}")
         if self.spec.tls is not None:

@@ -22,6 +22,7 @@ from millrace_cli.errors import CommandError, told
 
 STOP_GRACE_S = 10.0
 MIB = 1 << 20
+log = logging.getLogger(__name__)
 
 
 async def fill(
@@ -33,7 +34,8 @@ async def fill(
     environ.update(caches.variables(config.cache_dir))
     before = caches.sizes(config.cache_dir)
     ignore: Handler = lambda rank, report: None  # noqa: E731
-    handlers: dict[type, Handler] = {RankProgress: _show, Events: ignore, GcPauses: ignore}
+    show: Handler = lambda rank, progress: log.info("%s", progress.message)  # noqa: E731
+    handlers: dict[type, Handler] = {RankProgress: show, Events: ignore, GcPauses: ignore}
     ranks = Ranks(config, make_launcher(config.launcher), handlers, lambda why: None)
     try:
         await ranks.start()
@@ -54,10 +56,6 @@ def settings(path: Path | None, overrides: Sequence[str], *, random_weights: boo
         config = configuration.load(WorkerConfig, path, [*(() if path else ("role=unified",)), *overrides])
     role = config.role if any(item.startswith("role=") for item in overrides) else Role.UNIFIED
     return config.model_copy(update={"role": role, "random_weights": random_weights or config.random_weights})
-
-
-def _show(rank: int, progress: RankProgress) -> None:
-    logging.getLogger(__name__).info("%s", progress.message)
 
 
 def _table(cache_dir: Path, before: dict[str, tuple[int, int]]) -> Table:

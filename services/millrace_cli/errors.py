@@ -1,6 +1,8 @@
 """The error of a command that cannot do its work: one line for the user, and the exit code."""
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterator
 
 
@@ -16,4 +18,15 @@ def told(*kinds: type[Exception], of: str = "", code: int = 2) -> Iterator[None]
     try:
         yield
     except kinds as error:
-        raise CommandError(f"{of}: {error}" if of else str(error), code) from error
+        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        raise CommandError(f"{of}: {why}" if of else why, code) from error
+
+
+def flush_output() -> None:
+    """Raises CommandError where standard output takes no more, such as on a full disk."""
+    try:
+        if sys.stdout is not None:  # it may be closed
+            sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left once more
+        raise CommandError(f"standard output: {error.strerror}") from error

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import grpc
 from millrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -37,20 +37,13 @@ class PartialAnswer:
             f"first after {1000 * self.ttft_s:.0f} ms, then {rate:.0f} tokens/s, finish: {self.finish_reason}"
         )
 
-    def as_json(self) -> str:
-        return json.dumps({name: getattr(self, name) for name in self.__slots__}, ensure_ascii=False)
-
 
 def request_of(
     prompt: str, chat: bool, max_tokens: int | None, temperature: float | None, seed: int | None
 ) -> inference_pb2.GenerateRequest:
     sampling = common_pb2.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    if chat:
-        turn = inference_pb2.ChatMessage(role="user", content=prompt)
-        wrapped = inference_pb2.Prompt(chat=inference_pb2.ChatPrompt(messages=[turn]))
-    else:
-        wrapped = inference_pb2.Prompt(text=prompt)
-    return inference_pb2.GenerateRequest(prompt=wrapped, sampling=sampling)
+    wrapped = {"chat": {"messages": [{"role": "user", "content": prompt}]}} if chat else {"text": prompt}
+    return inference_pb2.GenerateRequest(prompt=inference_pb2.Prompt(**wrapped), sampling=sampling)
 
 
 async def stream(
@@ -107,7 +100,7 @@ async def generate(
 
     answer = await stream(address, request, show, identity, api_key)
     if as_json:
-        print(answer.as_json())
+        print(json.dumps(asdict(answer), ensure_ascii=False))
     else:
         print()
         Console(stderr=True, highlight=False, soft_wrap=True).print(answer.summary(), style="dim")

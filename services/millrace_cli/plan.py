@@ -47,7 +47,8 @@ def workload(
         load = splits.workload(asked)
     with told(ValueError, of="--slo"):
         limits = splits.limits(slo)
-    tp, dp = ranks[0] or 1, ranks[1] or _timed_dp(model)
+    with told(ModelConfigError, code=1):  # by default a rank has as many experts as a timed one
+        tp, dp = ranks[0] or 1, ranks[1] or max(ModelConfig.load(model).n_routed_experts // EXPERTS, 1)
     workers, rest = divmod(gpus, tp * dp)
     if rest or workers < 2:
         raise CommandError(f"--gpus {gpus}: must be two or more workers of tp {tp} x dp {dp}", code=2)
@@ -60,12 +61,6 @@ def workload(
     capacity = Capacity(config.limits.max_running, tokens, config.limits.max_prefill_tokens, HANDOVER_S)
     print(f"{model.resolve().name}: {workers} workers of {tp * dp} x {setup.gpu}, {asked} requests/s, {slo}\n")
     print(splits.table(workers, dp, load, limits, times, capacity))
-
-
-def _timed_dp(model: Path) -> int:
-    """Ranks of a worker that has the experts of a timed rank on each."""
-    with told(ModelConfigError, code=1):
-        return max(ModelConfig.load(model).n_routed_experts // EXPERTS, 1)
 
 
 def _chosen(

@@ -19,10 +19,9 @@ async def _ask(
     address: str, identity: Identity | None, call: Callable[[grpc.aio.Channel], Awaitable[T]], token: str = ""
 ) -> T | None:
     async with channel(address, identity, token) as ch:
-        try:
+        with contextlib.suppress(grpc.RpcError):
             return await call(ch)
-        except grpc.RpcError:
-            return None
+    return None
 
 
 async def is_serving(address: str, identity: Identity | None = None) -> bool:
@@ -52,21 +51,15 @@ async def misdirected(address: str, error: BaseException | None, wanted: str) ->
 
 async def speaks_http(address: str) -> bool:
     async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
-        try:
+        with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
             await client.get(f"http://{address}/health")
-        except (httpx.HTTPError, httpx.InvalidURL):
-            return False
-    return True
+            return True
+    return False
 
 
 async def worker_info(address: str, identity: Identity | None = None, token: str = "") -> worker_pb2.WorkerInfo | None:
-    request = worker_pb2.GetInfoRequest()
-    return await _ask(
-        address,
-        identity,
-        lambda ch: worker_pb2_grpc.WorkerServiceStub(ch).GetInfo(request, timeout=TIMEOUT_S),
-        token,
-    )
+    ask = lambda ch: worker_pb2_grpc.WorkerServiceStub(ch).GetInfo(worker_pb2.GetInfoRequest(), timeout=TIMEOUT_S)  # noqa: E731
+    return await _ask(address, identity, ask, token)
 
 
 async def workers(admin_address: str, identity: Identity | None = None) -> list[admin_pb2.WorkerStatus] | None:

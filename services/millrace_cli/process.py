@@ -83,17 +83,15 @@ class Process:
 
     def announced(self) -> dict[str, int] | None:
         """Bound ports by name ("grpc", "http", "admin", "metrics"), or None when not bound yet."""
-        try:
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
             ports: dict[str, int] = json.loads(self._announce_path.read_text())
             return ports
-        except (FileNotFoundError, json.JSONDecodeError):
-            return None
+        return None
 
     def log_tail(self, lines: int = 30) -> str:
-        try:
+        with contextlib.suppress(OSError):
             return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
-        except OSError:
-            return ""
+        return ""
 
     def end_of_log(self, lines: int) -> str:
         return f"The end of {self.log_path}:\n{self.log_tail(lines)}"

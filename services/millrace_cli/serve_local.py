@@ -13,14 +13,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from millrace_common.config import ConfigError, load
+from millrace_router.config import RouterConfig
+from millrace_serve.worker.config import WorkerConfig
 from rich.console import Console
 from rich.live import Live
 from rich.logging import RichHandler
 from rich.markup import escape
 from rich.table import Table
 
-from millrace_cli.cluster import HOST, ClusterSpec, LocalCluster, StartError
-from millrace_cli.errors import CommandError
+from millrace_cli.cluster import HOST, LOG_DIR, ClusterSpec, LocalCluster, StartError
+from millrace_cli.errors import CommandError, told
 
 STYLES = {"ready": "green", "exited": "bold red"}
 
@@ -87,7 +90,8 @@ def addresses(cluster: LocalCluster, seconds: float) -> str:
 
 async def supervise(spec: ClusterSpec, console: Console) -> None:
     """Run the cluster until a signal; CommandError when the start failed."""
-    cluster, task, signals = LocalCluster(spec), asyncio.current_task(), itertools.count()
+    with told(OSError, of=LOG_DIR):
+        cluster, task, signals = LocalCluster(spec), asyncio.current_task(), itertools.count()
     assert task is not None
 
     def on_signal() -> None:
@@ -100,14 +104,13 @@ async def supervise(spec: ClusterSpec, console: Console) -> None:
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     begin = time.monotonic()
     try:
-        with Live(console=console, get_renderable=lambda: processes_table(cluster), refresh_per_second=8):
+        live = Live(console=console, get_renderable=lambda: processes_table(cluster), refresh_per_second=8)
+        with live, told(StartError, code=1), told(OSError, of="--log-dir"):  # of the folder that cannot be used
             await cluster.start()
         console.print(addresses(cluster, time.monotonic() - begin), markup=False, highlight=False, soft_wrap=True)
         await asyncio.Event().wait()
     except asyncio.CancelledError:
         pass  # the first signal
-    except (StartError, OSError) as error:  # OSError: a log folder that cannot be used
-        raise CommandError(str(error)) from error
     finally:
         next(signals)  # from now on a signal kills
         console.print("stopping (again: at once)", style="dim")
@@ -115,10 +118,19 @@ async def supervise(spec: ClusterSpec, console: Console) -> None:
         console.print("stopped", style="dim")
 
 
+def check(spec: ClusterSpec) -> None:
+    """Raises CommandError for settings that a process would refuse, as it would say. Starts none."""
+    if not os.path.isfile(spec.model / "config.json"):  # False also where a path cannot be asked for
+        raise CommandError(f"{spec.model}: there is no config.json; --model names a checkpoint folder", code=2)
+    for name, role in spec.workers().items():
+        with told(ConfigError, of="--worker-set"):
+            load(WorkerConfig, None, [f"role={role}", *spec.worker_items(name)])
+    with told(ConfigError, of="--router-set"):
+        load(RouterConfig, None, [f"model={spec.model}", *spec.router_set])
+
+
 def serve_local(spec: ClusterSpec) -> None:
     """Returns after a clean stop; CommandError when the start failed."""
-    if not (spec.model / "config.json").exists():
-        raise CommandError(f"{spec.model}: there is no config.json; --model names a checkpoint folder", code=2)
     console = Console(stderr=False)
     logging.basicConfig(
         level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]

@@ -1,11 +1,9 @@
 """`millrace batch` against a scripted server, and against a file that was cut off anywhere."""
 
 import asyncio
-import contextlib
 import errno
-import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -184,25 +182,29 @@ def test_output_that_is_none_is_not_touched(tmp_path: Path) -> None:
         run(file, file, echo)
     with batch._appended(tmp_path / "free"), pytest.raises(CommandError, match="another run writes to"):
         run(file, tmp_path / "free", echo)
-    with pytest.raises(CommandError, match="/dev/full is not a file"):
-        run(file, Path("/dev/full"), echo)
-    with pytest.raises(CommandError, match=r"^[^\[].*: No such file or directory$"):
-        run(file, tmp_path / "none" / "out", echo)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/dev/full", "--out: /dev/full is not a file"),
+        ("none/out", "none/out: No such file or directory"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_a_path_that_cannot_be_used_is_told_before_any_work(tmp_path: Path, name: str, message: str) -> None:
+    good = write(tmp_path / "in", request("a"))
+    for file, out in ((good, tmp_path / name), *([] if name == "/dev/full" else [(tmp_path / name, tmp_path / "out")])):
+        with pytest.raises(CommandError, match=message) as caught:
+            run(file, out, lambda asked: pytest.fail("nothing is sent"))
+        assert caught.value.code == 2 and not (tmp_path / "out").exists()
 
 
 def test_full_disk_ends_the_run_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(io.BytesIO):
-        def write(self, data: object) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    appended = batch._appended
-
-    @contextlib.contextmanager
-    def full(out: Path) -> Iterator[tuple[io.BytesIO, set[str]]]:
-        with appended(out) as (_, done):
-            yield Full(), done
-
-    monkeypatch.setattr(batch, "_appended", full)
+    monkeypatch.setattr(batch, "_line", full)  # beside the write
     with pytest.raises(CommandError, match="No space left"):
         run(write(tmp_path / "in", *map(request, "abcdef")), tmp_path / "out", echo)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import certifi
 import pytest
 import typer
 import yaml
@@ -19,6 +20,7 @@ from millrace_cli.app import BENCHES, app
 from millrace_router.http.api_keys import Keys
 from millrace_testing.paths import TINY
 
+TAKE_SETTINGS = (["check", str(TINY)], ["plan", "--model", str(TINY)], ["compile", "--model", str(TINY)], ["router"])
 COMMANDS = sorted(typer.main.get_command(app).commands)
 
 
@@ -51,25 +53,23 @@ def test_every_command_has_help(command: str, here: Callable[..., CompletedProce
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["router", "--set", "colour=red"], "VALUE; colour: unknown key"),
-        (["router", "--set", "modle=x"], "modle: unknown key; did you mean model?"),
         (["router", "--set", "limits.mesage_bytes=1"], "did you mean limits.message_bytes?"),
         (["router"], "model: required, for example with --set model=VALUE"),
         (["prefill", "--set", "limits.num_page=1"], "millrace prefill: error: limits.num_page: unknown key; did you"),
         (["flexible", "--set", "modle=x"], "millrace flexible: error: modle: unknown key; did you mean model?"),
-        (["prefill"], "millrace prefill: error: model: a checkpoint folder is required unless engine=sim"),
         (["router", "model=x"], "millrace router: error: unrecognized arguments: model=x"),
         (["router", "--set", "model=/nope"], "millrace router: model: no usable tokenizer: /nope/tokenizer.json"),
         (["generate", "x", "--address", "http://127.0.0.1:8000"], "'http://127.0.0.1:8000' is not HOST:PORT of a gRPC"),
-        (["workers", "--address", "127.0.0.1"], "'127.0.0.1' is not HOST:PORT of a gRPC port"),
         (["workers", "--address", "127.0.0.1:65536"], "'127.0.0.1:65536' is not HOST:PORT of a gRPC port"),
         (["generate", "x", "--temperature", "nan"], "'--temperature'"),
         (["generate", "x", "--tls-cert", "/dev/null"], "--tls-cert and --tls-key go together"),
-        (["batch", "/dev/null", "--out", "x", "--tls-key", "x"], "--tls-cert and --tls-key go together"),
+        (
+            ["batch", "/dev/null", "--out", "x", "--address", "https://a", "--tls-key", "x"],
+            "--tls-cert and --tls-key go together",
+        ),
         (["batch", "/dev/null", "--out", "x", "--address", "nothing"], "nothing: must be http:// or https://"),
         (["batch", "/dev/null", "--out", "x", "--address", "http://a:65536"], "a port up to 65535"),
-        (["plan", "--model", str(TINY), "--set", "colour=red"], "colour: unknown key"),
-        (["check", str(TINY), "--set", "colour=red"], "colour: unknown key"),
+        *(([*command, "--set", "colour=red"], "colour: unknown key") for command in TAKE_SETTINGS),
         (["router", "--config", __file__], "expected '<document start>'"),
         (["weights", "a:1", "b", "pause"], "'b' is not HOST:PORT of a gRPC port"),
         (["weights", "a:1", "stop"], "'stop' is not one of 'pause', 'load', 'resume', 'sleep', 'wake'"),
@@ -77,36 +77,49 @@ def test_every_command_has_help(command: str, here: Callable[..., CompletedProce
         (["compile"], "Missing option '--model'"),
         (["bench", "serving", "--nope"], "millrace bench serving: error: unrecognized arguments: --nope"),
         (["eval", "--nope"], "millrace eval: error: unrecognized arguments: --nope"),
-        (["serve-local", "--unified", "--prefill", "2"], "--unified and --flexible exclude each other"),
-        (["serve-local", "--flexible", "2", "--decode", "2"], "--unified and --flexible exclude each other"),
+        (["serve-local", "--unified", "--prefill", "1"], "--prefill: has no effect with --unified"),
+        (["serve-local", "--unified", "--flexible", "0"], "--flexible: has no effect with --unified"),
+        (["serve-local", "--flexible", "2", "--decode", "1"], "--decode: has no effect with --flexible"),
+        (["serve-local", "--prefill", "257"], "prefill"),
+        (["serve-local", "--log-dir", "/dev/null/x"], "--log-dir: /dev/null/x: Not a directory"),
+        (["serve-local", "--worker-set", "foo=1"], "--worker-set: foo: unknown key"),
+        (["serve-local", "--worker-set", "limits.max_running=many"], "--worker-set: limits.max_running: Input should"),
+        (["serve-local", "--worker-set", "role=decode"], "--worker-set role=decode: the command sets it"),
+        (["serve-local", "--router-set", "queue_size=x"], "--router-set: queue_size: Input should be"),
+        (["serve-local", "--router-set", "admin_http=a:1"], "--router-set admin_http=a:1: the command sets it"),
+        (["serve-local", "--model", "x" * 300], "there is no config.json"),
+        (["batch", "/dev/null", "--out", "x", "--tls-ca", certifi.where()], "--tls-ca: has no effect with an http://"),
+        (["workers", "--wide", "--json"], "--wide: has no effect with --json"),
+        (["weights", "a:1", "pause", "--path", "x"], "--path: has no effect but on load and wake"),
+        (["weights", "a:1", "load", "--path", "x", "--drop"], "--drop: has no effect but on pause"),
+        (["weights", "a:1", "wake", "--version", "x"], "--version: has no effect without --path"),
+        (["weights", "a:1", "resume", "--tls-name", "x"], "--tls-name: has no effect without --tls-ca or"),
+        (["compile", "--model", "x", "--set", "model=y"], "--set model=y: the command sets it itself"),
+        (["check", "x", "--set", "model=y"], "--set model=y: the command sets it itself"),
+        (["plan", "--model", "x", "--slo", "ttft=1"], "--slo: has no effect without --workload"),
+        (["plan", "--model", "x", "--workload", ""], "--workload: '' is not of the form"),
+        (["plan", "--model", "x", "--workload", "1/1@1", "--goal", "latency"], "--goal: has no effect with --workload"),
+        (["plan", "--model", "x", "--workload", "1/1@1", "--role", "decode"], "--role: has no effect with --workload"),
+        (["plan", "--model", "x", "--gpus", "16", "--tp", "3"], "--gpus 16: must be tp 3 x dp 5"),
+        (["plan", "--model", "x", "--set", "tp=2"], "--set tp=2: the command sets it itself"),
+        (["prefill", "--set", "role=decode", "--set", "engine=sim"], "role: this entry point serves prefill, not"),
+        (["keys", "new", "--tenant", "a b"], "--tenant: 'a b' does not match"),
+        (["router", "--set", "model=2024-99-99"], "the value is not YAML: month must be in 1..12"),
+        (["router", "--set", "model=" + "[" * 3000], "the value is not YAML"),
         (["bench", "servin"], "there is no bench 'servin'; did you mean 'serving'?"),
         (["serve"], "serve-local"),
         (["workers", "--wid"], "--wide"),
-        (["router", "--set", "grpc_port=70000"], "grpc_port"),
-        (["router", "--config", "/nonexistent.yaml"], "nonexistent.yaml"),
         (["router", "--set", "grpc=a:65536"], "grpc: must have a port of at most 65535 (got 'a:65536')"),
-        (["router", "--set", "workers=[a:65536]"], "workers.0.address: must have a port of at most 65535"),
-        (["router", "--set", "log_level=loud"], "log_level: Input should be 'DEBUG', 'INFO', 'WARNING'"),
         (["router", "--set", f"model={TINY}", "--set", "secret=/nope"], "millrace router: secret: [Errno 2] No such"),
         (["router", "--set", f"model={TINY}", "--set", "api_keys=/nope"], "router: api_keys: [Errno 2] No such"),
-        (["decode", "--set", "dp=0"], "dp"),
-        (["serve-local", "--engine", "magic"], "--engine"),
-        (["serve-local", "--model", "/nonexistent"], "config.json"),
-        (["serve-local", "--prefill", "0"], "prefill"),
         (["serve-local", "--admin-http-port", "65536"], "admin-http-port"),
         (["generate", "x", "--max-tokens", "0"], "max-tokens"),
-        (["generate", "x", "--seed", "-1"], "seed"),
         (["generate", "\udcff"], "UTF-8"),
         (["generate", "x", "--api-key", "ключ"], "--api-key"),
-        (["generate", "x", "--api-key", "key\n"], "--api-key"),
-        (["batch", "/dev/null", "--out", "x", "--api-key", "ключ"], "--api-key"),
-        (["generate"], "prompt"),
-        (["batch", "/nonexistent.jsonl", "--out", "/nonexistent/out"], "nonexistent.jsonl"),
         (["batch", "/dev/null", "--out", "/nonexistent/out"], "has no requests"),
         (["batch", "/dev/null", "--out", "x", "--address", "http://[::1"], "--address http://[::1"),
         (["batch", "/dev/null", "--out", "x", "--tls-ca", "/nonexistent.pem"], "--tls-ca"),
-        (["check", "x", "--gpu", "XX"], "--gpu: must be one of H100"),
-        (["nothing"], "nothing"),
+        (["check", "x", "--gpu", "XX"], "--gpu: must be one of H100, H200, H800, H20, B200, not 'XX'"),
     ],
 )
 def test_bad_usage_is_exit_2_and_names_the_culprit(
@@ -136,18 +149,29 @@ def test_help_of_bench_says_what_each_bench_measures(
     assert all(f"  {name:<15} {what}\n" in result.stdout for name, what in BENCHES.items())
 
 
+def test_path_through_a_file_is_one_line(here: Callable[..., CompletedProcess[str]]) -> None:
+    result = here("check", "/dev/null")
+    assert result.returncode == 1 and "/dev/null/config.json: not a directory" in result.stderr
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["check", "/dev/null"], "/dev/null/config.json: not a directory"),
-        (["serve-local", "--log-dir", "/dev/null/x"], "Not a directory: '/dev/null/x'"),
-    ],
+    "arguments",
+    [*([command, "--help"] for command in COMMANDS), ["--version"], ["bench"], ["keys", "new"], ["generate", "x"]],
+    ids=" ".join,
 )
-def test_path_through_a_file_is_one_line(
-    arguments: list[str], message: str, here: Callable[..., CompletedProcess[str]]
+def test_full_disk_is_one_line(
+    arguments: list[str], here: Callable[..., CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = here(*arguments)
-    assert result.returncode == 1 and message in result.stderr
+    async def stream(address: str, request: object, on_text: Callable[[str], None], *access: object) -> None:
+        on_text("x")
+
+    monkeypatch.setattr(generate, "stream", stream)
+    for buffer in (-1,) if "--help" in arguments else (-1, 0):  # argparse ignores that its help is not written
+        with Path("/dev/full").open("wb", buffer) as full:
+            monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
+            result = here(*arguments)
+        assert result.returncode == 1 and result.stderr.endswith("No space left on device\n")
+        assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -221,8 +245,3 @@ def test_new_key_and_its_entry_fit(
     path.write_text(yaml.safe_dump({"keys": list(entries)}))
     known = Keys(path, time.monotonic, lambda outcome: None)
     assert [known.tenant(f"Bearer {key}").name for key in keys] == [tenant or "default"] * 2
-
-
-def test_new_key_needs_a_name_that_the_file_may_have(here: Callable[..., CompletedProcess[str]]) -> None:
-    result = here("keys", "new", "--tenant", "a b")
-    assert result.returncode == 2 and "--tenant" in result.stderr and not result.stdout

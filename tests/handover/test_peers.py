@@ -210,7 +210,7 @@ async def test_hundred_restarts_of_a_worker_leave_nothing() -> None:
 async def test_warm_up_of_a_pair_runs_every_pair_of_replicas(monkeypatch: pytest.MonkeyPatch, peers: Peers) -> None:
     ran: list[tuple[int, int]] = []
 
-    async def run(self: Pairs, source: object, peer: object, theirs: int, ours: int, flexible: bool) -> None:
+    async def run(self: Pairs, source: object, peer: object, theirs: int, ours: int, info: object) -> None:
         ran.append((theirs, ours))
 
     async def info(self: Peer) -> worker_pb2.WorkerInfo:

@@ -70,11 +70,7 @@ def test_settings_are_refused_before_anything_is_compiled(
 
 @pytest.mark.parametrize(
     ("bind", "address"),
-    [
-        ("ipc:///tmp/x/rank0-{name}", "127.0.0.1"),
-        ("tcp://10.1.2.3:*", "10.1.2.3"),
-        ("tcp://[fd00::a]:*", "fd00::a"),
-    ],
+    [("ipc:///tmp/x/rank0-{name}", "127.0.0.1"), ("tcp://10.1.2.3:*", "10.1.2.3"), ("tcp://[fd00::a]:*", "fd00::a")],
 )
 def test_ranks_of_other_hosts_reach_it_where_the_frontend_does(
     monkeypatch: pytest.MonkeyPatch, bind: str, address: str

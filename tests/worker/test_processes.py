@@ -137,13 +137,6 @@ async def test_routers_with_different_cache_keys_are_named_in_the_log(
         assert f"routers d and c {words}" in caplog.text
 
 
-async def test_profile_of_a_simulated_engine_is_refused(unified: Worker) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await unified.stub.StartProfile(worker_pb2.StartProfileRequest(), timeout=HANG_S)
-    error = from_rpc_error(caught.value)
-    assert error.reason is Reason.INVALID_ARGUMENT and "engine=sim" in error.message
-
-
 async def test_abort_on_the_link_or_by_rpc_ends_the_request(slow: Inside) -> None:
     async with FakeLink(slow) as link:
         on_link, by_rpc = request([1], max_tokens=1000), request([2], max_tokens=1000)
@@ -192,19 +185,6 @@ async def test_freeze_gc_again_is_answered_by_every_process(two: Worker) -> None
     assert (await two.info()).gc_freezes == 2
     assert await two.metric("millrace_gc_freezes_total", process="frontend") == 2
     assert await two.metric("millrace_gc_pause_seconds_count", process="rank", generation="2") >= 2
-
-
-async def test_flush_frees_the_idle_pages_and_warmup_follows(unified: Worker) -> None:
-    async with FakeLink(unified) as link:
-        r = request(prompt_of(640))
-        link.submit(r)
-        await link.finish(r)
-        cached = (await unified.whole()).replicas[0].pages_cached
-        assert cached >= 10
-        assert (await unified.stub.FlushCache(worker_pb2.FlushCacheRequest())).pages == cached
-        assert (await unified.load()).replicas[0].pages_cached == 0
-        assert (await unified.stub.Warmup(worker_pb2.WarmupRequest())).seconds > 0
-        await unified.whole()
 
 
 async def test_warmup_of_a_ready_worker_keeps_its_prefix_cache(two: Worker) -> None:

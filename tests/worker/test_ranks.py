@@ -107,12 +107,8 @@ async def bench(tmp_path: Path) -> AsyncIterator[Callable[..., Bench]]:
     context: zmq.Context[Any] = zmq.Context()
 
     def make(on_events: Handler = lambda rank, events: None, **values: Any) -> Bench:
-        config, launcher, lost, strays = (
-            WorkerConfig(engine="sim", **values),
-            Nobody(tmp_path),
-            list[str](),
-            list[str](),
-        )
+        config, launcher = WorkerConfig(engine="sim", **values), Nobody(tmp_path)
+        lost, strays = list[str](), list[str]()
         made.append(Ranks(config, launcher, {Events: on_events}, lost.append, strays.append))
         return Bench(config, launcher, made[-1], lost, strays, context)
 

@@ -43,12 +43,7 @@ class Loop:
     """The loop of one replica, in a thread."""
 
     def __init__(
-        self,
-        lockstep: Lockstep,
-        folder: Path,
-        index: int,
-        context: zmq.Context,
-        settings: SimSettings = SETTINGS,
+        self, lockstep: Lockstep, folder: Path, index: int, context: zmq.Context, settings: SimSettings = SETTINGS
     ) -> None:
         self.settings = settings
         self.inbox: Receiver[ToEngine] = Receiver(context, f"ipc://{folder}/{index}", ToEngine)

@@ -9,7 +9,7 @@ import enum
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
 
-from millrace_common.config import Config, OrAuto
+from millrace_common.config import MOST, Config, Count, OrAuto
 from millrace_common.json_values import Json
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -31,6 +31,7 @@ class Role(enum.StrEnum):
 
 
 GIB = 1 << 30
+WARM_UP_OUTPUTS = 4  # of each request with which a worker warms itself up
 
 
 def shared_tokens(prompt_tokens: int) -> int:
@@ -39,22 +40,22 @@ def shared_tokens(prompt_tokens: int) -> int:
 
 
 class Limits(DraftLimits):
-    num_pages: Annotated[int, Field(ge=2)] | Literal["auto"]  # KV pages, the null page included; auto: what fits
-    max_model_len: int = Field(ge=2)  # tokens of one sequence, prompt and outputs
-    page_size: int = Field(64, ge=1)  # tokens
-    max_running: Annotated[int, OrAuto()] = Field(64, ge=1)  # sequences in one step
-    max_waiting: int = Field(256, ge=0)  # sequences queued beyond max_running; more are refused as OVERLOADED
+    num_pages: Annotated[Count, Field(ge=2)] | Literal["auto"]  # KV pages, the null page included; auto: what fits
+    max_model_len: Count = Field(ge=1 + WARM_UP_OUTPUTS)  # tokens of one sequence, prompt and outputs
+    page_size: Count = Field(64, ge=1)  # tokens
+    max_running: Annotated[int, OrAuto()] = Field(64, ge=1, le=1 << 16)  # sequences in one step
+    max_waiting: Count = Field(256, ge=0)  # sequences queued beyond max_running; more are refused as OVERLOADED
     # Prompt tokens per step over all sequences; decode tokens come on top.
-    max_prefill_tokens: Annotated[int, OrAuto()] = Field(2048, ge=1)
+    max_prefill_tokens: Annotated[Count, OrAuto()] = Field(2048, ge=1)
     # Uncached tokens of a prompt from which on all replicas compute it together, with half of their steps; 0: never.
-    context_parallel_tokens: Annotated[int, OrAuto()] = Field(0, ge=0)
+    context_parallel_tokens: Annotated[Count, OrAuto()] = Field(0, ge=0)
     # Pages that prompts may hold until their lease ends; None: the pool, on a flexible worker half of it.
-    max_held_pages: int | None = Field(None, ge=1)
+    max_held_pages: Count | None = Field(None, ge=1)
     prefix_cache: bool = True
     # Of each replica for copies of cached pages in the host's memory; 0: none. auto: by the pod's memory limit.
-    host_cache_gib: Annotated[float, OrAuto()] = Field(0.0, ge=0)
+    host_cache_gib: Annotated[float, OrAuto()] = Field(0.0, ge=0, le=MOST)
     disk_cache: Path | None = None  # folder for cached pages, which outlives restarts; one user's workers may share it
-    disk_cache_gib: float = Field(100.0, gt=0)  # size of that folder, all layouts together
+    disk_cache_gib: float = Field(100.0, gt=0, le=MOST)  # size of that folder, all layouts together
     overlap: bool = True  # schedule step N+1 while step N runs
     # checksum: every page carries one, which a worker that reads the page checks. For debugging: canary, the hash of a
     # page's tokens, checked before each step; poison, freed pages are filled with NaN.
@@ -124,8 +125,8 @@ class Execution(Config):
     graphs: Annotated[Literal["auto", "on", "off"] | tuple[int, ...], BeforeValidator(_graphs)] = "auto"
     # A step with at most this number of prompt tokens is a graph, except for attention. Decode rows come on top.
     # auto: 1,024 for each rank of a replica; up to there launches take longer than the work.
-    chunk_graph_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    compile_max_batch: int = Field(0, ge=0)  # most rows of a decode step that torch.compile compiles; 0: off
+    chunk_graph_tokens: Annotated[Count, Field(ge=0)] | Literal["auto"] = "auto"
+    compile_max_batch: Count = Field(0, ge=0)  # most rows of a decode step that torch.compile compiles; 0: off
     kv_dtype: Literal["auto", "float8_e4m3fn", "bfloat16", "float16", "float32"] = "auto"  # auto: as `dtype`
     # A form of attention, and libraries in order of preference; empty: the fastest. Decode and prompts each take the
     # first library that has a kernel for them.
@@ -133,9 +134,9 @@ class Execution(Config):
     memory_fraction: Annotated[float, OrAuto()] = Field(0.92, gt=0, le=1)  # share of the GPU's memory for this rank
     cache_dir: Path | None = None  # of compiled code; None: where libraries put it, and nothing is compiled ahead
     exchange: Literal["auto", "gather", "peer", "deepep"] = "auto"  # how rows reach the experts of other replicas
-    dense_tp: int = Field(0, ge=0)  # ranks that share a dense MLP, a divisor of tp; 1: every rank has it whole; 0: tp
+    dense_tp: Count = Field(0, ge=0)  # ranks that share a dense MLP, a divisor of tp; 1: every rank has it whole; 0: tp
     # Slots of a rank and layer for more replicas of experts with many tokens; 0: experts stay where they are loaded.
-    redundant_experts: Annotated[int, OrAuto()] = Field(0, ge=0)
+    redundant_experts: Annotated[Count, OrAuto()] = Field(0, ge=0)
     random_weights: bool = False  # random weights in the shapes of config.json, the only file that is needed
     # Of random weights, for benchmarks: the probability that 1, 2 and 3 draft tokens are accepted.
     simulated_acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()

@@ -45,15 +45,7 @@ from millrace_serve.engine.core import (
 from millrace_serve.handover.failed_reads import FailedReads
 from millrace_serve.handover.peers import Fetch, Peer, Peers
 from millrace_serve.transfer.base import MemoryHandle
-from millrace_serve.transfer.importer import (
-    Action,
-    AskRelease,
-    AskReserve,
-    Done,
-    ImportState,
-    KvImport,
-    Over,
-)
+from millrace_serve.transfer.importer import Action, AskRelease, AskReserve, Done, ImportState, KvImport, Over
 from millrace_serve.transfer.messages import AddSource, ReadDone, ReadPages, ReadStuck
 from millrace_serve.worker.frontend.frontend import Frontend
 

@@ -10,6 +10,7 @@ from millrace_common.reasons import Reason
 from millrace_common.versions import MOST_REPLICAS, WORKER_API
 from millrace_rpc.errors import FieldError, MillraceError, from_rpc_error
 
+from millrace_serve.engine.config import WARM_UP_OUTPUTS
 from millrace_serve.engine.core import Route
 from millrace_serve.handover.imports import Imports
 from millrace_serve.handover.peers import Peer, Peers
@@ -46,17 +47,18 @@ class Pairs:
             if error.reason is Reason.EPOCH_CHANGED:  # the watch may never have met the epoch, nor miss it
                 self._peers.drop(peer)
             raise
-        flexible = info.role == worker_pb2.ROLE_FLEXIBLE
         pairs = [(theirs, ours) for theirs in range(info.replicas) for ours in range(self._config.dp)]
         async with within(self._config.timeouts.warmup, "warming up the pair"):
-            await together(*(self._run(source, peer, theirs, ours, flexible) for theirs, ours in pairs))
+            await together(*(self._run(source, peer, theirs, ours, info) for theirs, ours in pairs))
         self._warmed = self.warmed | {source.epoch}
 
-    async def _run(self, source: worker_pb2.KvSourceRef, peer: Peer, theirs: int, ours: int, flexible: bool) -> None:
+    async def _run(
+        self, source: worker_pb2.KvSourceRef, peer: Peer, theirs: int, ours: int, info: worker_pb2.WorkerInfo
+    ) -> None:
         """One prompt, computed by replica `theirs` of the other worker and continued by our replica `ours`."""
-        limits = self._config.limits
-        length = min(limits.page_size + 1, limits.max_model_len - warmup.MAX_TOKENS)
-        request = warmup.tiny_request(length, self._ranks.ready_info.vocab_size, Route.IMPORT)
+        own, flexible = self._ranks.ready_info, info.role == worker_pb2.ROLE_FLEXIBLE
+        room = min(own.max_context - WARM_UP_OUTPUTS, info.max_context - 1)  # the other worker makes one token
+        request = warmup.tiny_request(min(self._config.limits.page_size + 1, room), own.vocab_size, Route.IMPORT)
         wire = worker_pb2.EngineRequest(
             id=convert.attempt_id(request.id), token_ids=request.token_ids, replica=theirs, request_id="warm-up"
         )

@@ -93,13 +93,7 @@ class Fetch:
     """One attempt's stream: iterate over `items`, and `release` once, which makes the stream end."""
 
     def __init__(
-        self,
-        call: Call,
-        peer: Peer,
-        id: RequestId,
-        fingerprint: str,
-        stall_s: float,
-        prefix: kv_pb2.FetchPrefix | None,
+        self, call: Call, peer: Peer, id: RequestId, fingerprint: str, stall_s: float, prefix: kv_pb2.FetchPrefix | None
     ) -> None:
         self._call = call
         self._peer = peer

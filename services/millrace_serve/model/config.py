@@ -177,11 +177,9 @@ class ModelConfig(BaseModel):
             )
         if self.topk_group > groups:
             raise ValueError(f"topk_group={self.topk_group} exceeds n_group={groups}")
-        if self.num_experts_per_tok > self.topk_group * (experts // groups):
-            raise ValueError(
-                f"num_experts_per_tok={self.num_experts_per_tok} exceeds the {self.topk_group * (experts // groups)} "
-                f"experts of topk_group={self.topk_group} groups"
-            )
+        if (chosen := self.num_experts_per_tok) > (reach := self.topk_group * (experts // groups)):
+            text = f"exceeds the {reach} experts of topk_group={self.topk_group} groups"
+            raise ValueError(f"num_experts_per_tok={chosen} {text}")
         return self
 
     @model_validator(mode="after")
@@ -243,10 +241,7 @@ def _rope(raw: JsonObject) -> JsonObject:
     """Both spellings: `rope_theta` + `rope_scaling` as published, `rope_parameters` holding both in transformers 5."""
     merged = _object(raw.get("rope_parameters") or raw.get("rope_scaling") or {}, "rope_scaling")
     kind = merged.get("rope_type", merged.get("type", "default"))
-    values: JsonObject = {
-        "rope_theta": merged.get("rope_theta", raw.get("rope_theta", 10000.0)),
-        "rope_scaling": None,
-    }
+    values: JsonObject = {"rope_theta": merged.get("rope_theta", raw.get("rope_theta", 10000.0)), "rope_scaling": None}
     if kind == "yarn":
         for key in ("attention_factor", "truncate"):
             if merged.get(key) not in (None, True):

@@ -223,7 +223,7 @@ def setup_of(values: Mapping[str, Json], gpu: str, pod_memory: int = 0) -> Setup
             bf16=values.get("dtype") == "bfloat16",
             pod_memory=0 if values.get("launcher") == "ray" else pod_memory,  # ranks are in other pods, too
         )
-    except (KeyError, TypeError, ValueError, OSError):
+    except (KeyError, TypeError, ValueError, OverflowError, OSError):
         return None
 
 

@@ -4,18 +4,19 @@ import enum
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from millrace_common.config import Config, LogLevel, OrAuto, Seconds
+from millrace_common.config import Config, Count, LogLevel, OrAuto, Seconds
 from millrace_common.json_values import Json, JsonObject
 from millrace_common.model_files import read_object
 from millrace_common.spans import Tracing
 from millrace_common.tls_config import Tls, exposed
 from pydantic import Field, model_validator
 
-from millrace_serve.engine.config import Execution, Limits, Role
+from millrace_serve.engine.config import WARM_UP_OUTPUTS, Execution, Limits, Role
 from millrace_serve.engine.sim.runner import SimSettings
 from millrace_serve.plan.facts import gpu_here, memory_limit
 from millrace_serve.plan.settings import Goal, Setup, decide, filled, setup_of
 
+MOST_RANKS = 512  # of a worker
 DEFAULT_PAGES = 1025  # where the device's memory is not planned
 SIM_CONTEXT = 8192
 
@@ -60,11 +61,11 @@ class WorkerConfig(Execution):
     served_name: str = ""  # model name in the APIs; empty: the folder's name
     limits: Limits  # max_model_len follows from the model unless it is set
     sim: SimSettings = SimSettings()
-    dp: int = Field(1, ge=1)  # replicas
-    tp: int = Field(1, ge=1)  # ranks of a replica
+    dp: int = Field(1, ge=1, le=MOST_RANKS)  # replicas
+    tp: int = Field(1, ge=1, le=MOST_RANKS)  # ranks of a replica
     expert_tp: Annotated[bool, OrAuto()] = False  # each rank holds a part of every routed expert; needs dp = 1
     device: Literal["cpu", "cuda"] = "cpu"
-    first_gpu: int = Field(0, ge=0)  # index of rank 0's GPU among those that the process sees; the next ranks follow
+    first_gpu: Count = Field(0, ge=0)  # index of rank 0's GPU among those that the process sees; the next ranks follow
     dtype: Literal["float32", "bfloat16"]  # of activations; default: bfloat16 on a GPU, float32 on a CPU
     cache_dir: Path = Path("~/.cache/millrace")  # folder of compiled kernels (worker/caches.py)
     launcher: Literal["local", "ray"] = "local"
@@ -99,6 +100,12 @@ class WorkerConfig(Execution):
     def _fits_together(self) -> Self:
         if self.engine is EngineKind.MODEL and self.model is None:
             raise ValueError("model: a checkpoint folder is required unless engine=sim")
+        if self.num_ranks > MOST_RANKS:
+            raise ValueError(f"dp={self.dp}: must be at most {MOST_RANKS // self.tp} with tp={self.tp}")
+        pages, size = self.limits.num_pages, self.limits.page_size
+        if pages != "auto" and (pages - 1) * size < WARM_UP_OUTPUTS:
+            least = 1 + -(-WARM_UP_OUTPUTS // size)
+            raise ValueError(f"limits.num_pages={pages}: must be at least {least} with limits.page_size={size}")
         if self.expert_tp and self.dp > 1:
             raise ValueError(f"expert_tp: needs dp=1, not {self.dp}: an expert's parts are summed within a replica")
         if self.dense_tp and self.tp % self.dense_tp:

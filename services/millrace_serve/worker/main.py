@@ -164,7 +164,7 @@ def main(make_role: MakeRole, roles: Sequence[Role], environ: MutableMapping[str
     parser.add_argument("--announce", type=Path, metavar="FILE", help="write the bound ports there as JSON")
     arguments = parser.parse_args()
     try:
-        sets = [*arguments.set, f"role={roles[0]}"] if len(roles) == 1 else arguments.set
+        sets = [f"role={roles[0]}", *arguments.set] if len(roles) == 1 else arguments.set
         config = load(WorkerConfig, arguments.config, sets)
     except ConfigError as error:
         parser.error(str(error))

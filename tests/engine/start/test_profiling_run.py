@@ -30,7 +30,7 @@ from millrace_testing.paths import TINY
 V3 = Limits(num_pages="auto", max_model_len=163840, max_running=256, max_prefill_tokens=16384)
 SMALL = Limits(num_pages=9, max_model_len=512, max_running=4, max_prefill_tokens=96)
 SHORT = Limits(num_pages=9, max_model_len=40, max_running=3, max_prefill_tokens=96)
-ONE = Limits(num_pages=9, max_model_len=2, max_running=1, max_prefill_tokens=1)
+ONE = Limits(num_pages=9, max_model_len=5, max_running=1, max_prefill_tokens=1)
 
 
 @pytest.mark.parametrize("limits", [V3, SMALL, SHORT, ONE])

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated
 
-from millrace_common.config import Config, OrAuto
+from millrace_common.config import Config, Count, OrAuto
 from pydantic import Field
 
 from millrace_serve.model.config import ModelConfig, ModelConfigError
@@ -16,7 +16,7 @@ DRAFT_BATCHES = (256, 32, 16)
 class DraftLimits(Config):
     # Most per sequence and step; 0: the KV page has no MTP layer.
     draft_tokens: Annotated[int, OrAuto()] = Field(0, ge=0, le=MOST_DRAFTS)
-    draft_batches: Annotated[tuple[Annotated[int, Field(ge=0)], ...], OrAuto()] = DRAFT_BATCHES
+    draft_batches: Annotated[tuple[Annotated[Count, Field(ge=0)], ...], OrAuto()] = DRAFT_BATCHES
 
     @property
     def most_queries(self) -> int:

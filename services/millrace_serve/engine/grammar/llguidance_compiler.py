@@ -74,12 +74,7 @@ class _Matcher:
     """Its library object never leaves a state of error. So no token is consumed that was not found to be legal."""
 
     def __init__(
-        self,
-        matcher: llguidance.LLMatcher,
-        words: int,
-        ends: frozenset[int],
-        spelling: Spelling,
-        marks: Sequence[str],
+        self, matcher: llguidance.LLMatcher, words: int, ends: frozenset[int], spelling: Spelling, marks: Sequence[str]
     ) -> None:
         self._matcher = matcher
         self._ends = ends

@@ -23,12 +23,7 @@ HELLO_S = 5.0  # a connection says hello at once
 JOIN_S = 60.0  # all ranks are here when they begin to connect
 LOCAL_BUFFER = 1 << 20  # bytes that a follower of this host may be behind, as far as the kernel allows
 # A host without power, or out of reach, is lost after 25 s, whether something was sent or not.
-KEEPALIVE = {
-    socket.TCP_KEEPIDLE: 10,
-    socket.TCP_KEEPINTVL: 5,
-    socket.TCP_KEEPCNT: 3,
-    socket.TCP_USER_TIMEOUT: 25_000,
-}
+KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 25_000}
 
 Address = bytes | tuple[str, int]  # of a Unix socket, which has no file, or of TCP
 

@@ -21,12 +21,7 @@ log = logging.getLogger(__name__)
 
 class EngineRequests:
     def __init__(
-        self,
-        config: EngineConfig,
-        role: Role,
-        facts: ModelFacts,
-        clock: Callable[[], float],
-        grammars: Grammars,
+        self, config: EngineConfig, role: Role, facts: ModelFacts, clock: Callable[[], float], grammars: Grammars
     ) -> None:
         self.live: dict[RequestId, Sequence] = {}  # every sequence that holds something or is waited for
         self.waiting = WaitingQueue()

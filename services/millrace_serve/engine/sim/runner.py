@@ -12,9 +12,10 @@ real device, the simulated one keeps the state of each slot, and the host learns
 
 import time
 from collections.abc import Callable
+from typing import Annotated
 
 import numpy as np
-from millrace_common.config import Config, Seconds
+from millrace_common.config import Config, Count, Seconds
 from millrace_common.page_hash import page_hashes
 from pydantic import Field
 
@@ -34,15 +35,15 @@ LENGTH_INDEX = np.uint64(MOST)  # output position -1, whose hash decides the len
 class SimSettings(Config):
     """Costs in seconds. With `eos_lengths` (shortest, longest) each prompt's output ends by EOS at its own length."""
 
-    vocab_size: int = Field(32768, gt=SPECIAL_TOKENS)
+    vocab_size: Count = Field(32768, gt=SPECIAL_TOKENS)
     eos_token_id: int = Field(1, ge=0, lt=SPECIAL_TOKENS)
-    eos_lengths: tuple[int, int] | None = None
+    eos_lengths: tuple[Annotated[Count, Field(ge=1)], Annotated[Count, Field(ge=1)]] | None = None
     step_s: Seconds = 0.0
     token_s: Seconds = 0.0
     sequence_s: Seconds = 0.0
     key_s: Seconds = 0.0
     acceptance: float = Field(0.7, ge=0, le=1)  # probability that a draft token is accepted
-    page_kv_bytes: int = Field(4096, ge=2, multiple_of=2)  # bytes of a transferred page, without its canary
+    page_kv_bytes: Count = Field(4096, ge=2, multiple_of=2)  # bytes of a transferred page, without its canary
 
 
 class SimHandle:
@@ -148,7 +149,7 @@ class SimRunner:
         drawn = _mix(_mix(hashes ^ _mix(seeds))[:, None] + index.astype(np.uint64))
         tokens = (drawn % np.uint64(settings.vocab_size - SPECIAL_TOKENS)).astype(np.int64) + SPECIAL_TOKENS
         if settings.eos_lengths is not None:
-            low, high = settings.eos_lengths
+            low, high = sorted(settings.eos_lengths)
             lengths = _mix(_mix(hashes) + LENGTH_INDEX) % np.uint64(high - low + 1) + np.uint64(low)
             ends = index >= np.maximum(lengths.astype(np.int64) - 1, self._eos_from[slots])[:, None]
             tokens[ends] = settings.eos_token_id

@@ -98,7 +98,6 @@ class Compilations:
 
 def _written_at(path: Path) -> int:
     """Nanoseconds; 0 where there is nothing."""
-    try:
+    with contextlib.suppress(OSError):
         return path.stat().st_mtime_ns
-    except OSError:
-        return 0
+    return 0

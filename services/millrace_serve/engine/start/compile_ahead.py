@@ -148,10 +148,9 @@ def fingerprint(setup: RankSetup, device_name: str) -> str:
 
 
 def _version(library: str) -> str:
-    try:
+    with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return "absent"
+    return "absent"
 
 
 def _is_first(setup: RankSetup, stack: contextlib.ExitStack) -> bool:

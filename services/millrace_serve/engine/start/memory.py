@@ -120,6 +120,15 @@ def check_host_tier(limits: Limits, tp: int, hosts: Sequence[str], host: str, av
         )
 
 
+def check_pages(num_pages: int, page_bytes: int, available: int) -> None:
+    """Of a pool in the host's memory, of which bytes are available. Raises: OverCommitted"""
+    if (wanted := num_pages * page_bytes) > available:
+        raise OverCommitted(
+            f"limits.num_pages={num_pages} takes {_gib(wanted)}, but only {_gib(available)} of the host's memory are "
+            f"available. Set it to {available // page_bytes} or less"
+        )
+
+
 def host_memory(proc: Path = Path("/proc"), cgroup: Path = CGROUP) -> int:
     """Bytes that this process may still take: what the machine has left, and the limit of its container."""
     machine = _fields(proc / "meminfo")["MemAvailable:"] * 1024

@@ -182,6 +182,7 @@ class MemoryPlanner:
         if self._memory is None:
             wanted = self._setup.limits.num_pages
             assert wanted != "auto", "only the memory of CUDA devices is planned"
+            memory.check_pages(wanted, self._setup.layout.page_bytes, memory.host_memory())
             return wanted
         plan = planned(self._setup, self._memory, self._measure(model))
         self.plans.append(plan)

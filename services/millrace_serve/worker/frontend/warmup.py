@@ -7,10 +7,8 @@ from array import array
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
-from millrace_serve.engine.config import EngineConfig
+from millrace_serve.engine.config import WARM_UP_OUTPUTS, EngineConfig
 from millrace_serve.engine.core import FinishReason, Request, RequestId, Route, SamplingParams, SequenceOutput, Wait
-
-MAX_TOKENS = 4  # outputs of one warm-up request
 
 
 class Waiter:
@@ -37,7 +35,7 @@ class Waiter:
 
 
 def prompt_lengths(config: EngineConfig) -> list[int]:
-    longest = min(config.max_model_len - MAX_TOKENS, config.usable_pages * config.page_size // 4)
+    longest = min(config.max_model_len - WARM_UP_OUTPUTS, config.usable_pages * config.page_size // 4)
     wanted = (1, config.page_size, config.page_size + 1, 2 * config.page_size + 3, config.max_prefill_tokens + 1)
     return sorted({max(min(length, longest), 1) for length in wanted})
 
@@ -47,7 +45,7 @@ def tiny_request(length: int, vocab_size: int, route: Route) -> Request:
     return Request(
         id=RequestId(random.getrandbits(64) | 1, 0),
         token_ids=array("I", (random.randrange(vocab_size) for _ in range(length))),
-        sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True),
+        sampling=SamplingParams(max_tokens=WARM_UP_OUTPUTS, temperature=0.0, ignore_eos=True),
         route=route,
         warms=True,
     )

@@ -35,9 +35,10 @@ def build(spec: RankSpec, phases: Phases) -> Parts:
     dtype = getattr(torch, config.dtype)
     model = ModelConfig.load(config.model)
     facts = model.vocab_size, config.limits.max_model_len, sorted(model.eos_token_ids)
+    address = urlsplit(spec.bind).hostname or "127.0.0.1"  # this host's own for ranks that share it
     rank = load_rank(
         config.limits, config.role, config.model, dims, device, dtype,
-        execution=config, phases=phases, address=_address(spec.bind),
+        execution=config, phases=phases, address=address,
     )  # fmt: skip
     check = PageSums(rank.pool).wrong if rank.pool.layout.summed else None
     parts = partial(Parts, rank.pool, rank.lockstep.progress, *facts, leave=leave_parallel, check=check, load=rank.load)
@@ -50,8 +51,3 @@ def expected_times(config: WorkerConfig, gpu: str) -> StepTimes:
     """What the plan predicts of a step; unknown where nobody has timed such steps on this kind of GPU."""
     setup = config.setup(gpu)
     return (splits.times(report.ranks_of(setup, config)) if setup is not None else None) or UNKNOWN
-
-
-def _address(bind: str) -> str:
-    """The host of a ZeroMQ endpoint; this host's own for ranks that share it."""
-    return urlsplit(bind).hostname or "127.0.0.1"

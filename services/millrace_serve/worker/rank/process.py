@@ -30,6 +30,7 @@ from millrace_common.process_start import no_core_dumps
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import GIB
 from millrace_serve.engine.health.heartbeat import HeartbeatThread
+from millrace_serve.engine.start.memory import check_host_tier, check_pages, host_memory
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.transfer.base import KvSink, PageBuffer, TransferError
 from millrace_serve.transfer.checked import CheckedSink
@@ -166,10 +167,13 @@ def _build(spec: RankSpec, phases: Phases) -> Parts:
             from millrace_serve.worker.rank.model import build
 
         return build(spec, phases)
-    from millrace_serve.engine.sim.factory import build_sim_engine
+    from millrace_serve.engine.sim.factory import build_sim_engine, sim_layout
 
     assert config.limits.num_pages != "auto"
-    engine = build_sim_engine(config.limits.resolved(config.limits.num_pages), config.role, config.sim)
+    limits = config.limits.resolved(config.limits.num_pages)
+    check_pages(limits.num_pages, sim_layout(limits, config.sim).page_bytes, host_memory())
+    check_host_tier(limits, 1, [""], "", host_memory())
+    engine = build_sim_engine(limits, config.role, config.sim)
     facts = config.sim.vocab_size, config.limits.max_model_len, [config.sim.eos_token_id]
     return Parts(engine.pool, engine.progress, *facts, engine)
 
