@@ -257,9 +257,7 @@ def test_decode_worker_goes_on_from_the_prefill_workers_token() -> None:
     driver = GrammarDriver(Role.DECODE)
     asked = constrained(1, [20] * 6, route=Route.IMPORT, max_tokens=9)
     driver.compiler.gate.clear()
-    driver.submit(asked)
-    driver.tell(KvOffered(asked.id))  # while the grammar is being compiled
-    driver.step()
+    driver.step(asked, KvOffered(asked.id))  # while the grammar is being compiled
     assert driver.grammars.waiting and not driver.reserved and driver.engine.wait_s() == pytest.approx(0.005)
     driver.run_compiled()
     fill_pages(driver, driver.reserved[asked.id].page_ids, asked.token_ids, 0)

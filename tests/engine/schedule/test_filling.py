@@ -96,8 +96,7 @@ def test_preempted_sequence_is_filled_again(overlap):
     driver = Filling(Role.UNIFIED, overlap=overlap, num_pages=10)
     driver.run(request(1, [40] * 7, max_tokens=20))
     driver.end(0, [40] * 7)
-    driver.submit(request(2, PROMPT, max_tokens=4))  # 4 pages of 9, and the first sequence will need 7
-    driver.run()
+    driver.run(request(2, PROMPT, max_tokens=4))  # 4 pages of 9, and the first sequence will need 7
     seq = driver.filling[0]
     assert seq.phase is Phase.WAITING and seq in driver.scheduler.leaving and seq.pages
     driver.end(3)

@@ -81,8 +81,7 @@ def test_exchange_ends_without_the_end_of_a_lease(
         pair.step()
     assert pair.done, [engine.engine.load() for engine in pair.engines]
     for engine in pair.engines:
-        engine.run()
-        engine.check_whole()
+        engine.run_out()
 
 
 def test_exports_leave_half_of_the_pool_and_others_pass_them() -> None:
@@ -128,7 +127,6 @@ def test_streams_that_need_pages_never_take_those_of_exports() -> None:
     driver = Driver(Role.FLEXIBLE, num_pages=10, max_running=4, max_prefill_tokens=3, prefix_cache=False)
     for room in (1, 2):
         driver.submit(request(room, [20 + room] * 3, max_tokens=14, priority=2))
-    driver.submit(request(3, [30] * 15, Route.EXPORT))  # 4 of 9 pages
-    driver.run()
+    driver.run(request(3, [30] * 15, Route.EXPORT))  # 4 of 9 pages
     assert driver.engine.load().counters["preemptions"] == 1 and driver.parts[RequestId(3, 0)][-1].last
     driver.run_out(LeaseEnded(RequestId(3, 0)))

@@ -54,8 +54,7 @@ def test_chunks_share_steps_with_decoding(overlap):
 
 def test_order_is_priority_then_arrival_and_nobody_is_skipped():
     driver = Driver(Role.UNIFIED, num_pages=9, max_running=3, max_prefill_tokens=100, overlap=False)
-    driver.submit(request(1, PROMPT * 2, max_tokens=8))  # 5 pages of 8
-    driver.step()
+    driver.step(request(1, PROMPT * 2, max_tokens=8))  # 5 pages of 8
     driver.submit(request(2, [21] * 20, max_tokens=1))  # 5 pages: does not fit, and must not be overtaken
     driver.step(request(3, [22], max_tokens=1))
     assert driver.engine.load().running == 1 and driver.engine.load().capacity == 0

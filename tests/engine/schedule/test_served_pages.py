@@ -74,8 +74,7 @@ def test_reads_that_end_late_write_where_nobody_computes() -> None:
     assert driver.engine.load().counters["prompt_tokens"] == len(PROMPT), "though it was admitted twice"
     driver.run(LeaseEnded(ID))
     assert ID not in driver.here.live and driver.engine.load().pages_published == 3
-    driver.submit(request(2, [50] * 18, Route.EXPORT))  # fills the pool but for these pages
-    driver.run()
+    driver.run(request(2, [50] * 18, Route.EXPORT))  # fills the pool but for these pages
     fill_pages(driver, pages, [7] * 12, 0)
     assert driver.parts[RequestId(2, 0)][-1].first is not None
     driver.tell(KvFailed(ID, LOST))
@@ -105,8 +104,7 @@ def test_abort_keeps_the_pages_until_the_reads_are_over(when: str) -> None:
     ends = [Abort(ID)] if "late" not in when else [KvLate(ID), Abort(ID)]
     for end in reversed(ends) if when == "late after it" else ends:
         driver.tell(end)
-    driver.submit(*(request(room, [20 + room] * 8, max_tokens=20) for room in (2, 3)))  # 7 pages each
-    driver.run()
+    driver.run(*(request(room, [20 + room] * 8, max_tokens=20) for room in (2, 3)))  # 7 pages each
     assert driver.finish[ID].finish is FinishReason.ABORT and len(driver.finish) == 3
     kept = {"reserved": (4, 0), "late": (0, 2), "late after it": (0, 2)}.get(when, (0, 0))
     assert (driver.engine.load().pages_running, driver.engine.load().pages_published) == kept
@@ -159,14 +157,11 @@ def with_prompt(role: Role, **config: object) -> Driver:
     ("blocks", "found"), [(BLOCKS, 3), (BLOCKS[:1], 1), ([*BLOCKS[:2], 5], 2), ([5], 0), (BLOCKS[1:], 0), ([], 0)]
 )
 def test_longest_leading_run_is_served(prefix_source: Driver, blocks: list[int], found: int) -> None:
-    prefix_source.tell(ServePrefix(PREFIX_FETCH, blocks))
-    prefix_source.run()
+    prefix_source.run(ServePrefix(PREFIX_FETCH, blocks))
     part = prefix_source.served[PREFIX_FETCH]
     assert part.last and part.first is None and part.fingerprints == BLOCKS[:found] and part.num_tokens == 4 * found
     assert prefix_source.engine.load().pages_published == found
-    prefix_source.tell(FlushCache())
-    prefix_source.tell(LeaseEnded(PREFIX_FETCH))
-    prefix_source.run()
+    prefix_source.run(FlushCache(), LeaseEnded(PREFIX_FETCH))
     assert prefix_source.engine.load().pages_published == 0
     prefix_source.check_whole()
 
@@ -177,15 +172,10 @@ def test_served_pages_are_not_evicted_and_are_bounded() -> None:
         prefix_source.tell(ServePrefix(RequestId(0, prefix_fetch), BLOCKS))
     prefix_source.run()
     assert [len(prefix_source.served[RequestId(0, prefix_fetch)].page_ids) for prefix_fetch in range(1, 4)] == [2, 0, 0]
-    prefix_source.submit(request(8, [90] * 24, max_tokens=1))  # six of eight pages
-    prefix_source.run()
+    prefix_source.run(request(8, [90] * 24, max_tokens=1))  # six of eight pages
     assert prefix_source.finish[RequestId(8, 0)].finish is FinishReason.LENGTH
     words = prefix_source.engine.pool.read_canaries(prefix_source.served[PREFIX_FETCH].page_ids)
     assert words.tolist() == canaries(PROMPT[:8], 4).tolist()
-    prefix_source.tell(LeaseEnded(PREFIX_FETCH))
-    prefix_source.tell(ServePrefix(RequestId(0, 4), BLOCKS))
-    prefix_source.run()
+    prefix_source.run(LeaseEnded(PREFIX_FETCH), ServePrefix(RequestId(0, 4), BLOCKS))
     assert len(prefix_source.served[RequestId(0, 4)].page_ids) == 2
-    prefix_source.tell(LeaseEnded(RequestId(0, 4)))
-    prefix_source.run()
-    prefix_source.check_whole()
+    prefix_source.run_out(LeaseEnded(RequestId(0, 4)))
