@@ -67,6 +67,12 @@ class Peer:
         self.prefix = prefix
         return self
 
+    async def says(self, *items: Any) -> None:
+        """And all that follows from it happens."""
+        for item in items:
+            self.said.put_nowait(item)
+        await settle()
+
     async def items(self) -> AsyncIterator[Any]:
         try:
             while (item := await self.said.get()) is not None:
@@ -150,12 +156,6 @@ class Bench:
         request = Request(id=ID, token_ids=PROMPT, sampling=SamplingParams(max_tokens=4))
         self.imports.start(request, 0, worker_pb2.KvSourceRef(address="p:1", epoch="e"))
 
-    async def hears(self, *items: Any) -> None:
-        """From its peer."""
-        for item in items:
-            self.peer.said.put_nowait(item)
-        await settle()
-
     def have_read(self) -> None:
         """Both ranks have."""
         for rank in (0, 1):
@@ -163,7 +163,7 @@ class Bench:
 
     async def reading(self) -> None:
         """To both ranks reading the pages."""
-        await self.hears(SOURCES, PART)
+        await self.peer.says(SOURCES, PART)
         assert self.engine == [KvOffered(ID)]
         self.imports.on_reserved(KvReserved(ID, [3, 4], 0))
         reads = [(rank, message) for rank, message in self.transfer if isinstance(message, ReadPages)]
@@ -196,9 +196,9 @@ async def test_held_after_every_rank_has_read(bench: Bench) -> None:
 
 async def test_quarantine_counts_pages_of_reads_under_way_alone(bench: Bench) -> None:
     hashes = page_hashes(PROMPT, 64)
-    await bench.hears(SOURCES, KvChunk(ID, 0, [7], hashes[:1], 64, False))
+    await bench.peer.says(SOURCES, KvChunk(ID, 0, [7], hashes[:1], 64, False))
     bench.imports.on_reserved(KvReserved(ID, [3, 4], 0))
-    await bench.hears(KvChunk(ID, 1, [8], hashes[1:], 100, True, FIRST))
+    await bench.peer.says(KvChunk(ID, 1, [8], hashes[1:], 100, True, FIRST))
     for rank in (0, 1):
         bench.imports.on_read_done(rank, ReadDone(ID, 0, "", 1))
     assert bench.quarantined() == 0
@@ -211,21 +211,21 @@ async def test_quarantine_counts_pages_of_reads_under_way_alone(bench: Bench) ->
 async def test_final_first_token_goes_out_without_the_end(bench: Bench) -> None:
     """The engine says the end, which is counted and delivered once."""
     final = msgspec.structs.replace(FIRST, finish=FinishReason.STOP)
-    await bench.hears(SOURCES, msgspec.structs.replace(PART, first=final))
+    await bench.peer.says(SOURCES, msgspec.structs.replace(PART, first=final))
     assert bench.engine == [KvArrived(ID, final)] and bench.outputs == [FIRST]
 
 
 @pytest.mark.parametrize("said", [[], [[]]], ids=["no memory", "the memory of no rank"])
 async def test_pages_without_memory_fail_the_import_and_not_the_worker(bench: Bench, said: list[Any]) -> None:
     """They would be read when a rank has reported pages for them, and what that raises ends the worker."""
-    await bench.hears(*said, PART)
+    await bench.peer.says(*said, PART)
     bench.imports.on_reserved(KvReserved(ID, [3, 4], 0))
     [failed] = bench.engine
     assert failed.failure.reason == Reason.TRANSFER_FAILED and len(bench.imports) == 0
 
 
 async def test_peer_with_another_epoch_is_dropped(bench: Bench) -> None:
-    await bench.hears(MillraceError(Reason.EPOCH_CHANGED, "it is another process"))
+    await bench.peer.says(MillraceError(Reason.EPOCH_CHANGED, "it is another process"))
     [failed] = bench.engine
     assert failed.failure.reason == Reason.EPOCH_CHANGED and bench.peer.dropped
 
@@ -282,7 +282,7 @@ async def test_failure_of_ours_is_told_at_once_while_reads_are_in_flight(bench: 
 
 
 async def test_answer_that_nobody_understands_ends_the_import(bench: Bench) -> None:
-    await bench.hears(ValueError("a chunk that cannot be read"))
+    await bench.peer.says(ValueError("a chunk that cannot be read"))
     [failed] = bench.engine
     assert isinstance(failed, KvFailed) and failed.failure.reason == Reason.INTERNAL
     assert "ValueError: a chunk that cannot be read" in failed.failure.message and len(bench.imports) == 0
@@ -290,7 +290,7 @@ async def test_answer_that_nobody_understands_ends_the_import(bench: Bench) -> N
 
 async def test_broken_stream_during_reads(bench: Bench) -> None:
     await bench.reading()
-    await bench.hears(MillraceError(Reason.WORKER_LOST, "reset"))
+    await bench.peer.says(MillraceError(Reason.WORKER_LOST, "reset"))
     assert [failure.reason for failure in bench.failed] == [Reason.WORKER_LOST]
     bench.have_read()
     assert isinstance(bench.engine[-1], KvFailed) and len(bench.imports) == 0
@@ -302,7 +302,7 @@ async def test_end_of_one_stream_drops_no_peer_whose_watch_lives(bench: Bench, c
     await bench.reading()
     nothing = grpc.aio.Metadata()
     error = grpc.aio.AioRpcError(code, nothing, nothing, details="Internal error from Core")
-    await bench.hears(from_rpc_error(error))
+    await bench.peer.says(from_rpc_error(error))
     assert len(bench.failed) == 1 and not bench.peer.dropped
     assert bench.imports._peers.get("p:1", "e") is bench.peer
     assert not [message for _, message in bench.transfer if isinstance(message, DropSource)]
@@ -337,11 +337,11 @@ async def test_nothing_but_held_is_good(bench: Bench, answer: MillraceError | No
 
 
 async def test_pages_are_reserved_while_the_prompt_is_computed(bench: Bench) -> None:
-    await bench.hears(SOURCES, KvChunk(ID, 0, [], [], 0, False))
+    await bench.peer.says(SOURCES, KvChunk(ID, 0, [], [], 0, False))
     assert bench.engine == [KvOffered(ID)]
     bench.imports.on_reserved(KvReserved(ID, [3, 4], 0))
     assert bench.transfer == []
-    await bench.hears(PART)
+    await bench.peer.says(PART)
     assert [message for _, message in bench.transfer if isinstance(message, ReadPages)] == [
         ReadPages(ID, 0, [7, 8], [3, 4], f"p{rank}") for rank in (0, 1)
     ]
