@@ -55,16 +55,17 @@ def engine(
     return load_rank(one, role, model, ParallelDims(), device, torch.float32, options).engine()
 
 
-def run(one: Engine, requests: list[Request]) -> Said:
+def run(one: Engine, requests: list[Request], *, close: bool = True) -> Said:
     said: Said = {request.id.room: [] for request in requests}
     for each in requests:
         one.submit(Submit(each))
-    while one.has_work() or one.load().waiting:  # of those, grammars are being compiled
+    while one.has_work() or one.copier.busy or one.load().waiting:  # of those, grammars are being compiled
         for output in one.step().outputs:
             assert output.error is None, output.error
             said[output.id.room].append(output)
     one.check_idle()
-    one.close()
+    if close:
+        one.close()
     return said
 
 

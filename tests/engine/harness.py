@@ -133,10 +133,13 @@ class Driver:
             self.tokens[request.id] = request.token_ids[len(request.token_ids) - request.num_prior_outputs :]
             self.engine.submit(Submit(request))
 
-    def tell(self, msg: EngineInput) -> None:
-        self.engine.submit(msg)
+    def tell(self, *inputs: Request | EngineInput) -> None:
+        for one in inputs:
+            self.submit(one) if isinstance(one, Request) else self.engine.submit(one)
 
-    def step(self) -> Events:
+    def step(self, *inputs: Request | EngineInput) -> Events:
+        """With these; so `run` and `run_out`."""
+        self.tell(*inputs)
         events = self.engine.step()
         self.preempted |= {id for id, seq in self.here.live.items() if seq.preempted}
         for output in events.outputs:
@@ -158,21 +161,24 @@ class Driver:
 
     def end_leases(self) -> None:
         self.run()
-        for id in [*self.parts, *self.served]:
-            self.tell(LeaseEnded(id))
-        self.run()
+        self.run(*map(LeaseEnded, [*self.parts, *self.served]))
 
     def finish_all(self) -> None:
         self.end_leases()
         self.check_whole()
 
-    def run(self, max_steps: int = 1000) -> int:
+    def run(self, *inputs: Request | EngineInput, max_steps: int = 1000) -> int:
         """Step until nothing is left to do or to copy; returns the number of steps."""
+        self.tell(*inputs)
         for count in range(max_steps):
             if not self.engine.has_work() and not self.copying():
                 return count
             self.step()
         raise AssertionError(f"still working after {max_steps} steps: {self.engine.load()}")
+
+    def run_out(self, *inputs: Request | EngineInput) -> None:
+        self.run(*inputs)
+        self.check_whole()
 
     def copying(self) -> bool:
         """Whether copies between the device and the host tier will end."""

@@ -217,10 +217,8 @@ def test_simulated_device_runs_one_step_after_the_other():
 
 def test_load_counts_what_happened():
     driver = Driver(Role.UNIFIED, max_prefill_tokens=100)
-    driver.submit(request(1, [20] * 9, max_tokens=3))
-    driver.run()
-    driver.submit(request(2, [20] * 9, max_tokens=3))
-    driver.run()
+    driver.run(request(1, [20] * 9, max_tokens=3))
+    driver.run(request(2, [20] * 9, max_tokens=3))
     load = driver.engine.load()
     names = ("prompt_tokens", "cached_tokens", "output_tokens", "preemptions")
     assert [load.counters[name] for name in names] == [18, 8, 6, 0]

@@ -45,6 +45,7 @@ ID = RequestId(9, 1)
 PROMPT = list(range(100))
 FIRST = SequenceOutput(ID, 0, [TokenOutput(5)], drafts=(7, 8))
 SOURCES = [MemoryHandle("nixl", f"p{rank}", b"", 0, 64, 10) for rank in range(2)]
+PART = KvChunk(ID, 0, [7, 8], page_hashes(PROMPT, 64), 100, True, FIRST)  # all of it
 
 
 class Peer:
@@ -65,6 +66,12 @@ class Peer:
     def fetch(self, id: RequestId, fingerprint: str, stall_s: float, prefix: kv_pb2.FetchPrefix | None) -> Peer:
         self.prefix = prefix
         return self
+
+    async def says(self, *items: Any) -> None:
+        """And all that follows from it happens."""
+        for item in items:
+            self.said.put_nowait(item)
+        await settle()
 
     async def items(self) -> AsyncIterator[Any]:
         try:
@@ -149,12 +156,14 @@ class Bench:
         request = Request(id=ID, token_ids=PROMPT, sampling=SamplingParams(max_tokens=4))
         self.imports.start(request, 0, worker_pb2.KvSourceRef(address="p:1", epoch="e"))
 
+    def have_read(self) -> None:
+        """Both ranks have."""
+        for rank in (0, 1):
+            self.imports.on_read_done(rank, ReadDone(ID, 0, "", 2))
+
     async def reading(self) -> None:
         """To both ranks reading the pages."""
-        hashes = page_hashes(PROMPT, 64)
-        self.peer.said.put_nowait(SOURCES)
-        self.peer.said.put_nowait(KvChunk(ID, 0, [7, 8], hashes, 100, True, FIRST))
-        await settle()
+        await self.peer.says(SOURCES, PART)
         assert self.engine == [KvOffered(ID)]
         self.imports.on_reserved(KvReserved(ID, [3, 4], 0))
         reads = [(rank, message) for rank, message in self.transfer if isinstance(message, ReadPages)]
@@ -187,12 +196,9 @@ async def test_held_after_every_rank_has_read(bench: Bench) -> None:
 
 async def test_quarantine_counts_pages_of_reads_under_way_alone(bench: Bench) -> None:
     hashes = page_hashes(PROMPT, 64)
-    bench.peer.said.put_nowait(SOURCES)
-    bench.peer.said.put_nowait(KvChunk(ID, 0, [7], hashes[:1], 64, False))
-    await settle()
+    await bench.peer.says(SOURCES, KvChunk(ID, 0, [7], hashes[:1], 64, False))
     bench.imports.on_reserved(KvReserved(ID, [3, 4], 0))
-    bench.peer.said.put_nowait(KvChunk(ID, 1, [8], hashes[1:], 100, True, FIRST))
-    await settle()
+    await bench.peer.says(KvChunk(ID, 1, [8], hashes[1:], 100, True, FIRST))
     for rank in (0, 1):
         bench.imports.on_read_done(rank, ReadDone(ID, 0, "", 1))
     assert bench.quarantined() == 0
@@ -205,26 +211,21 @@ async def test_quarantine_counts_pages_of_reads_under_way_alone(bench: Bench) ->
 async def test_final_first_token_goes_out_without_the_end(bench: Bench) -> None:
     """The engine says the end, which is counted and delivered once."""
     final = msgspec.structs.replace(FIRST, finish=FinishReason.STOP)
-    bench.peer.said.put_nowait(SOURCES)
-    bench.peer.said.put_nowait(KvChunk(ID, 0, [7, 8], page_hashes(PROMPT, 64), 100, True, final))
-    await settle()
+    await bench.peer.says(SOURCES, msgspec.structs.replace(PART, first=final))
     assert bench.engine == [KvArrived(ID, final)] and bench.outputs == [FIRST]
 
 
 @pytest.mark.parametrize("said", [[], [[]]], ids=["no memory", "the memory of no rank"])
 async def test_pages_without_memory_fail_the_import_and_not_the_worker(bench: Bench, said: list[Any]) -> None:
     """They would be read when a rank has reported pages for them, and what that raises ends the worker."""
-    for item in (*said, KvChunk(ID, 0, [7, 8], page_hashes(PROMPT, 64), 100, True, FIRST)):
-        bench.peer.said.put_nowait(item)
-    await settle()
+    await bench.peer.says(*said, PART)
     bench.imports.on_reserved(KvReserved(ID, [3, 4], 0))
     [failed] = bench.engine
     assert failed.failure.reason == Reason.TRANSFER_FAILED and len(bench.imports) == 0
 
 
 async def test_peer_with_another_epoch_is_dropped(bench: Bench) -> None:
-    bench.peer.said.put_nowait(MillraceError(Reason.EPOCH_CHANGED, "it is another process"))
-    await settle()
+    await bench.peer.says(MillraceError(Reason.EPOCH_CHANGED, "it is another process"))
     [failed] = bench.engine
     assert failed.failure.reason == Reason.EPOCH_CHANGED and bench.peer.dropped
 
@@ -281,8 +282,7 @@ async def test_failure_of_ours_is_told_at_once_while_reads_are_in_flight(bench: 
 
 
 async def test_answer_that_nobody_understands_ends_the_import(bench: Bench) -> None:
-    bench.peer.said.put_nowait(ValueError("a chunk that cannot be read"))
-    await settle()
+    await bench.peer.says(ValueError("a chunk that cannot be read"))
     [failed] = bench.engine
     assert isinstance(failed, KvFailed) and failed.failure.reason == Reason.INTERNAL
     assert "ValueError: a chunk that cannot be read" in failed.failure.message and len(bench.imports) == 0
@@ -290,11 +290,9 @@ async def test_answer_that_nobody_understands_ends_the_import(bench: Bench) -> N
 
 async def test_broken_stream_during_reads(bench: Bench) -> None:
     await bench.reading()
-    bench.peer.said.put_nowait(MillraceError(Reason.WORKER_LOST, "reset"))
-    await settle()
+    await bench.peer.says(MillraceError(Reason.WORKER_LOST, "reset"))
     assert [failure.reason for failure in bench.failed] == [Reason.WORKER_LOST]
-    for rank in (0, 1):
-        bench.imports.on_read_done(rank, ReadDone(ID, 0, "", 2))
+    bench.have_read()
     assert isinstance(bench.engine[-1], KvFailed) and len(bench.imports) == 0
 
 
@@ -304,13 +302,11 @@ async def test_end_of_one_stream_drops_no_peer_whose_watch_lives(bench: Bench, c
     await bench.reading()
     nothing = grpc.aio.Metadata()
     error = grpc.aio.AioRpcError(code, nothing, nothing, details="Internal error from Core")
-    bench.peer.said.put_nowait(from_rpc_error(error))
-    await settle()
+    await bench.peer.says(from_rpc_error(error))
     assert len(bench.failed) == 1 and not bench.peer.dropped
     assert bench.imports._peers.get("p:1", "e") is bench.peer
     assert not [message for _, message in bench.transfer if isinstance(message, DropSource)]
-    for rank in (0, 1):
-        bench.imports.on_read_done(rank, ReadDone(ID, 0, "", 2))
+    bench.have_read()
 
 
 async def test_end_of_the_watch_drops_the_peer(bench: Bench) -> None:
@@ -334,22 +330,18 @@ async def test_end_of_the_watch_drops_the_peer(bench: Bench) -> None:
 async def test_nothing_but_held_is_good(bench: Bench, answer: MillraceError | None, reason: Reason) -> None:
     bench.peer.answer = answer
     await bench.reading()
-    for rank in (0, 1):
-        bench.imports.on_read_done(rank, ReadDone(ID, 0, "", 2))
+    bench.have_read()
     await settle()
     [failed] = bench.engine[1:]
     assert isinstance(failed, KvFailed) and failed.failure.reason == reason and bench.outputs == []
 
 
 async def test_pages_are_reserved_while_the_prompt_is_computed(bench: Bench) -> None:
-    bench.peer.said.put_nowait(SOURCES)
-    bench.peer.said.put_nowait(KvChunk(ID, 0, [], [], 0, False))
-    await settle()
+    await bench.peer.says(SOURCES, KvChunk(ID, 0, [], [], 0, False))
     assert bench.engine == [KvOffered(ID)]
     bench.imports.on_reserved(KvReserved(ID, [3, 4], 0))
     assert bench.transfer == []
-    bench.peer.said.put_nowait(KvChunk(ID, 0, [7, 8], page_hashes(PROMPT, 64), 100, True, FIRST))
-    await settle()
+    await bench.peer.says(PART)
     assert [message for _, message in bench.transfer if isinstance(message, ReadPages)] == [
         ReadPages(ID, 0, [7, 8], [3, 4], f"p{rank}") for rank in (0, 1)
     ]

@@ -39,6 +39,7 @@ from millrace_testing.blocks import block
 ID = RequestId(9, 1)
 PROMPT = list(range(200))  # 3 full pages and a bit
 HASHES = page_hashes(PROMPT[:192], 64)
+SOURCES = [MemoryHandle("nixl", "prefix_source", b"", 0, 64, 10)]
 
 
 class Bench:
@@ -83,9 +84,7 @@ class Bench:
         await settle()
         if stage == "asked":
             return
-        self.prefix_source.said.put_nowait([MemoryHandle("nixl", "prefix_source", b"", 0, 64, 10)])
-        self.prefix_source.said.put_nowait(KvChunk(ID, 0, [7, 8], HASHES[:2], 128, True))
-        await settle()
+        await self.prefix_source.says(SOURCES, KvChunk(ID, 0, [7, 8], HASHES[:2], 128, True))
         assert self.engine == [KvOffered(ID, 2)]
         if stage == "offered":
             return
@@ -171,8 +170,7 @@ async def test_prefix_fetch_has_a_limit_at_each_stage(bench: Bench, stage: str, 
 @pytest.mark.parametrize("stage", STAGES)
 async def test_lost_prefix_source_costs_only_the_prefix_fetch(bench: Bench, stage: str) -> None:
     await bench.to(stage)
-    bench.prefix_source.said.put_nowait(MillraceError(Reason.WORKER_LOST, "reset"))
-    await settle()
+    await bench.prefix_source.says(MillraceError(Reason.WORKER_LOST, "reset"))
     if stage == "reading":
         assert bench.engine[1:] == [KvLate(ID)]  # the engine need not wait for the reads
         bench.role.handlers[ReadDone](0, ReadDone(ID, 0, "peer lost", 1))
@@ -238,9 +236,7 @@ async def test_stuck_read_is_told_once(bench: Bench) -> None:
 )
 async def test_what_is_not_the_prefix_is_not_read(bench: Bench, chunk: KvChunk, reason: Reason) -> None:
     await bench.to("asked")
-    bench.prefix_source.said.put_nowait([MemoryHandle("nixl", "prefix_source", b"", 0, 64, 10)])
-    bench.prefix_source.said.put_nowait(chunk)
-    await settle()
+    await bench.prefix_source.says(SOURCES, chunk)
     bench.over(reason)
 
 

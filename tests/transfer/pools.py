@@ -106,6 +106,15 @@ class Fabric:
         self._to_close.append(made)
         return made
 
+    def linked(
+        self, ours: int = 4, num_pages: int = 16, page_bytes: int = 4096
+    ) -> tuple[LocalExporter | NixlExporter, Pool, KvSink]:
+        """An exporter, a pool of `ours` pages, and a sink of the pool that is connected to the exporter."""
+        exporter, pool = self.exporter(num_pages, page_bytes), Pool(ours, page_bytes)
+        sink = self.sink(pool)
+        sink.connect(exporter.handle)
+        return exporter, pool, sink
+
     def sink(self, pool: Pool) -> KvSink:
         made = NixlSink(pool.buffer, LOOPBACK) if self.transport == "nixl" else LocalSink(self.local, pool.buffer)
         self._to_close.append(made)

@@ -17,10 +17,8 @@ def fabric(request: pytest.FixtureRequest) -> Iterator[Fabric]:
 
 
 def test_pages_arrive_byte_for_byte_and_nothing_else_is_touched(fabric: Fabric) -> None:
-    exporter, pool = fabric.exporter(num_pages=64, page_bytes=1152), Pool(80, 1152)
-    sink = fabric.sink(pool)
+    exporter, pool, sink = fabric.linked(80, num_pages=64, page_bytes=1152)
     rng = np.random.default_rng(0)
-    sink.connect(exporter.handle)
     for count in (1, 2, 17, 64):
         pool.pages[:] = POISON
         src, dst = rng.permutation(64)[:count].tolist(), rng.permutation(80)[:count].tolist()
@@ -32,9 +30,7 @@ def test_pages_arrive_byte_for_byte_and_nothing_else_is_touched(fabric: Fabric) 
 
 
 def test_many_reads_in_flight(fabric: Fabric) -> None:
-    exporter, pool = fabric.exporter(num_pages=60), Pool(60, 4096)
-    sink = fabric.sink(pool)
-    sink.connect(exporter.handle)
+    exporter, pool, sink = fabric.linked(60, num_pages=60)
     src = np.random.default_rng(3).permutation(60)
     ops = [sink.read(exporter.handle, src[i : i + 3].tolist(), list(range(i, i + 3))) for i in range(0, 60, 3)]
     assert [finish(op) for op in reversed(ops)] == [ReadState.DONE] * 20
@@ -52,9 +48,7 @@ def test_two_exporters(fabric: Fabric) -> None:
 
 
 def test_final_states_stay(fabric: Fabric) -> None:
-    exporter, pool = fabric.exporter(), Pool(4, 4096)
-    sink = fabric.sink(pool)
-    sink.connect(exporter.handle)
+    exporter, pool, sink = fabric.linked()
     op = sink.read(exporter.handle, [1], [1])
     assert finish(op) is ReadState.DONE
     exporter.kill()
@@ -76,9 +70,7 @@ def test_final_states_stay(fabric: Fabric) -> None:
 )
 def test_bad_pages_are_refused(src: list[int], dst: list[int], message: str) -> None:
     """All transports share the check (transfer/polled.py)."""
-    pool, fabric = Pool(4, 4096), Fabric("local")
-    exporter, sink = fabric.exporter(), fabric.sink(pool)
-    sink.connect(exporter.handle)
+    exporter, pool, sink = Fabric("local").linked()
     with pytest.raises(TransferError, match=message):
         sink.read(exporter.handle, src, dst)
     assert (pool.pages == POISON).all()
@@ -114,9 +106,7 @@ def test_peer_must_be_connected(fabric: Fabric) -> None:
 
 
 def test_reads_in_flight_outlive_a_disconnect(fabric: Fabric) -> None:
-    exporter, pool = fabric.exporter(page_bytes=1 << 20), Pool(16, 1 << 20)
-    sink = fabric.sink(pool)
-    sink.connect(exporter.handle)
+    exporter, pool, sink = fabric.linked(16, page_bytes=1 << 20)
     op = sink.read(exporter.handle, list(range(16)), list(range(16)))
     sink.disconnect(exporter.handle.agent)
     assert finish(op) is ReadState.DONE
@@ -124,9 +114,7 @@ def test_reads_in_flight_outlive_a_disconnect(fabric: Fabric) -> None:
 
 
 def test_a_dead_peer_fails_and_its_successor_works(fabric: Fabric) -> None:
-    exporter, pool = fabric.exporter(seed=1), Pool(4, 4096)
-    sink = fabric.sink(pool)
-    sink.connect(exporter.handle)
+    exporter, pool, sink = fabric.linked()
     assert finish(sink.read(exporter.handle, [0], [0])) is ReadState.DONE
     exporter.kill()
     op = sink.read(exporter.handle, [1], [1])
@@ -153,9 +141,7 @@ def test_a_peer_that_died_before_the_first_read(fabric: Fabric) -> None:
 
 
 def test_close_makes_every_read_final(fabric: Fabric) -> None:
-    exporter, pool = fabric.exporter(), Pool(16, 4096)
-    sink = fabric.sink(pool)
-    sink.connect(exporter.handle)
+    exporter, pool, sink = fabric.linked(16)
     ops = [sink.read(exporter.handle, [i], [i]) for i in range(16)]
     sink.close()
     sink.close()

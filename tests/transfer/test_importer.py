@@ -19,6 +19,7 @@ from millrace_testing.blocks import block
 ID = RequestId(11, 2)
 HASHES = page_hashes(list(range(64 * 4 + 5)))  # 5 pages, the last one partial
 FIRST = SequenceOutput(ID, 0, [TokenOutput(42)])
+FINAL = msgspec.structs.replace(FIRST, finish=FinishReason.STOP)
 CANCELLED = Failure("CANCELLED", "the client went away")
 
 
@@ -182,18 +183,13 @@ def test_stream_that_ends_after_the_last_part_proves_nothing() -> None:
     assert over(x.on_read_done(1)).reason == "TRANSFER_FAILED"
 
 
-def test_stream_may_end_when_the_first_token_was_the_last() -> None:
-    x = reading()
-    x.on_chunk(chunk(2, 5, first=msgspec.structs.replace(FIRST, finish=FinishReason.STOP)))
-    assert x.on_stream_end() == []
-    assert isinstance(x.on_read_done(0)[0], Done)
-
-
-def test_read_may_fail_when_the_first_token_was_the_last() -> None:
+@pytest.mark.parametrize(("ends", "error"), [(True, ""), (False, "the peer has gone")], ids=["stream", "read"])
+def test_stream_or_read_may_end_when_the_first_token_was_the_last(ends: bool, error: str) -> None:
     """The exporter has taken the pages back by then, and may have ended."""
     x = reading()
-    x.on_chunk(chunk(2, 5, first=msgspec.structs.replace(FIRST, finish=FinishReason.STOP)))
-    assert isinstance(x.on_read_done(0, "the peer has gone")[0], Done)
+    x.on_chunk(chunk(2, 5, first=FINAL))
+    assert not ends or x.on_stream_end() == []
+    assert isinstance(x.on_read_done(0, error)[0], Done)
 
 
 def test_terminal_states_absorb_everything() -> None:
@@ -216,7 +212,6 @@ def test_reasons_are_in_the_error_table() -> None:
 
 @pytest.mark.parametrize("state", ["waiting", "reserving", "reading", "in flight"])
 def test_first_token_that_is_final_needs_no_more_reads_and_no_release(state: str) -> None:
-    final = msgspec.structs.replace(FIRST, finish=FinishReason.STOP)
     x = KvImport(ID, HASHES)
     read = None
     if state != "waiting":
@@ -225,9 +220,9 @@ def test_first_token_that_is_final_needs_no_more_reads_and_no_release(state: str
         (read,) = x.on_reserved(range(10, 15), 0)
     if state == "reading":
         assert x.on_read_done(read.read) == []
-    actions = x.on_chunk(chunk(0 if state == "waiting" else 2, 5, first=final))
+    actions = x.on_chunk(chunk(0 if state == "waiting" else 2, 5, first=FINAL))
     if state == "in flight":
         assert actions == []
         actions = x.on_read_done(read.read)
-    assert actions == [Done(final)]
+    assert actions == [Done(FINAL)]
     assert x.state is ImportState.DONE

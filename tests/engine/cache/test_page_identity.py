@@ -137,11 +137,9 @@ def test_page_of_another_tenant_is_an_error_with_canaries() -> None:
     driver = Driver(Role.PREFILL)
     prompt = list(range(20, 34))
     driver.submit(request(1, prompt, Route.EXPORT, fetches_prefix=True, salt=b"one"))
-    driver.tell(KvOffered(RequestId(1, 0), 1))
-    driver.run()
+    driver.run(KvOffered(RequestId(1, 0), 1))
     fill_pages(driver, driver.reserved[RequestId(1, 0)].page_ids, prompt[:4], 0, salt=b"two")
-    driver.tell(KvArrived(RequestId(1, 0)))
-    driver.run()
+    driver.run(KvArrived(RequestId(1, 0)))
     error = driver.finish[RequestId(1, 0)].error
     assert error is not None and error.reason == Reason.KV_MISMATCH
 

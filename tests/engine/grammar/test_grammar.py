@@ -166,6 +166,10 @@ class GrammarDriver(Driver):
         while self.grammars.waiting:
             self.step()
 
+    def run_compiled(self) -> None:
+        self.finish_compiling()
+        self.run()
+
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_pages", [40, 11])
@@ -253,24 +257,19 @@ def test_decode_worker_goes_on_from_the_prefill_workers_token() -> None:
     driver = GrammarDriver(Role.DECODE)
     asked = constrained(1, [20] * 6, route=Route.IMPORT, max_tokens=9)
     driver.compiler.gate.clear()
-    driver.submit(asked)
-    driver.tell(KvOffered(asked.id))  # while the grammar is being compiled
-    driver.step()
+    driver.step(asked, KvOffered(asked.id))  # while the grammar is being compiled
     assert driver.grammars.waiting and not driver.reserved and driver.engine.wait_s() == pytest.approx(0.005)
-    driver.finish_compiling()
-    driver.run()
+    driver.run_compiled()
     fill_pages(driver, driver.reserved[asked.id].page_ids, asked.token_ids, 0)
     driver.arrived[asked.id] = expected(1)[0]
-    driver.tell(KvArrived(asked.id, first_output(driver, asked.id)))
-    driver.run()
+    driver.run(KvArrived(asked.id, first_output(driver, asked.id)))
     assert driver.tokens[asked.id] == expected(9)
 
 
 def test_prefill_workers_token_is_masked_too() -> None:
     driver = GrammarDriver(Role.PREFILL)
     driver.submit(constrained(1, [20] * 9, route=Route.EXPORT))
-    driver.finish_compiling()
-    driver.run()
+    driver.run_compiled()
     assert driver.tokens[RequestId(1, 0)] == expected(1)
 
 
@@ -332,8 +331,7 @@ def test_compilation_that_failed_is_tried_again_for_those_who_come_later(text: s
     driver.run()
     assert {output.error.reason for output in driver.finish.values()} == {reason} and driver.compiler.compiled == [text]
     driver.submit(constrained(4, [20], Grammar(GrammarKind.REGEX, text), max_tokens=2))
-    driver.finish_compiling()
-    driver.run()
+    driver.run_compiled()
     assert driver.tokens[RequestId(4, 0)] == expected(2)
     driver.check_whole()
 
@@ -342,8 +340,7 @@ def test_compilation_that_failed_is_tried_again_for_those_who_come_later(text: s
 def test_what_cannot_go_with_a_grammar(fields: dict[str, object]) -> None:
     driver = GrammarDriver(Role.UNIFIED)
     driver.submit(constrained(1, [20], **fields))
-    driver.finish_compiling()
-    driver.run()
+    driver.run_compiled()
     assert "grammar" in driver.finish[RequestId(1, 0)].error.message
 
 
@@ -351,9 +348,7 @@ def test_aborts_and_deadlines_do_not_wait_for_a_compilation() -> None:
     driver = GrammarDriver(Role.UNIFIED)
     driver.compiler.gate.clear()
     driver.submit(constrained(1, [20, 21], timeout_s=5.0), constrained(2, [20, 22], timeout_s=5.0))
-    driver.submit(request(3, [20, 23]))
-    driver.tell(Abort(RequestId(1, 0)))
-    driver.run()
+    driver.run(request(3, [20, 23]), Abort(RequestId(1, 0)))
     assert set(driver.finish) == {RequestId(1, 0), RequestId(3, 0)}, "the others pass"
     assert driver.finish[RequestId(1, 0)].finish is FinishReason.ABORT
     driver.clock.now += 6.0
@@ -361,8 +356,7 @@ def test_aborts_and_deadlines_do_not_wait_for_a_compilation() -> None:
     assert driver.finish[RequestId(2, 0)].error.reason == "DEADLINE_EXCEEDED"
     assert driver.engine.load().waiting == 0
     driver.finish_compiling()
-    driver.run()
-    driver.check_whole()
+    driver.run_out()
 
 
 def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
@@ -375,12 +369,10 @@ def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
     driver.tell(Abort(RequestId(0, 0)))
     while "first" not in driver.compiler.left:  # its thread looks from time to time
         driver.step()
-    driver.finish_compiling()
-    driver.run()
+    driver.run_compiled()
     assert sorted(driver.compiler.compiled) == ["second", "shared"]
     driver.submit(constrained(5, [20], Grammar(GrammarKind.REGEX, "left"), max_tokens=2))
-    driver.finish_compiling()
-    driver.run()
+    driver.run_compiled()
     ended = {id.room: output.finish.value for id, output in driver.finish.items()}
     assert ended == {0: "abort", 1: "length", 2: "abort", 3: "length", 4: "abort", 5: "length"}
     driver.check_whole()
@@ -410,8 +402,7 @@ def test_grammar_that_somebody_waits_for_is_kept() -> None:
     driver.grammars._threads.shutdown(wait=True)
     driver.grammars._threads = ThreadPoolExecutor(1)
     driver.submit(constrained(1000, [20], Grammar(GrammarKind.REGEX, "new"), max_tokens=1))
-    driver.finish_compiling()
-    driver.run()
+    driver.run_compiled()
     assert len(driver.compiler.compiled) == len(set(driver.compiler.compiled)) == MAX_COMPILED + 6
     driver.check_whole()
 
@@ -421,12 +412,10 @@ def test_requests_whose_grammar_is_being_compiled_are_counted() -> None:
     driver.compiler.gate.clear()
     for room in range(3):
         driver.submit(constrained(room, [20], max_tokens=1))
-    driver.submit(request(3, [20], max_tokens=1))
-    driver.run()
+    driver.run(request(3, [20], max_tokens=1))
     assert (driver.engine.load().waiting, driver.engine.load().capacity) == (3, 0)
     assert driver.finish[RequestId(3, 0)].error.reason == "OVERLOADED"
-    driver.finish_compiling()
-    driver.run()
+    driver.run_compiled()
     assert sum(output.finish is FinishReason.LENGTH for output in driver.finish.values()) == 3
     driver.check_whole()
 
@@ -436,8 +425,7 @@ def test_followers_are_given_the_same_masks() -> None:
     connection, driver = FakeConnection(), GrammarDriver(Role.UNIFIED)
     driver.engine._lockstep = Lockstep(followers=[connection])
     driver.submit(constrained(1, [20, 21, 22], max_tokens=6))
-    driver.finish_compiling()
-    driver.run()
+    driver.run_compiled()
     driver.engine.close()
     pool = KvPool(driver.engine.pool.layout, driver.config.num_pages)
     runner, tokens = MaskedRunner(driver.settings, pool, driver.config), []

@@ -45,13 +45,8 @@ class Tiered(Driver):
         copier.poll = lambda: [] if self.held else poll()  # type: ignore[method-assign]
         assert copier.num_slots == self.engine.load().host_pages_total == host_pages
 
-    def run(self, max_steps: int = 1000) -> int:
-        """Until neither steps nor copies are left."""
-        for count in range(max_steps):
-            if not self.engine.has_work() and (self.held or not self.engine.copier.busy):
-                return count
-            self.step()
-        raise AssertionError(f"still working after {max_steps} steps: {self.engine.load()}")
+    def copying(self) -> bool:
+        return self.engine.copier.busy and not self.held
 
     def ask(self, room: int, tokens: list[int], **wants: Any) -> None:
         route = Route.EXPORT if self.here._role is Role.PREFILL else Route.LOCAL
@@ -110,8 +105,7 @@ def test_evicted_prefix_comes_back(role, overlap):
 def test_what_happens_during_a_fill(role, why):
     driver = evicted(role=role)
     driver.held = True
-    driver.submit(request(2, PROMPT, Route.EXPORT if role is Role.PREFILL else Route.LOCAL, timeout_s=5.0))
-    driver.run()
+    driver.run(request(2, PROMPT, Route.EXPORT if role is Role.PREFILL else Route.LOCAL, timeout_s=5.0))
     assert not driver.engine.has_work() and 0 < driver.engine.wait_s() <= 0.001  # neither asleep nor busy
     if why == "abort":
         driver.tell(Abort(RequestId(2, 0)))
@@ -188,8 +182,7 @@ def test_preempted_sequence_that_ends_while_it_is_saved(steps):
         driver.held = bool(driver.engine.load().counters["preemptions"])
     for _ in range(steps):
         driver.step()
-    driver.tell(Abort(RequestId(2, 0)))
-    driver.run()
+    driver.run(Abort(RequestId(2, 0)))
     assert driver.finish[RequestId(2, 0)].finish is FinishReason.ABORT and RequestId(2, 0) in driver.here.live
     driver.end()
     assert driver.finish[RequestId(1, 0)].finish is FinishReason.LENGTH
@@ -199,14 +192,12 @@ def test_preempted_sequence_that_ends_while_it_is_saved(steps):
 def test_pages_come_from_another_worker_if_it_has_more(here, offered):
     driver, id = evicted(prompt=PROMPT[: 4 * here], role=Role.PREFILL), RequestId(2, 0)
     driver.submit(msgspec.structs.replace(request(2, PROMPT, Route.EXPORT), fetches_prefix=True))
-    driver.tell(KvOffered(id, offered))
-    driver.step()
+    driver.step(KvOffered(id, offered))
     reserved, fetched = driver.reserved[id], offered > here
     assert reserved.num_cached_pages == (0 if fetched else offered) and len(reserved.page_ids) == offered
     if fetched:
         fill_pages(driver, reserved.page_ids, PROMPT[:12], 0)
-    driver.tell(KvArrived(id))
-    driver.run()
+    driver.run(KvArrived(id))
     assert driver.cached(2) == 12 and driver.engine.load().counters["host_cached_tokens"] == (0 if fetched else 12)
     driver.end()
 

@@ -102,15 +102,15 @@ class Replica(Tiered):
         self._leave = leave
         Lockstep(leader=self).follow(self, self.copier)  # type: ignore[arg-type]
 
-    def step(self) -> Any:
-        events = super().step()
+    def step(self, *inputs: Any) -> Any:
+        events = super().step(*inputs)
         self._follow(min(self.behind, MOST_BEHIND))
         self.copier.carry_out(self.behind)
         return events
 
-    def run(self, max_steps: int = 1000) -> int:
+    def run(self, *inputs: Any) -> int:
         self.behind = 0
-        return super().run(max_steps)
+        return super().run(*inputs)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "synchronous"])

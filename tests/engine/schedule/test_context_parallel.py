@@ -93,9 +93,7 @@ def test_turns_go_round_and_nothing_starves(role: Role) -> None:
 def test_long_prompt_is_preempted_between_its_chunks() -> None:
     driver = Driver(Role.UNIFIED, num_pages=9, max_prefill_tokens=2, context_parallel_tokens=8)
     batches = recorded(driver.engine)
-    driver.submit(request(1, [20, 21, 22], max_tokens=24), request(2, list(range(30, 50)), max_tokens=3))
-    driver.run()
-    driver.check_whole()
+    driver.run_out(request(1, [20, 21, 22], max_tokens=24), request(2, list(range(30, 50)), max_tokens=3))
     assert driver.scheduler.outbox.counters["preemptions"] == 1
     ends = [batch.shared.split.end for batch in batches if batch.shared is not None]
     assert ends == [*range(1, 10), *range(5, 14)], "it goes on behind its cached page"

@@ -27,8 +27,7 @@ class Filling(Driver):
         self.scheduler._run = run_and_fill  # type: ignore[method-assign]
 
     def start(self, room: int = 1, **sampling: object) -> RequestId:
-        self.submit(request(room, PROMPT, self.route, **sampling))
-        self.run()
+        self.run(request(room, PROMPT, self.route, **sampling))
         assert [seq.id.room for seq in self.filling][-1] == room
         return RequestId(room, 0)
 
@@ -79,8 +78,7 @@ def test_others_run_while_one_is_filled(role, overlap):
 @pytest.mark.parametrize("why", ["abort", "deadline"])
 def test_pages_are_kept_until_the_fill_of_a_sequence_that_left_is_over(role, why):
     driver = Filling(role)
-    driver.submit(request(1, PROMPT, driver.route, timeout_s=2.0))
-    driver.run()
+    driver.run(request(1, PROMPT, driver.route, timeout_s=2.0))
     id = RequestId(1, 0)
     if why == "abort":
         driver.tell(Abort(id))
@@ -96,11 +94,9 @@ def test_pages_are_kept_until_the_fill_of_a_sequence_that_left_is_over(role, why
 
 def test_preempted_sequence_is_filled_again(overlap):
     driver = Filling(Role.UNIFIED, overlap=overlap, num_pages=10)
-    driver.submit(request(1, [40] * 7, max_tokens=20))
-    driver.run()
+    driver.run(request(1, [40] * 7, max_tokens=20))
     driver.end(0, [40] * 7)
-    driver.submit(request(2, PROMPT, max_tokens=4))  # 4 pages of 9, and the first sequence will need 7
-    driver.run()
+    driver.run(request(2, PROMPT, max_tokens=4))  # 4 pages of 9, and the first sequence will need 7
     seq = driver.filling[0]
     assert seq.phase is Phase.WAITING and seq in driver.scheduler.leaving and seq.pages
     driver.end(3)

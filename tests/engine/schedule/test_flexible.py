@@ -81,8 +81,7 @@ def test_exchange_ends_without_the_end_of_a_lease(
         pair.step()
     assert pair.done, [engine.engine.load() for engine in pair.engines]
     for engine in pair.engines:
-        engine.run()
-        engine.check_whole()
+        engine.run_out()
 
 
 def test_exports_leave_half_of_the_pool_and_others_pass_them() -> None:
@@ -90,8 +89,7 @@ def test_exports_leave_half_of_the_pool_and_others_pass_them() -> None:
     for room in (1, 2, 3):
         driver.submit(request(room, [20 + room] * 16, Route.EXPORT))  # 4 pages each, of 10
     driver.submit(request(4, [30] * 16, Route.LOCAL, max_tokens=2), request(5, [31] * 16, Route.IMPORT, max_tokens=2))
-    driver.tell(KvOffered(RequestId(5, 0)))
-    driver.run()
+    driver.run(KvOffered(RequestId(5, 0)))
     load = driver.engine.load()
     assert (load.exporting, load.pages_published, load.waiting, load.capacity) == (2, 8, 1, 0)
     assert RequestId(4, 0) in driver.finish and RequestId(5, 0) in driver.reserved
@@ -102,16 +100,14 @@ def test_exports_leave_half_of_the_pool_and_others_pass_them() -> None:
     driver.tell(LeaseEnded(RequestId(3, 0)))
     driver.tell(Abort(RequestId(5, 0)))
     driver.tell(KvFailed(RequestId(5, 0), None))  # type: ignore[arg-type]
-    driver.run()
-    driver.check_whole()
+    driver.run_out()
 
 
 def test_an_export_that_needs_most_of_the_pool_waits_no_longer_than_the_leases_before_it() -> None:
     """Others fetch a cached prefix again and again, each before the one before has it."""
     sizes = {"num_pages": 21, "max_running": 8, "max_prefill_tokens": 100, "max_model_len": 64}
     driver, tokens = Driver(Role.FLEXIBLE, **sizes), [20] * 16
-    driver.submit(request(1, tokens, max_tokens=1))
-    driver.run()
+    driver.run(request(1, tokens, max_tokens=1))
     blocks = page_hashes(tokens[:12], 4)
     driver.tell(ServePrefix(RequestId(2, 0), blocks))
     driver.submit(request(3, [21] * 48, Route.EXPORT))  # 12 pages of 20
@@ -123,8 +119,7 @@ def test_an_export_that_needs_most_of_the_pool_waits_no_longer_than_the_leases_b
     assert RequestId(3, 0) in driver.parts
     for room in range(2, 8):
         driver.tell(LeaseEnded(RequestId(room, 0)))
-    driver.run()
-    driver.check_whole()
+    driver.run_out()
 
 
 def test_streams_that_need_pages_never_take_those_of_exports() -> None:
@@ -132,9 +127,6 @@ def test_streams_that_need_pages_never_take_those_of_exports() -> None:
     driver = Driver(Role.FLEXIBLE, num_pages=10, max_running=4, max_prefill_tokens=3, prefix_cache=False)
     for room in (1, 2):
         driver.submit(request(room, [20 + room] * 3, max_tokens=14, priority=2))
-    driver.submit(request(3, [30] * 15, Route.EXPORT))  # 4 of 9 pages
-    driver.run()
+    driver.run(request(3, [30] * 15, Route.EXPORT))  # 4 of 9 pages
     assert driver.engine.load().counters["preemptions"] == 1 and driver.parts[RequestId(3, 0)][-1].last
-    driver.tell(LeaseEnded(RequestId(3, 0)))
-    driver.run()
-    driver.check_whole()
+    driver.run_out(LeaseEnded(RequestId(3, 0)))

@@ -45,8 +45,7 @@ def overlap(request: pytest.FixtureRequest) -> bool:
 
 def test_chunks_share_steps_with_decoding(overlap):
     driver = Driver(Role.UNIFIED, overlap=overlap, max_prefill_tokens=4)
-    driver.submit(request(1, [20], max_tokens=8))
-    driver.step()
+    driver.step(request(1, [20], max_tokens=8))
     driver.submit(request(2, PROMPT, max_tokens=2))
     plan = driver.engine._scheduler.schedule()
     assert [seq.id.room for seq in plan.decode] == [1]
@@ -55,14 +54,11 @@ def test_chunks_share_steps_with_decoding(overlap):
 
 def test_order_is_priority_then_arrival_and_nobody_is_skipped():
     driver = Driver(Role.UNIFIED, num_pages=9, max_running=3, max_prefill_tokens=100, overlap=False)
-    driver.submit(request(1, PROMPT * 2, max_tokens=8))  # 5 pages of 8
-    driver.step()
+    driver.step(request(1, PROMPT * 2, max_tokens=8))  # 5 pages of 8
     driver.submit(request(2, [21] * 20, max_tokens=1))  # 5 pages: does not fit, and must not be overtaken
-    driver.submit(request(3, [22], max_tokens=1))
-    driver.step()
+    driver.step(request(3, [22], max_tokens=1))
     assert driver.engine.load().running == 1 and driver.engine.load().capacity == 0
-    driver.submit(request(4, [23], max_tokens=1, priority=1))
-    driver.step()
+    driver.step(request(4, [23], max_tokens=1, priority=1))
     assert RequestId(4, 0) in driver.finish and RequestId(3, 0) not in driver.finish
     driver.run()
     assert list(driver.finish) == [RequestId(room, 0) for room in (4, 1, 2, 3)]
@@ -105,8 +101,7 @@ def test_reserved_pages_name_the_cached_ones():
     import_all(driver, 1)
     driver.run()
     driver.submit(request(2, [*PROMPT[:8], 99], Route.IMPORT, max_tokens=3))
-    driver.tell(KvOffered(RequestId(2, 0)))
-    driver.step()
+    driver.step(KvOffered(RequestId(2, 0)))
     reserved = driver.reserved[RequestId(2, 0)]
     assert reserved.num_cached_pages == 2 and len(reserved.page_ids) == 3
 
@@ -119,8 +114,7 @@ def test_no_pages_no_reservation_until_some_are_free():
     driver.run()
     assert set(driver.reserved) == {RequestId(1, 0)}
     assert driver.engine.load().capacity == 0 and not driver.engine.has_work()
-    driver.tell(KvFailed(RequestId(1, 0), Failure("TRANSFER_FAILED", "gone")))
-    driver.run()
+    driver.run(KvFailed(RequestId(1, 0), Failure("TRANSFER_FAILED", "gone")))
     assert RequestId(2, 0) in driver.reserved
     assert driver.finish[RequestId(1, 0)].error == Failure("TRANSFER_FAILED", "gone")
 
@@ -129,15 +123,11 @@ def test_abort_during_transfer_keeps_the_pages_until_it_is_over():
     driver = Driver(Role.DECODE)
     driver.submit(request(1, PROMPT, Route.IMPORT))
     id = RequestId(1, 0)
-    driver.tell(KvOffered(id))
-    driver.step()
-    driver.tell(Abort(id))
-    driver.run()
+    driver.step(KvOffered(id))
+    driver.run(Abort(id))
     assert driver.finish[id].finish is FinishReason.ABORT
     assert driver.engine.load().pages_running == 3
-    driver.tell(KvFailed(id, Failure("CANCELLED", "aborted")))
-    driver.run()
-    driver.check_whole()
+    driver.run_out(KvFailed(id, Failure("CANCELLED", "aborted")))
 
 
 @pytest.mark.parametrize("offered", [False, True])
@@ -150,8 +140,7 @@ def test_first_token_that_was_the_last_needs_no_pages(offered):
     assert driver.engine.load().waiting_tokens == offered * len(PROMPT) and id not in driver.reserved
     first = first_output(driver, id)
     driver.arrived[id] = first.tokens[0].token_id
-    driver.tell(KvArrived(id, first))
-    driver.run()
+    driver.run(KvArrived(id, first))
     output = driver.finish[id]
     assert (output.first_index, output.tokens, output.finish) == (1, [], FinishReason.LENGTH)
     assert driver.engine.load().waiting_tokens == 0
@@ -177,8 +166,7 @@ def test_corrupt_page_leaves_the_prefix_cache_with_its_request(overlap, role):
     route = Route.EXPORT if role is Role.PREFILL else Route.LOCAL
 
     def run(room: int) -> Failure | None:
-        driver.submit(request(room, PROMPT, route, max_tokens=2))
-        driver.run()
+        driver.run(request(room, PROMPT, route, max_tokens=2))
         driver.tell(LeaseEnded(RequestId(room, 0))) if role is Role.PREFILL else None
         driver.run()
         output = driver.finish.get(RequestId(room, 0))
@@ -197,8 +185,7 @@ def test_imported_pages_that_no_step_has_used_are_not_shared():
     driver = Driver(Role.DECODE, overlap=False)
     driver.submit(request(1, PROMPT, Route.IMPORT))
     import_all(driver, 1)
-    driver.tell(Abort(RequestId(1, 0)))
-    driver.run()
+    driver.run(Abort(RequestId(1, 0)))
     assert driver.engine.load().pages_cached == 0
     driver.check_whole()
 
@@ -209,8 +196,7 @@ def test_replay_counts_earlier_outputs():
     driver.requests[whole.id] = whole
     expected = driver.expected(whole.id)
     replay = request(2, PROMPT + expected[:5], prior=5, max_tokens=8, temperature=1.0, seed=5)
-    driver.submit(replay)
-    driver.run()
+    driver.run(replay)
     assert driver.tokens[replay.id] == expected
 
 
@@ -223,8 +209,7 @@ def test_after_a_deadline_the_next_one_is_that_of_an_active_request():
     driver.clock.now = 2.5
     driver.step()
     assert driver.here.seconds_to_deadline() == 6.5  # the second request ended long before its own
-    driver.run()
-    driver.check_whole()
+    driver.run_out()
 
 
 def test_deadline_passes_in_every_phase():
@@ -246,8 +231,7 @@ def test_deadline_passes_in_every_phase():
 
 def test_parts_follow_the_chunks(overlap):
     driver = Driver(Role.PREFILL, overlap=overlap, max_prefill_tokens=6)
-    driver.submit(request(1, PROMPT, Route.EXPORT, max_tokens=5))
-    driver.step()
+    driver.step(request(1, PROMPT, Route.EXPORT, max_tokens=5))
     # the offer comes while the first chunk is computed
     assert len(driver.parts[RequestId(1, 0)]) == (1 if overlap else 2)
     driver.run()
@@ -258,18 +242,14 @@ def test_parts_follow_the_chunks(overlap):
     assert first.fingerprints + last.fingerprints == page_hashes(PROMPT, 4)
     assert last.first is not None and last.first.finish is None
     assert driver.engine.load().exporting == 1 and driver.engine.load().pages_published == 3
-    driver.tell(LeaseEnded(RequestId(1, 0)))
-    driver.run()
-    driver.check_whole()
+    driver.run_out(LeaseEnded(RequestId(1, 0)))
 
 
 def test_cached_pages_are_published_before_anything_is_computed():
     driver = Driver(Role.PREFILL, overlap=True)
-    driver.submit(request(1, PROMPT, Route.EXPORT))
-    driver.run()
+    driver.run(request(1, PROMPT, Route.EXPORT))
     _, first, last = driver.parts[RequestId(1, 0)]
-    driver.submit(request(2, [*PROMPT[:8], 99], Route.EXPORT))
-    driver.step()
+    driver.step(request(2, [*PROMPT[:8], 99], Route.EXPORT))
     (part,) = driver.parts[RequestId(2, 0)]
     assert (part.num_tokens, part.last) == (8, False)
     assert part.page_ids == first.page_ids + last.page_ids[:1]
@@ -281,27 +261,23 @@ def test_prompt_that_is_cached_whole_computes_its_last_page_again():
     """A first token needs the row of the last prompt token."""
     driver = Driver(Role.PREFILL)
     for room in (1, 2):
-        driver.submit(request(room, PROMPT[:8], Route.EXPORT))
-        driver.run()
+        driver.run(request(room, PROMPT[:8], Route.EXPORT))
     last = driver.parts[RequestId(2, 0)][-1]
     assert last.last and last.first.num_cached_tokens == 4
 
 
 def test_first_token_that_ends_it_is_final_in_the_last_part():
     driver = Driver(Role.PREFILL)
-    driver.submit(request(1, PROMPT, Route.EXPORT, max_tokens=1))
-    driver.run()
+    driver.run(request(1, PROMPT, Route.EXPORT, max_tokens=1))
     assert driver.parts[RequestId(1, 0)][-1].first.finish is FinishReason.LENGTH
 
 
 def test_held_prompts_push_back():
     driver = Driver(Role.PREFILL, max_held_pages=4)
-    driver.submit(request(1, PROMPT, Route.EXPORT), request(2, [30] * 8, Route.EXPORT))
-    driver.run()
+    driver.run(request(1, PROMPT, Route.EXPORT), request(2, [30] * 8, Route.EXPORT))
     assert RequestId(2, 0) not in driver.parts
     assert driver.engine.load().capacity == 0 and not driver.engine.has_work()
-    driver.tell(LeaseEnded(RequestId(1, 0)))
-    driver.run()
+    driver.run(LeaseEnded(RequestId(1, 0)))
     assert driver.parts[RequestId(2, 0)][-1].last
 
 
@@ -376,10 +352,8 @@ def test_prompt_that_replicas_share_keeps_no_tokens_of_a_step_for_itself(monkeyp
 def test_pages_of_a_request_that_keeps_them_outlive_later_ones(role, route, keep_s, left):
     driver = Driver(role, num_pages=9)
     for room, tokens in ((1, PROMPT), (2, [20] * 20), (3, [21] * 20)):
-        driver.submit(msgspec.structs.replace(request(room, tokens, route, max_tokens=1), keep_s=keep_s * (room == 1)))
-        driver.run()
-        driver.tell(LeaseEnded(RequestId(room, 0)))
-        driver.step()
+        driver.run(msgspec.structs.replace(request(room, tokens, route, max_tokens=1), keep_s=keep_s * (room == 1)))
+        driver.step(LeaseEnded(RequestId(room, 0)))
     pages, prefix = driver.cache.match(PROMPT, 9, b"")
     assert len(pages) == left
     driver.cache.release(prefix, pages)
@@ -394,21 +368,16 @@ def test_abort_keeps_what_was_published_until_the_lease_ends(overlap, steps):
         driver.step()
     id = RequestId(1, 0)
     published = sum(len(part.page_ids) for part in driver.parts.get(id, []))
-    driver.tell(Abort(id))
-    driver.run()
+    driver.run(Abort(id))
     assert driver.engine.load().pages_published == published and driver.engine.load().pages_running == 0
-    driver.tell(LeaseEnded(id))
-    driver.run()
-    driver.check_whole()
+    driver.run_out(LeaseEnded(id))
 
 
 def test_lease_that_ends_early_ends_the_request():
     driver = Driver(Role.PREFILL, max_prefill_tokens=4)
-    driver.submit(request(1, PROMPT, Route.EXPORT))
+    driver.step(request(1, PROMPT, Route.EXPORT))
     driver.step()
-    driver.step()
-    driver.tell(LeaseEnded(RequestId(1, 0)))
-    driver.run()
+    driver.run(LeaseEnded(RequestId(1, 0)))
     assert driver.finish[RequestId(1, 0)].error.reason == "KV_EXPIRED"
     driver.check_whole()
 
@@ -437,8 +406,7 @@ def test_refusals_name_field_and_limit(bad: Request, reason: str, words: str):
 
 def test_what_can_never_fit_is_refused_at_once():
     driver = Driver(Role.UNIFIED, num_pages=5)
-    driver.submit(request(1, PROMPT, max_tokens=20))
-    driver.run()
+    driver.run(request(1, PROMPT, max_tokens=20))
     assert driver.finish[RequestId(1, 0)].error.message == "29 tokens need 8 KV pages of 4; this engine has 4"
 
 

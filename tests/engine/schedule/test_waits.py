@@ -80,9 +80,7 @@ def test_preempted_sequence_waits() -> None:
 def test_sequence_without_a_slot_waits() -> None:
     driver = Driver(Role.DECODE, num_pages=40, max_running=1)
     for one in prompts(4, Route.IMPORT):
-        driver.submit(one)
-        driver.tell(KvOffered(one.id))
-        driver.step()
+        driver.step(one, KvOffered(one.id))
         reserved, first = driver.reserved[one.id], first_output(driver, one.id)
         fill_pages(driver, reserved.page_ids, one.token_ids, reserved.num_cached_pages)
         driver.arrived[one.id] = first.tokens[0].token_id
@@ -123,8 +121,7 @@ def test_room_of_an_idle_engine_is_the_pool_and_shrinks_with_requests() -> None:
     before = driver.engine.load().room
     assert before == 64 * 4
     for one in prompts(8, count=3, max_tokens=30):
-        driver.submit(one)
-        driver.step()
+        driver.step(one)
         load = driver.engine.load()
         assert load.room < before - 8, "prompt and expected output"
         before = load.room
@@ -135,8 +132,7 @@ def test_room_of_an_idle_engine_is_the_pool_and_shrinks_with_requests() -> None:
 def test_import_that_is_expected_takes_room_before_it_has_pages() -> None:
     driver = Driver(Role.DECODE, num_pages=65, max_model_len=256)
     (one,) = prompts(40, Route.IMPORT, count=1, max_tokens=100)
-    driver.submit(one)
-    driver.step()
+    driver.step(one)
     assert driver.engine.load().pages_free == 64 and driver.engine.load().room < 64 * 4 - 100
 
 
@@ -148,21 +144,18 @@ def test_newcomer_within_the_promised_room_preempts_nobody() -> None:
         length, outputs = 5 + room_id * 7 % 20, 10 + room_id * 11 % 40
         while driver.engine.load().room < length + min(outputs - 1, driver.engine.load().expected_output):
             step(driver, 0.1)
-        driver.submit(request(room_id, [20 + room_id] * length, max_tokens=outputs, ignore_eos=True))
-        driver.step()
+        driver.step(request(room_id, [20 + room_id] * length, max_tokens=outputs, ignore_eos=True))
         served += 1
-    driver.run(5000)
+    driver.run(max_steps=5000)
     assert served == LEAST - 1 and driver.engine.load().counters["preemptions"] == 0
 
 
 def test_capacity_of_a_decode_worker_ends_soon_after_its_slots() -> None:
     driver = Driver(Role.DECODE, num_pages=65, max_running=8, max_waiting=50)
     assert driver.engine.load().capacity == 10
-    driver.submit(*prompts(4, Route.IMPORT, count=10))
-    driver.step()
+    driver.step(*prompts(4, Route.IMPORT, count=10))
     assert driver.engine.load().capacity == 0
-    driver.submit(request(99, [20] * 4, Route.IMPORT, max_tokens=2))
-    driver.step()
+    driver.step(request(99, [20] * 4, Route.IMPORT, max_tokens=2))
     assert RequestId(99, 0) in driver.here.live, "several routers may have seen the last capacity"
 
 
@@ -219,6 +212,5 @@ def test_room_falls_with_every_sequence(sequences: list[tuple[int, int]], availa
 def test_warm_ups_teach_nothing() -> None:
     driver = Driver(Role.UNIFIED, num_pages=65)
     for one in prompts(4, count=LEAST + 1, max_tokens=2):
-        driver.submit(msgspec.structs.replace(one, warms=True))
-        driver.run()
+        driver.run(msgspec.structs.replace(one, warms=True))
     assert driver.engine.load().expected_output == UNKNOWN

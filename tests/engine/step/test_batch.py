@@ -102,8 +102,7 @@ def test_every_batch_of_a_busy_engine():
     for room in range(12):
         tokens = [20 + room % 3] * (1 + room * 5 % 17)
         driver.submit(request(room, tokens, max_tokens=9, temperature=room % 2 / 2, seed=2**63 + room))
-    driver.run()
-    driver.check_whole()
+    driver.run_out()
     assert any(batch.num_decode and batch.chunk_lens for batch in batches), "no mixed step"
     assert any(batch.sampling is None for batch in batches) and any(batch.sampling is not None for batch in batches)
     assert driver.scheduler.outbox.counters["preemptions"] > 0
@@ -113,8 +112,7 @@ def test_canaries_follow_the_known_tokens():
     driver, batches = Driver(Role.UNIFIED, overlap=True, max_prefill_tokens=100), []
     watch(driver, batches)
     prompt = [20, 21, 22, 23, 24, 25, 26]
-    driver.submit(request(1, prompt, max_tokens=4))
-    driver.run()
+    driver.run(request(1, prompt, max_tokens=4))
     first, second, third = (batch.canary for batch in batches[:3])
     assert first.expected[:, :, -1].tolist() == [[0, 0]]  # new pages hold nothing yet
     assert first.write_words.tolist() == canaries(prompt, SIZE).tolist()

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.drafting import GREEDY, Said, rank_of, tokens
+from engine.drafting import GREEDY, rank_of, run, tokens
 from engine.harness import request
 from millrace_serve.engine.config import Execution, Limits
-from millrace_serve.engine.core import Request, Submit
+from millrace_serve.engine.core import Request
 from millrace_serve.engine.engine import Engine
 from millrace_testing.sparse import INDEXER, write_sparse
 from transformers import DeepseekV32ForCausalLM
@@ -43,18 +43,6 @@ def requests(first: int = 0) -> list[Request]:
     return [request(first + room, prompt, **wants) for room, prompt in enumerate(prompts)]
 
 
-def run(one: Engine, asked: list[Request]) -> Said:
-    said: Said = {each.id.room: [] for each in asked}
-    for each in asked:
-        one.submit(Submit(each))
-    while one.has_work() or one.copier.busy:
-        for output in one.step().outputs:
-            assert output.error is None, output.error
-            said[output.id.room].append(output)
-    one.check_idle()
-    return said
-
-
 @functools.cache
 def reference(folder: Path) -> dict[int, list[int]]:
     hf = DeepseekV32ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -81,24 +69,22 @@ def test_tokens_are_those_of_transformers(
 ) -> None:
     one = engine(folder, graphs, draft_tokens=drafts, draft_batches=(9,) * drafts)
     assert tokens(run(one, requests())) == expected
-    one.close()
 
 
 def test_cached_prompts_bring_their_index_keys(folder: Path, expected: dict[int, list[int]]) -> None:
     one = engine(folder)
     for turn in range(2):
-        said = run(one, requests(first=100 * turn))
+        said = run(one, requests(first=100 * turn), close=turn > 0)
         assert list(tokens(said).values()) == list(expected.values())
         cached = [outputs[0].num_cached_tokens for outputs in said.values()]
         assert cached == [turn * ((length - 1) // 16 * 16) for length in LENGTHS]
-    one.close()
 
 
 @pytest.mark.parametrize("host_cache", [False, True])
 def test_preempted_prompts_choose_again(folder: Path, expected: dict[int, list[int]], host_cache: bool) -> None:
     """Recomputed, or brought back from the host's memory."""
     tight = engine(folder, num_pages=14, host_cache_gib=0.01 * host_cache)  # each has 5 in the end
-    found = tokens(run(tight, requests()[:3]))
+    found = tokens(run(tight, requests()[:3], close=False))
     assert found == {room: expected[room] for room in found}
     load = tight.load()
     assert load.counters["preemptions"] > 0 and (load.counters.get("host_bytes/load", 0) > 0) == host_cache

@@ -22,10 +22,10 @@ PLACE: Decision = object()  # type: ignore[assignment]
 class Gate:
     """Placements while `room`, in tokens, is left."""
 
-    def __init__(self, size: int = 100) -> None:
+    def __init__(self, size: int = 100, token_s: float = 0.0) -> None:
         self.room, self.now = 0, 0.0
         self.keeps = ""  # the only worker, once others must not fill it
-        self.running, self.token_s = 0, 0.0
+        self.running, self.token_s = 0, token_s
         self.served: list[object] = []
         self.refused: dict[object, MillraceError] = {}
         self.sizes: list[int] = []
@@ -377,8 +377,7 @@ def burst(gate: Gate, count: int, outputs: int, least: int) -> list[int]:
 
 def test_a_first_burst_of_known_outputs_is_refused_beyond_the_limit() -> None:
     """36 s for each: those that wait come after 36 s, the next ones would come after 72 s, and 60 s are allowed."""
-    gate = Gate()
-    gate.token_s = 0.03
+    gate = Gate(token_s=0.03)
     assert burst(gate, 30, outputs=1200, least=1200) == list(range(4, 30))
     gate.now = 35.0
     gate.queue.pump()
@@ -404,8 +403,7 @@ def test_what_comes_to_wait_for_too_long_is_refused_when_that_is_known() -> None
 
 def test_a_short_output_is_not_taken_for_one_as_long_as_what_runs() -> None:
     """Outputs of two tokens take 0.06 s, whatever the running ones have lasted."""
-    gate = Gate()
-    gate.token_s = 0.03
+    gate = Gate(token_s=0.03)
     burst(gate, 2, outputs=1200, least=1200)
     for i in range(50):
         gate.queue.make_room(1, gate.queue.place(0), 1, None)
@@ -416,8 +414,7 @@ def test_a_short_output_is_not_taken_for_one_as_long_as_what_runs() -> None:
 
 
 def test_requests_of_other_routers_foretell_no_wait() -> None:
-    gate = Gate()
-    gate.token_s = 0.03
+    gate = Gate(token_s=0.03)
     burst(gate, 2, outputs=6000, least=6000)
     for running in (0, 3):
         gate.running = running
@@ -429,8 +426,7 @@ def test_requests_of_other_routers_foretell_no_wait() -> None:
 
 def test_who_comes_to_wait_for_too_long_hears_what_is_left() -> None:
     """Those that run end after 100 s. A retry has waited before, and is not refused."""
-    gate = Gate()
-    gate.token_s = 1.0
+    gate = Gate(token_s=1.0)
     burst(gate, 2, outputs=100, least=100)
     gate.enter("late", tokens=300)
     gate.enter("again", tokens=300, place=gate.queue.place(0))
@@ -446,8 +442,8 @@ def test_who_comes_to_wait_for_too_long_hears_what_is_left() -> None:
 @given(st.lists(st.integers(1, 40), min_size=3, max_size=30), st.integers(1, 4))
 def test_nobody_is_refused_whose_turn_would_have_come(seconds: list[int], places: int) -> None:
     """Of places that take one request after the other, whatever the outputs' lengths, while these are known."""
-    gate = Gate()
-    gate.token_s, gate.room = 1.0, places
+    gate = Gate(token_s=1.0)
+    gate.room = places
     refused = set()
     for i, length in enumerate(seconds):
         try:
