@@ -89,7 +89,9 @@ def _by_pages(
         rows = pages_of(kv, physical[block]).to(q.dtype)
         page_out[block], page_lse[block] = _attend(queries[seq[block]], rows, in_page[block], num_queries, kv_lora_rank)
 
-    lse = _merge_lse(page_lse, used)  # [B, S*H]
+    padded = page_lse.new_full((*used.shape, page_lse.shape[1]), -torch.inf)
+    padded[used] = page_lse
+    lse = padded.logsumexp(1)  # [B, S*H]; -inf where a query saw no key
     weights = (page_lse - lse.masked_fill(lse == -torch.inf, 0.0)[seq]).exp_()
     out = torch.zeros(num_seqs, *page_out.shape[1:], device=device)
     out.index_add_(0, seq, page_out * weights.unsqueeze(-1))
@@ -116,10 +118,3 @@ def _attend(q: Tensor, rows: Tensor, in_page: Tensor, num_queries: int, kv_lora_
     lse = scores.logsumexp(-1)
     probs = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
     return torch.bmm(probs.to(q.dtype), rows[..., :kv_lora_rank]), lse
-
-
-def _merge_lse(page_lse: Tensor, used: Tensor) -> Tensor:
-    """page_lse [U, S*H] -> [B, S*H]; -inf where a query saw no key."""
-    padded = page_lse.new_full((*used.shape, page_lse.shape[1]), -torch.inf)
-    padded[used] = page_lse
-    return padded.logsumexp(1)

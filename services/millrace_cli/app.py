@@ -53,7 +53,7 @@ class Checked(typer.core.TyperCommand):
     """Nothing that is given on the command line is ignored. Variables of the environment are for all commands."""
 
     def invoke(self, ctx: Any) -> object:  # Any: as above
-        options = {f"{one.name}": one.opts[-1] for one in self.params}
+        options = {str(one.name): one.opts[-1] for one in self.params}
         given = {name for name in options if ctx.get_parameter_source(name).name == "COMMANDLINE"}
         for command, names, unused, why in UNUSED:
             if command == self.name and (idle := given.intersection(names.split())) and unused(ctx.params):

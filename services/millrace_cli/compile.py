@@ -33,9 +33,8 @@ async def fill(
     logs.setup("compile", config.log_level)
     environ.update(caches.variables(config.cache_dir))
     before = caches.sizes(config.cache_dir)
-    ignore: Handler = lambda rank, report: None  # noqa: E731
-    show: Handler = lambda rank, progress: log.info("%s", progress.message)  # noqa: E731
-    handlers: dict[type, Handler] = {RankProgress: show, Events: ignore, GcPauses: ignore}
+    handlers: dict[type, Handler] = dict.fromkeys((Events, GcPauses), lambda rank, report: None)
+    handlers[RankProgress] = lambda rank, progress: log.info("%s", progress.message)
     ranks = Ranks(config, make_launcher(config.launcher), handlers, lambda why: None)
     try:
         await ranks.start()

@@ -1,8 +1,6 @@
 """Short queries to running processes. A missing answer is None, because processes start, stop and hang at any time."""
 
 import contextlib
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
 
 import grpc
 import httpx
@@ -12,23 +10,15 @@ from millrace_rpc.client import channel
 from millrace_rpc.tls import Identity
 
 TIMEOUT_S = 2.0
-T = TypeVar("T")
-
-
-async def _ask(
-    address: str, identity: Identity | None, call: Callable[[grpc.aio.Channel], Awaitable[T]], token: str = ""
-) -> T | None:
-    async with channel(address, identity, token) as ch:
-        with contextlib.suppress(grpc.RpcError):
-            return await call(ch)
-    return None
 
 
 async def is_serving(address: str, identity: Identity | None = None) -> bool:
     """The health service's answer for the whole server."""
-    request = health_pb2.HealthCheckRequest()
-    answer = await _ask(address, identity, lambda ch: health_pb2_grpc.HealthStub(ch).Check(request, timeout=TIMEOUT_S))
-    return answer is not None and answer.status == health_pb2.HealthCheckResponse.SERVING
+    with contextlib.suppress(grpc.RpcError):
+        async with channel(address, identity) as ch:
+            answer = await health_pb2_grpc.HealthStub(ch).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+            return answer.status == health_pb2.HealthCheckResponse.SERVING
+    return False
 
 
 async def listed(admin_address: str, identity: Identity | None, token: str) -> list[admin_pb2.WorkerStatus]:
@@ -58,8 +48,10 @@ async def speaks_http(address: str) -> bool:
 
 
 async def worker_info(address: str, identity: Identity | None = None, token: str = "") -> worker_pb2.WorkerInfo | None:
-    ask = lambda ch: worker_pb2_grpc.WorkerServiceStub(ch).GetInfo(worker_pb2.GetInfoRequest(), timeout=TIMEOUT_S)  # noqa: E731
-    return await _ask(address, identity, ask, token)
+    with contextlib.suppress(grpc.RpcError):
+        async with channel(address, identity, token) as ch:
+            return await worker_pb2_grpc.WorkerServiceStub(ch).GetInfo(worker_pb2.GetInfoRequest(), timeout=TIMEOUT_S)
+    return None
 
 
 async def workers(admin_address: str, identity: Identity | None = None) -> list[admin_pb2.WorkerStatus] | None:

@@ -2,8 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.engine.core import Failure, FinishReason, RequestId, SequenceOutput, TokenOutput, Wait
 from millrace_serve.worker.frontend import convert
-from millrace_serve.worker.frontend.links import RouterLink
-from millrace_serve.worker.frontend.outbox import MAX_TOKENS, LinkOutbox
+from millrace_serve.worker.frontend.links import MAX_TOKENS, LinkOutbox, RouterLink
 
 
 def output(room: int, first_index: int, num_tokens: int, finish: FinishReason | None = None) -> SequenceOutput:

@@ -185,7 +185,7 @@ class Imports:
         if job := self._live.get(stuck.id):
             message = f"a read of KV pages has not ended after {self._stall_s:g} s"
             self._report(job, f"rank {rank}: {message}")
-            self._do(job, job.machine.on_abort(Failure(Reason.STALLED, message)))
+            self.fail(job, Failure(Reason.STALLED, message))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -195,7 +195,6 @@ class Imports:
     # ------------------------------------------------------------------------------------------- carrying out
 
     def _do(self, job: Import, actions: list[Action]) -> None:
-        id, engine = job.machine.id, self._ranks
         for action in actions:
             match action:
                 case AskReserve():
@@ -210,7 +209,7 @@ class Imports:
                     job.use.done(job, first)
                     self._forget(job)
                 case Over(failure):
-                    engine.send(job.replica, KvFailed(id, failure))
+                    self._ranks.send(job.replica, KvFailed(job.machine.id, failure))
                     self._forget(job)
         if job.machine.state is ImportState.DRAINING and job.machine.failure and not job.told:
             job.use.given_up(job, job.machine.failure)
@@ -227,15 +226,12 @@ class Imports:
         if job.prefix is None:
             self._failed_reads.failed(job.peer.address, job.failures_before, f"worker {job.peer.address}: {error}")
 
-    def _source(self, job: Import, rank: int) -> MemoryHandle:
-        """Rank i reads from the exporter's rank i, modulo their number: the KV is the same on all of them."""
-        return job.sources[self._ranks.of_replica(job.replica).index(rank) % len(job.sources)]
-
     def _read(self, job: Import, read: ReadPages) -> None:
+        """Rank i reads from the exporter's rank i, modulo their number: the KV is the same on all of them."""
         ranks = self._ranks.of_replica(job.replica)
         job.reads[read.read] = PostedRead(len(read.dst_pages), set(ranks), time.monotonic())
-        for rank in ranks:
-            source = self._source(job, rank)
+        for index, rank in enumerate(ranks):
+            source = job.sources[index % len(job.sources)]
             job.connects |= self._connect(job.peer, rank, source)
             self._ranks.send_reader(rank, msgspec.structs.replace(read, agent=source.agent))
 
@@ -284,13 +280,11 @@ class Imports:
         """Runs `work`; every error in it ends the import, because nothing else would."""
         try:
             await work()
-        except Exception as error:
-            self._broken(job, MillraceError.of(error, log, "kv import %s: unexpected error", job.machine.id))
-
-    def _broken(self, job: Import, error: MillraceError) -> None:
-        if error.reason is Reason.EPOCH_CHANGED:  # the watch may never have met the epoch, nor miss it
-            self._peers.drop(job.peer)
-        self._do(job, job.machine.on_abort(Failure(error.reason, f"worker {job.peer.address}: {error.message}")))
+        except Exception as failure:
+            error = MillraceError.of(failure, log, "kv import %s: unexpected error", job.machine.id)
+            if error.reason is Reason.EPOCH_CHANGED:  # the watch may never have met the epoch, nor miss it
+                self._peers.drop(job.peer)
+            self.fail(job, Failure(error.reason, f"worker {job.peer.address}: {error.message}"))
 
     def _run(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -81,7 +81,7 @@ class ParallelDims:
 
     def exchange(self, data: bytes) -> list[bytes]:
         """The bytes of every rank, in rank order; for the start, not for steps."""
-        return [data] if self.world == 1 else gather_bytes(data, self.world_group)
+        return [data] if self.world_group is None else gather_bytes(data, self.world_group)
 
 
 def hosts(dims: ParallelDims) -> list[str]:

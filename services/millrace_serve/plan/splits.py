@@ -6,9 +6,8 @@ prompt. The router's controller of duties compares splits with the same function
 
 import re
 import statistics
-from collections.abc import Sequence
 
-from millrace_common.split import Capacity, DutySplit, Expected, Slo, Workload, best
+from millrace_common.split import Capacity, DutySplit, Slo, Workload, best
 from millrace_common.step_times import StepTimes
 
 from millrace_serve.plan import predict
@@ -59,7 +58,9 @@ def times(ranks: StepRanks) -> StepTimes | None:
 
 def table(workers: int, replicas: int, asked: Workload, slo: Slo, step: StepTimes, capacity: Capacity) -> str:
     """The best split of the workers, of so many replicas each, and its neighbours by the number of prefill workers."""
-    found = _of_workers(workers, replicas, asked, slo, step, capacity)
+    whole = best(workers * replicas, asked, slo, step, capacity)
+    # a worker's replicas have one duty, so the split of workers is that of replicas
+    found = [(_workers(split, replicas), expected) for split, expected in whole if not split.prefill % replicas]
     (first, chosen), most = found[0], max(expected.goodput for _, expected in found)
     lines = [f"best: {_name(first)}; {chosen.why}", "", f"{'split':<24}{'goodput':>10}{'TTFT':>10}{'TPOT':>10}"]
     for split, expected in sorted(found, key=lambda row: (row[0].both, row[0].prefill)):
@@ -67,14 +68,6 @@ def table(workers: int, replicas: int, asked: Workload, slo: Slo, step: StepTime
         ttft, tpot = (f"{1e3 * one:,.0f} ms" if one < 60 else "-" for one in (expected.ttft_s, expected.tpot_s))
         lines.append(f"{_name(split):<24}{expected.goodput:>8.2f}/s{ttft:>10}{tpot:>10}  {bar}".rstrip())
     return "\n".join(lines)
-
-
-def _of_workers(
-    workers: int, replicas: int, asked: Workload, slo: Slo, step: StepTimes, capacity: Capacity
-) -> Sequence[tuple[DutySplit, Expected]]:
-    """Best first. A worker's replicas have one duty, so the split of workers is that of replicas."""
-    whole = best(workers * replicas, asked, slo, step, capacity)
-    return [(_workers(split, replicas), expected) for split, expected in whole if not split.prefill % replicas]
 
 
 def _workers(split: DutySplit, replicas: int) -> DutySplit:

@@ -4,6 +4,7 @@ No stream waits for the steps. A page that is stored was written by a step whose
 is filled belongs to no launched step; and the step that reads it is launched after the copy has ended.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -69,13 +70,7 @@ class CudaCopier(PageCopier):
 
 def runs(src_pages: Sequence[int], dst_pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """(src, dst, count) of pages that are adjacent on both sides, in order: neighbours travel as one."""
-    first, count = 0, 0
-    for src, dst in zip(src_pages, dst_pages, strict=True):
-        if count and src == src_pages[first] + count and dst == dst_pages[first] + count:
-            count += 1
-            continue
-        if count:
-            yield src_pages[first], dst_pages[first], count
-        first, count = first + count, 1
-    if count:
-        yield src_pages[first], dst_pages[first], count
+    places = ((src, dst, index) for index, (src, dst) in enumerate(zip(src_pages, dst_pages, strict=True)))
+    for _, run in itertools.groupby(places, lambda place: (place[0] - place[2], place[1] - place[2])):
+        (src, dst, _), *others = run
+        yield src, dst, 1 + len(others)

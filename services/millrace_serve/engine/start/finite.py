@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from millrace_kernels.fp8 import Operand
 
 from millrace_serve.engine.start import profiling_run
@@ -35,11 +34,7 @@ def _broken(setup: RankSetup, runner: TorchRunner) -> bool:
     length = min(limits.page_size, limits.max_prefill_tokens, limits.max_model_len - 1)
     prompt = profiling_run.StepShape(num_queries=limits.num_queries(1), chunks=1, chunk=length)
     broken = bool(runner.launch(profiling_run.batch_of(prompt, limits, setup.dims.dp)).result().corrupt)
-    if setup.dims.world_group is not None:
-        anywhere = torch.tensor([int(broken)])
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=setup.dims.world_group)
-        broken = bool(anywhere)
-    return broken
+    return any(setup.dims.exchange(b"1" if broken else b""))
 
 
 class _Watched:

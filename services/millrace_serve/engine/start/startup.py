@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from millrace_common import gc_hooks
 from millrace_kernels import fp8, indexer
 
@@ -187,7 +186,8 @@ class MemoryPlanner:
         plan = planned(self._setup, self._memory, self._measure(model))
         self.plans.append(plan)
         log.info("memory:", extra={"lines": plan.table()})
-        return _smallest(plan.num_pages, self._setup.dims)
+        # the pages of a sequence have the same ids on all ranks of its replica
+        return min(map(int, self._setup.dims.exchange(str(plan.num_pages).encode())))
 
     def _measure(self, model: DeepseekV3) -> memory.Demand:
         """Run the largest step, and the largest step of the graphs, on a pool of the null page alone."""
@@ -285,11 +285,8 @@ def capture(setup: RankSetup, config: EngineConfig, runner: TorchRunner) -> None
 def _profile(setup: RankSetup, runner: TorchRunner, shapes: list[StepShape], *, graphs: bool = False) -> None:
     for shape in shapes:
         runner.launch(profiling_run.batch_of(shape, setup.limits, setup.dims.dp, graphs=graphs)).result()
-    log.info("ran %d profiling steps of %d to %d tokens", len(shapes), min(_tokens(shapes)), max(_tokens(shapes)))
-
-
-def _tokens(shapes: list[StepShape]) -> list[int]:
-    return [shape.num_tokens for shape in shapes]
+    tokens = [shape.num_tokens for shape in shapes]
+    log.info("ran %d profiling steps of %d to %d tokens", len(shapes), min(tokens), max(tokens))
 
 
 def _forwards(setup: RankSetup, runner: TorchRunner) -> Callable[[int], Forward]:
@@ -303,12 +300,3 @@ def _free(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
-
-
-def _smallest(num_pages: int, dims: ParallelDims) -> int:
-    """The pages of a sequence have the same ids on all ranks of its replica."""
-    if dims.world_group is None:
-        return num_pages
-    pages = torch.tensor([num_pages])
-    dist.all_reduce(pages, dist.ReduceOp.MIN, group=dims.world_group)
-    return int(pages)

@@ -23,9 +23,8 @@ from millrace_serve.engine.cache.canary import CanaryBatch
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.schedule.plan import Chunk, Plan
 from millrace_serve.engine.schedule.sequence import Sequence
-from millrace_serve.engine.step.canary_tracker import CanaryTracker
+from millrace_serve.engine.step.page_trackers import CanaryTracker, SumTracker
 from millrace_serve.engine.step.sampling_batch import SamplingBatch, SamplingTable
-from millrace_serve.engine.step.sum_tracker import SumTracker
 from millrace_serve.model.context_parallel.split import Split
 
 if TYPE_CHECKING:

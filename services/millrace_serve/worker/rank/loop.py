@@ -51,18 +51,15 @@ class Upkeep:
 
     def handle(self, message: ToProcess) -> None:
         with self._announce(type(message).__name__):
-            self._handle(message)
-
-    def _handle(self, message: ToProcess) -> None:
-        if isinstance(message, FreezeGc):
-            objects = gc_hooks.freeze()
-            self.report_pauses()
-            log.info("froze %d objects of the garbage collector", objects)
-            self._report(GcFrozen(objects))
-        elif isinstance(message, SetWeights):
-            self._report(self._set_weights(message))
-        else:
-            self._report(self._profiler.handle(message))
+            if isinstance(message, FreezeGc):
+                objects = gc_hooks.freeze()
+                self.report_pauses()
+                log.info("froze %d objects of the garbage collector", objects)
+                self._report(GcFrozen(objects))
+            elif isinstance(message, SetWeights):
+                self._report(self._set_weights(message))
+            else:
+                self._report(self._profiler.handle(message))
 
     def report_pauses(self) -> None:
         if pauses := self._pauses.take():

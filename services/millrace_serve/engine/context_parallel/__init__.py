@@ -1,1 +1,0 @@
-"""Prompt chunks that all replicas compute together."""
