@@ -29,6 +29,7 @@ ENGINE, WORKER, ROUTER = "millrace_serve.engine", "millrace_serve.worker", "mill
 CORE, LIMITS = f"{ENGINE}.core", f"{ENGINE}.config"
 CACHE, GRAMMAR, SCHEDULE, STEP = (f"{ENGINE}.{part}" for part in ("cache", "grammar", "schedule", "step"))
 LOCKSTEP, DRAFTS, OFFLOAD, HEALTH = (f"{ENGINE}.{part}" for part in ("lockstep", "drafts", "offload", "health"))
+CONTEXT_PARALLEL = f"{ENGINE}.context_parallel"
 BOTH_PROCESSES = {f"{WORKER}.{part}" for part in ("config", "messages", "channels")}
 MAY_IMPORT = {
     STUBS: set(),
@@ -73,6 +74,7 @@ MAY_IMPORT = {
         CACHE,
         SCHEDULE,
         DRAFTS,
+        CONTEXT_PARALLEL,
         f"{LOCKSTEP}.packing",
         MODEL,
         KERNELS,
@@ -81,6 +83,7 @@ MAY_IMPORT = {
     OFFLOAD: {CACHE, f"{TRANSFER}.base", COMMON},
     DRAFTS: {LIMITS, SCHEDULE, STEP, MODEL, KERNELS},
     f"{DRAFTS}.limits": {COMMON, f"{MODEL}.config"},
+    CONTEXT_PARALLEL: {STEP, MODEL},
     HEALTH: {STEP, COMMON},
     LOCKSTEP: {SCHEDULE, STEP, HEALTH, OFFLOAD, MODEL, COMMON},
     f"{ENGINE}.sim": {ENGINE, COMMON},

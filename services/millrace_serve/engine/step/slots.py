@@ -11,7 +11,7 @@ reads there, and nothing that comes of it is accepted. The host drops tokens beh
 is padding: its length and its capacity are 0.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,7 @@ from torch import Tensor
 
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.step.batch import SlotUpdates, StepBatch
-from millrace_serve.model.inputs import AttnPlan, ContextParallelRows, ForwardInput
-from millrace_serve.model.parallel import ParallelDims
+from millrace_serve.model.inputs import AttnPlan, ForwardInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,31 +92,6 @@ class Slots:
         kv_slots.masked_fill_(positions >= self.capacity[step.slots][seq_of_row], 0)
         token_ids = torch.cat((last.flatten().clamp_(min=0), step.chunk_tokens))
         return DecodeRows(token_ids, positions, kv_slots, (starts + lens).int(), table)
-
-    def with_shared(self, inputs: ForwardInput, step: StepBatch[Tensor], dims: ParallelDims) -> ForwardInput:
-        """`inputs` of the step's other rows, and this replica's rows of the shared chunk behind them. Collective over
-        dp.
-
-        The owner's slot then counts the whole chunk, whose KV the step writes.
-        """
-        shared = step.shared
-        assert shared is not None
-        split, device = shared.split, inputs.device
-        tokens = shared.tokens if split.mine else shared.tokens.new_empty(split.num_tokens + 1)
-        tokens = dims.dp_broadcast(tokens, split.owner)
-        mine = torch.cat([torch.arange(*block, device=device) for block in split.blocks(split.me)])
-        table = self.page_table[:, : step.num_pages].index_select(0, shared.slots)
-        positions = torch.arange(split.start, split.end if split.mine else split.start, device=device)
-        pages = table[:, positions // self.page_size].flatten().long()
-        kv_slots = pages * self.page_size + positions % self.page_size
-        self.lengths.index_fill_(0, shared.slots, split.end)
-        return replace(
-            inputs,
-            token_ids=torch.cat((inputs.token_ids, tokens[mine])),
-            positions=torch.cat((inputs.positions, split.start + mine)),
-            kv_slots=torch.cat((inputs.kv_slots, torch.zeros_like(mine))),  # the owner stores the whole chunk at once
-            shared=ContextParallelRows(split, dims, tokens[mine + 1], kv_slots, table),
-        )
 
     def output_index(self, positions: Tensor, step: StepBatch[Tensor]) -> Tensor:
         """int64 [R]: which output of its request each sampled row gives. `positions` of the sampled rows."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from millrace_serve.engine.cache.canary import mismatches
 from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import EngineConfig
+from millrace_serve.engine.context_parallel.turns import with_shared
 from millrace_serve.engine.core import Failure
 from millrace_serve.engine.drafts.speculate import Drafter
 from millrace_serve.engine.schedule.plan import StepOutput
@@ -172,7 +173,7 @@ class TorchRunner:
         """Logits float32 [R, V] of the sampled rows, their positions, and what takes their samples."""
         inputs = self.slots.inputs(step)
         if step.shared is not None:
-            inputs = self.slots.with_shared(inputs, step, self._model.dims)
+            inputs = with_shared(inputs, step, self.slots, self._model.dims)
         graphs = self._chunk_graphs
         if graphs is not None and graphs.holds(inputs):
             hidden = graphs.forward(inputs)

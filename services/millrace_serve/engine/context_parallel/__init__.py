@@ -1,0 +1,1 @@
+"""Prompt chunks that all replicas compute together."""
