@@ -8,15 +8,19 @@ counters that alerts watch have `known` label values, which are 0 from the start
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import bisect
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from millrace_common.quick_histogram import QuickHistogram
 from millrace_common.reasons import Reason
 
 # The client for Python has no native histograms (0.26), so buckets grow by a factor of 2 to 2.5. A quantile above the
@@ -36,6 +40,31 @@ KV_FAULTS = (  # reasons of kv_failures that neither a client nor a lost worker 
     Reason.STALLED,
     Reason.TRANSFER_FAILED,
 )
+
+
+class QuickHistogram(Collector):
+    """For events of every token: an observation takes 0.3 µs instead of 2, because it takes no lock. Without labels,
+    and for one thread.
+    """
+
+    def __init__(
+        self, name: str, help: str, labels: Sequence[str], *, registry: CollectorRegistry, buckets: Sequence[float]
+    ) -> None:
+        assert not labels
+        self._name, self._help = name, help
+        self._bounds = (*buckets, math.inf)
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect.bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        names = map(floatToGoString, self._bounds)
+        buckets = list(zip(names, itertools.accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._help, buckets=buckets, sum_value=self._sum)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -15,7 +14,8 @@ INTERVAL_S = 1.0  # between two looks at the files
 
 
 class Reloaded(Generic[T]):
-    """Made by `load` at the beginning, whose errors are raised, and again after the content of any file has changed.
+    """Made by `load` at the beginning, whose errors are raised as OSErrors about `section`, and again after the content
+    of any file has changed.
 
     A later load that raises ValueError or OSError keeps the previous value: the file may be half written, or a
     certificate may not fit its key yet. `error` says why, until a load succeeds, which is tried at every look. Every
@@ -25,11 +25,12 @@ class Reloaded(Generic[T]):
 
     def __init__(
         self,
+        section: str,
         what: str,
         paths: Sequence[Path],
         load: Callable[[], T],
-        on_reload: Callable[[str], None] = lambda outcome: None,
-        clock: Callable[[], float] = time.monotonic,
+        on_reload: Callable[[str], None],
+        clock: Callable[[], float],
     ) -> None:
         self._what = what
         self._paths = tuple(paths)
@@ -39,7 +40,10 @@ class Reloaded(Generic[T]):
         self._lock = threading.Lock()
         self._looked_at = clock()
         self._contents = self._look()
-        self._value = load()
+        try:
+            self._value = load()
+        except (OSError, ValueError) as error:
+            raise OSError(f"{section}: {error}") from error
         self.error = ""  # why the value is not that of the present files; empty: it is
 
     def get(self) -> T:

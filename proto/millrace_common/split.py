@@ -138,6 +138,7 @@ class _Load:
         self.work_s = times.token_s * uncached + times.pair_s * uncached * (workload.cached_tokens + uncached / 2)
         chunks_s = (times.fixed_s + times.chunk_s) * uncached / capacity.chunk_tokens
         self.prompt_s = max(self.work_s + chunks_s, 1e-12)
+        self.alone_s = times.prompt_s(math.ceil(uncached), int(workload.cached_tokens), capacity.chunk_tokens)
         self.keys = workload.input_tokens + self.outputs / 2  # cached tokens of a sequence, in the mean
         self.stream_s = times.sequence_s + times.key_s * self.keys  # of a sequence in each step
         length = workload.input_tokens + self.outputs
@@ -167,20 +168,18 @@ class _Load:
         alone_s = times.fixed_s + sequences * self.stream_s
         on_time = _below(alone_s, slo.tpot_s - handed_s, self.stream_s * math.sqrt(sequences) + JITTER * alone_s)
         queues = [
-            _Queue(share * rate, streams, self.prompts_beside(begun), self._beside_s(sequences)),
-            _Queue((1 - share) * rate, prefill, 1 / self.prompt_s, self._alone_s()),
+            (share, _Queue(share * rate, streams, self.prompts_beside(begun), self._beside_s(sequences))),
+            (1 - share, _Queue((1 - share) * rate, prefill, 1 / self.prompt_s, self.alone_s)),
         ]
+        used = [(part, queue) for part, queue in queues if part]
         room = _Queue(rate, streams, self.streams_most(), 0.0, servers=self.most_sequences)
-        parts = (share, 1 - share)
-        first = sum(part * queue.within(slo.ttft_s) for part, queue in zip(parts, queues, strict=True) if part)
-        wait_s = room.wait_s + sum(
-            part * (queue.service_s + queue.wait_s) for part, queue in zip(parts, queues, strict=True) if part
-        )
+        first = sum(part * queue.within(slo.ttft_s) for part, queue in used)
+        wait_s = room.wait_s + sum(part * (queue.service_s + queue.wait_s) for part, queue in used)
         first *= room.within(slo.ttft_s)
         most = prefill / self.prompt_s + streams * self.prompts_beside(begun)
         served = min(rate, most, streams * self.streams_most())
         tpot_s = step_s + handed_s
-        why = self._why(max((q.use for q, part in zip(queues, parts, strict=True) if part)), room.use, on_time)
+        why = self._why(max(queue.use for _, queue in used), room.use, on_time)
         return Expected(rate * first * on_time, served, wait_s, tpot_s, sequences, why)
 
     def _step_s(self, local: float, begun: float) -> float:
@@ -201,10 +200,6 @@ class _Load:
         within = times.tokens_within(AIM * min(self.slo.tpot_s, NEVER_S), sequences, sequences * self.keys, start)
         chunk = max(within, times.fewest(times.chunk_s, start, most)) if within else 1 if times.token_s else most
         return max(self.uncached / min(chunk, most), 1.0)
-
-    def _alone_s(self) -> float:
-        tokens, start = math.ceil(self.uncached), int(self.workload.cached_tokens)
-        return self.times.prompt_s(tokens, start, self.capacity.chunk_tokens)
 
     def _beside_s(self, sequences: float) -> float:
         """Until a prompt beside streams is done."""

@@ -75,14 +75,10 @@ class Body:
     on_stall: Callable[[], object] | None = None  # called before the connection ends, because its client reads nothing
 
     def __init__(self, transport: asyncio.Transport, flow: FlowControl, received: Callable[[], bool]) -> None:
+        """`received`: the connection has no more to come of this request, nor of a later one."""
         self._transport = transport
         self._flow = flow
-        self._received = received
-
-    @property
-    def received(self) -> bool:
-        """The connection has no more to come of this request, nor of a later one."""
-        return self._received()
+        self.received = received
 
     @property
     def ready(self) -> bool:
@@ -94,7 +90,7 @@ class Body:
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def plain(self) -> PlainBody:
-        return PlainBody(self._transport, self._flow, self._received)
+        return PlainBody(self._transport, self._flow, self.received)
 
 
 class PlainBody(Body):

@@ -34,10 +34,7 @@ class Identity:
     ) -> None:
         self.tls, self._section = tls, section
         paths = [path for path in (tls.cert, tls.key, tls.ca) if path is not None]
-        try:
-            self._files = Reloaded("TLS certificates", paths, lambda: load(tls), on_reload, clock)
-        except (OSError, ValueError) as error:
-            raise OSError(f"{section}: {error}") from error
+        self._files = Reloaded(section, "TLS certificates", paths, lambda: load(tls), on_reload, clock)
 
     @property
     def version(self) -> object:

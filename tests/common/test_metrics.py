@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_common.metrics import PROCESS, RENAMED, ROUTER, WORKER, Metric, Metrics
-from millrace_common.quick_histogram import QuickHistogram
+from millrace_common.metrics import PROCESS, RENAMED, ROUTER, WORKER, Metric, Metrics, QuickHistogram
 from millrace_serve.engine.core import Load
 from millrace_serve.worker.frontend.load import BY_POSITION
 from millrace_testing.paths import ROOT

@@ -107,7 +107,7 @@ def _count(value: Json, name: str) -> int:
     return min(value, pattern.MAX_COUNT)
 
 
-def strings(given: Mapping[str, Json], made: JsonObject, at: str) -> None:
+def strings(given: Mapping[str, Json], made: JsonObject) -> None:
     sizes(given, made, "minLength", "maxLength")
     patterns = []
     if "pattern" in given:
@@ -154,7 +154,7 @@ class Multiples:
         return int(value.scaleb(_places(value))) <= MAX_MULTIPLE and math.lcm(*wholes) < 2**31
 
 
-def numbers(given: Mapping[str, Json], made: JsonObject, at: str, *, exact: bool, multiples: Multiples) -> None:
+def numbers(given: Mapping[str, Json], made: JsonObject, *, exact: bool, multiples: Multiples) -> None:
     """`exact`: of whole numbers alone."""
     for name, other, sign in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
         bounds = []
@@ -225,7 +225,7 @@ def _json(value: Decimal) -> int | float:
     return int(value) if value == int(value) else float(value)
 
 
-def values(given: Mapping[str, Json], made: JsonObject, at: str) -> None:
+def values(given: Mapping[str, Json], made: JsonObject) -> None:
     if "const" in given:
         made["const"] = _value(given["const"], "const")
     if "enum" in given:

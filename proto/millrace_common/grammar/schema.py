@@ -114,14 +114,14 @@ class _Normal:
             made["type"] = sorted(types) if len(types) != 1 else next(iter(types))
         try:
             if "string" in types:
-                keywords.strings(given, made, at)
+                keywords.strings(given, made)
             if types & {"number", "integer"}:
-                keywords.numbers(given, made, at, exact="number" not in types, multiples=self._multiples)
+                keywords.numbers(given, made, exact="number" not in types, multiples=self._multiples)
             if "array" in types:
                 self._arrays(given, made, at)
             if "object" in types:
                 self._objects(given, made, at)
-            keywords.values(given, made, at)
+            keywords.values(given, made)
         except keywords.Unusable as error:
             raise Refused(below(at, *error.path), str(error)) from error
         self._combine(given, made, at)
@@ -150,10 +150,9 @@ class _Normal:
                 raise Refused(below(at, key), "is not supported in drafts 6 and 7; later ones do not check it")
         if at == "#":
             return
-        if isinstance(name := value.get("$id"), str) and not name.startswith("#"):
-            raise Refused(below(at, "$id"), "a schema with its own identifier inside another one is not supported")
-        if self._draft == 4 and isinstance(value.get("id"), str) and not value["id"].startswith("#"):
-            raise Refused(below(at, "id"), "a schema with its own identifier inside another one is not supported")
+        for key in ("$id", "id") if self._draft == 4 else ("$id",):
+            if isinstance(name := value.get(key), str) and not name.startswith("#"):
+                raise Refused(below(at, key), "a schema with its own identifier inside another one is not supported")
         if "$schema" in value and _dialect(value, at) != self._draft:
             raise Refused(below(at, "$schema"), "another draft inside a schema is not supported")
 
@@ -249,11 +248,13 @@ class _Normal:
         for key in ("anyOf", "oneOf"):
             if key in given:
                 options = self._list(given[key], below(at, key))
-                if key == "anyOf" or len(options) == 1:
-                    _and(made, "anyOf", options)
-                else:
+                if key == "oneOf" and len(options) > 1:
                     made["oneOf"] = options
                     self._one_ofs.append(made)
+                elif "anyOf" in made:
+                    made.setdefault("allOf", []).append({"anyOf": options})
+                else:
+                    made["anyOf"] = options
         for key in ("dependentRequired", "dependentSchemas", "dependencies"):
             for name, then in self._dependencies(given, key, at).items():
                 lacks: Schema = {"properties": {name: False}}
@@ -305,14 +306,6 @@ class _Normal:
             else:
                 raise Refused(at, f"there is no {pointer}")
         return target
-
-
-def _and(schema: JsonObject, key: str, value: Json) -> None:
-    """Add a keyword that may be there already."""
-    if key in schema:
-        schema.setdefault("allOf", []).append({key: value})
-    else:
-        schema[key] = value
 
 
 def _dialect(schema: Json, at: str) -> int:

@@ -3,6 +3,7 @@
 Everything here may take long for a hostile text: checker.py runs it in processes that can be killed.
 """
 
+import functools
 import json
 
 import llguidance
@@ -119,7 +120,7 @@ def _culprit(schema: JsonObject, places: dict[int, str]) -> str:
         failing = (one for one in parts if isinstance(one, dict) and compiles(of_json({**one, "$defs": definitions})))
         if (found := next(failing, None)) is None or found is part:
             return at
-        part, definitions = found, definitions
+        part = found
 
 
 def _parts(schema: JsonObject) -> list[Json]:
@@ -142,12 +143,6 @@ class _Bytes:
         return list(data)
 
 
-_tokenizer: llguidance.LLTokenizer | None = None
-
-
+@functools.cache
 def _bytes() -> llguidance.LLTokenizer:
-    global _tokenizer
-    if _tokenizer is None:
-        wrapper = llguidance.TokenizerWrapper(_Bytes())
-        _tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=MAX_TOKENS, eos_token=[256])
-    return _tokenizer
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), n_vocab=MAX_TOKENS, eos_token=[256])

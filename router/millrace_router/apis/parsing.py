@@ -78,16 +78,12 @@ def mistake(rest: str, *path: str | int) -> PydanticCustomError:
     return PydanticCustomError("mistake", "{rest}", {"rest": rest, "path": path})
 
 
-def explained(error: ValidationError) -> FieldError:
-    return FieldError(*_first(error))
-
-
 def chosen(value: Json, handler: ValidatorFunctionWrapHandler) -> Json:
     """Read a tagged union. Mistakes do not name the tag, which is no part of the client's path."""
     try:
         return handler(value)
     except ValidationError as error:
-        problem, (path, rest) = error.errors(include_url=False)[0], _first(error)
+        problem, (path, rest) = error.errors(include_url=False)[0], first_mistake(error)
         if problem["type"].startswith("union_tag"):
             if problem["ctx"]["discriminator"] == "'type'":
                 raise mistake(_rest({**problem, "input": value.get("type")}), "type") from None
@@ -113,7 +109,8 @@ OneOf = Annotated[T, Discriminator(kind), WrapValidator(chosen)]  # T: a union o
 OfType = Annotated[T, Discriminator("type"), WrapValidator(chosen)]  # T: a union of objects
 
 
-def _first(error: ValidationError) -> tuple[Path, str]:
+def first_mistake(error: ValidationError) -> tuple[Path, str]:
+    """Where it is, and what a FieldError says of it."""
     problems = error.errors(include_url=False)
     # of an object with another type than ours, the type says more than the fields that are missing for it
     typed = (problem for problem in problems if problem["type"] == "literal_error" or problem["loc"][-1:] == ("type",))

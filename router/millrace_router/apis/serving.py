@@ -69,22 +69,17 @@ async def read(
         tenant.check(time.monotonic())
     with inference.bodies.hold(tenant.name) as take:
         body = await read_body(request, config.limits.message_bytes, config.bodies, take)
-
         tenant.check(time.monotonic())
+        large = len(body) > SHORT or (len(body) > TINY and not shape(body).small)
+        longest = inference.model.max_context if large else 0
 
         def work() -> tuple[R, Made]:
+            if large:
+                shape(body).check(longest)
             wanted = parse(kind, body)
             return wanted, make(wanted)
 
-        if len(body) <= TINY or (len(body) <= SHORT and shape(body).small):
-            return *work(), False
-        longest = inference.model.max_context
-
-        def bounded_work() -> tuple[R, Made]:
-            shape(body).check(longest)
-            return work()
-
-        return *await inference.bodies.beside(bounded_work), True
+        return *await inference.bodies.read(work, large), large
 
 
 async def read_ask(inference: Inference, request: Request, kind: type[A]) -> tuple[A, Ask]:

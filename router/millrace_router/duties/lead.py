@@ -141,7 +141,7 @@ class Lead:
 
 
 def duty_name(duty: worker_pb2.Duty) -> str:
-    return name_of(worker_pb2.Duty, duty) or "unspecified"
+    return name_of(worker_pb2.Duty, duty)
 
 
 def _report(worker: Worker) -> Report:

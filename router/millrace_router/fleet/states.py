@@ -49,15 +49,8 @@ def longest(workers: Iterable[Worker], sources: dict[str, frozenset[str]]) -> in
     them if it needs one; 0: none can.
     """
     contexts = {worker.epoch: worker.info.max_context for worker in workers}
-    return max(
-        (
-            min(contexts[epoch], contexts[source] if source else contexts[epoch])
-            for epoch in contexts
-            for source in sources.get(epoch, ())
-            if not source or source in contexts
-        ),
-        default=0,
-    )
+    pairs = ((epoch, source or epoch) for epoch in contexts for source in sources.get(epoch, ()))
+    return max((min(contexts[epoch], contexts.get(source, 0)) for epoch, source in pairs), default=0)
 
 
 def count(workers: Iterable[Worker], routable: frozenset[str]) -> Counter[tuple[str, str]]:

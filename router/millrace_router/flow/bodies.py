@@ -51,7 +51,11 @@ class Bodies:
             if not self._of[tenant]:
                 del self._of[tenant]
 
-    async def beside(self, work: Callable[[], T]) -> T:
-        """Run `work` in the thread. Python changes threads every 5 ms, so that the event loop waits no longer."""
+    async def read(self, work: Callable[[], T], large: bool) -> T:
+        """Run `work`, in the thread if it is large. Python changes threads every 5 ms, so that the event loop waits no
+        longer.
+        """
+        if not large:
+            return work()
         here = contextvars.copy_context()
         return await asyncio.get_running_loop().run_in_executor(self._reader, here.run, work)

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
-from millrace.v1 import common_pb2
 from millrace_common.grammar.checker import Checker, CompilerStarved
 from millrace_common.grammar.source import GrammarError
 from millrace_common.reasons import Reason
@@ -76,7 +75,10 @@ class RequestGrammars:
     async def settle(self, ask: Ask, token_of: Callable[[str], int | None], tenant: str) -> Ask:
         """The request with the grammar that workers get, which compiles. Raises MillraceError."""
         if (answer := ask.calls.answer if ask.calls else ask.grammar) is not None:
-            await self._settle(answer, tenant)
+            kind = answer.WhichOneof("kind")
+            assert kind is not None, "validate.py has checked it"
+            if problem := await self._problem(kind, getattr(answer, kind), tenant):
+                raise FieldError("grammar", f"has a {kind} that cannot be used: {problem}")
         if ask.calls is None:
             return ask
         # A process with limits reads each schema before a thread, which nothing can end, does in `call_grammar`.
@@ -96,12 +98,6 @@ class RequestGrammars:
             job.given_up.set()
         self._checker.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _settle(self, grammar: common_pb2.Grammar, tenant: str) -> None:
-        kind = grammar.WhichOneof("kind")
-        assert kind is not None, "validate.py has checked it"
-        if problem := await self._problem(kind, getattr(grammar, kind), tenant):
-            raise FieldError("grammar", f"has a {kind} that cannot be used: {problem}")
 
     async def _problem(self, kind: str, text: str, tenant: str) -> str:
         key = hashlib.sha256(f"{kind}:{text}".encode(errors="surrogatepass")).digest()

@@ -8,6 +8,7 @@
 import asyncio
 import contextlib
 import functools
+import math
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from millrace_router.flow.stream import AnswerText, Continuation, Stream, gone
 from millrace_router.queue.fair_queue import Place
 from millrace_router.queue.tenant import Tenant, caller
 from millrace_router.text.message import MessageParser
-from millrace_router.text.tokenizer import Tokenizer
+from millrace_router.text.tokenizer import Tokenizer, TooManyTokens
 
 LAST_WORDS_S = 1.0  # for clients to read the error of a stream that was cut off
 
@@ -138,7 +139,7 @@ class Inference:
         places = [admission.place(priority, tenant.name, tenant.weight) for _ in range(ask.n)]
         admission.check_room(ask.n, places[0])
         ask = await self._grammars.settle(ask, self.tokenizer.added_token, tenant.name)
-        token_ids = await self.tokenize(ask.prompt, model, ask.large)
+        token_ids = await self.tokenize(ask.prompt, model, ask.large, model.max_context)
         sampling = validate.fit(ask, len(token_ids), model)
         self.tokenizer.after_reasoning(sampling, token_ids)
         passed = asyncio.get_running_loop().time() - received
@@ -152,7 +153,7 @@ class Inference:
         """The token ids that workers would get. Raises MillraceError."""
         validate.check(ask, self.model, self.names, self.backend.config)
         caller.get().tenant.take(time.monotonic())
-        return await self.tokenize(ask.prompt, self.model, ask.large)
+        return await self.tokenize(ask.prompt, self.model, ask.large, math.inf)
 
     async def text_of(self, model: str, field: str, ids: Sequence[int], keep_special: bool) -> str:
         """The text of token ids, which the request has in `field`. Raises MillraceError."""
@@ -162,8 +163,10 @@ class Inference:
         caller.get().tenant.take(time.monotonic())
         return await asyncio.to_thread(self.tokenizer.decode, ids, keep_special)
 
-    async def tokenize(self, prompt: Prompt | None, model: worker_pb2.WorkerInfo, large: bool = False) -> list[int]:
-        """Token ids of a prompt that `validate.check_prompt` has passed. `large`: it takes long to render."""
+    async def tokenize(
+        self, prompt: Prompt | None, model: worker_pb2.WorkerInfo, large: bool, most: float
+    ) -> list[int]:
+        """Token ids, at most so many, of a prompt that `check_prompt` has passed. `large`: it takes long to render."""
         assert prompt is not None
         if isinstance(prompt, list):
             return prompt
@@ -171,9 +174,12 @@ class Inference:
             text = prompt
         else:
             render = functools.partial(self.tokenizer.render, prompt.messages, prompt.tools, prompt.arguments)
-            text = await self.bodies.beside(render) if large else render()
+            text = await self.bodies.read(render, large)
         validate.check_text_length(text, self.tokenizer.longest_token, model)
-        return await self.tokenizer.encode(text, add_bos=isinstance(prompt, str))
+        try:
+            return await self.tokenizer.encode(text, isinstance(prompt, str), most)
+        except TooManyTokens as error:
+            raise validate.too_long(model, *error.args) from error
 
     async def drain(self, grace_s: float, error: MillraceError) -> None:
         """Refuse new requests, wait for the running ones, then end the rest with `error`. A client that does not read

@@ -82,7 +82,7 @@ def check_prompt(prompt: Prompt | None, model: worker_pb2.WorkerInfo) -> None:
         if not prompt.messages:
             raise FieldError("messages", "must not be empty")
         if len(prompt.messages) > model.max_context:
-            raise _too_long(model, f"at least {len(prompt.messages)}")
+            raise too_long(model, f"at least {len(prompt.messages)}")
         for i, message in enumerate(prompt.messages):
             if message["role"] not in ROLES:
                 raise FieldError(
@@ -99,7 +99,7 @@ def check_counts(
     """Of a message, before lists are made of its fields, during which nothing else runs."""
     tokens, turns = len(prompt.token_ids.ids), len(prompt.chat.messages)
     if max(tokens, turns) > model.max_context:
-        raise _too_long(model, tokens or f"at least {turns}")
+        raise too_long(model, tokens or f"at least {turns}")
     check_count("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIAS)
     check_count("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS)
     _check_stop(stop)
@@ -120,7 +120,7 @@ def _check_id(path: Path, token: int, model: worker_pb2.WorkerInfo) -> None:
 def check_text_length(text: str, longest_token: int, model: worker_pb2.WorkerInfo) -> None:
     """Refuse, before tokenizing, a text that cannot fit."""
     if len(text) > longest_token * model.max_context:
-        raise _too_long(model, f"at least {len(text) // longest_token}")
+        raise too_long(model, f"at least {len(text) // longest_token}")
 
 
 def check_size(size: int, most: int) -> None:
@@ -132,10 +132,10 @@ def fit(ask: Ask, prompt_tokens: int, model: worker_pb2.WorkerInfo) -> common_pb
     """The sampling parameters with seed and max_tokens resolved, for a prompt of this many tokens."""
     room = model.max_context - prompt_tokens
     if room < 1:
-        raise _too_long(model, prompt_tokens)
+        raise too_long(model, prompt_tokens)
     max_tokens = int(ask.numbers.get("max_tokens", room))
     if max_tokens > room:
-        raise _too_long(model, prompt_tokens, max_tokens)
+        raise too_long(model, prompt_tokens, max_tokens)
     if ask.numbers.get("min_tokens", 0) > max_tokens:
         raise FieldError("min_tokens", "must be at most ", ("max_tokens",), f", which is {max_tokens}")
     # Any: a field of SamplingParams is an int or a float
@@ -199,7 +199,7 @@ def _within(path: str | Path, value: float, allowed: Range) -> None:
         raise FieldError(path, f"must be {allowed}, not {cut(value)}")
 
 
-def _too_long(model: worker_pb2.WorkerInfo, tokens: int | str, max_tokens: int | None = None) -> FieldError:
+def too_long(model: worker_pb2.WorkerInfo, tokens: int | str, max_tokens: int | None = None) -> FieldError:
     """In words of both vendors, which agents search for before they shorten the conversation or the answer."""
     longest = model.max_context
     why: list[str | Path] = [f"prompt is too long: {tokens} tokens > {longest - 1} maximum"]

@@ -4,6 +4,7 @@ import asyncio
 import math
 import re
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import quote, unquote
 
@@ -25,7 +26,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from millrace_router.config import BodyLimits
 from millrace_router.flow.stream import gone
 from millrace_router.flow.validate import check_size
-from millrace_router.http import encodings
 from millrace_router.queue.tenant import caller
 
 MESSAGES = "/v1/messages"  # the paths of the Anthropic API begin so
@@ -44,6 +44,8 @@ ANTHROPIC_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
+GZIP, ZLIB, RAW = 31, 15, -15  # what zlib calls window bits. RAW: some clients send deflate without zlib's header
+CODINGS = ("gzip", "deflate")
 
 
 def new_app(routes: Sequence[BaseRoute]) -> Starlette:
@@ -106,7 +108,7 @@ async def on_error(request: Request, error: Exception) -> Response:
         caller.get().tenant.refused(error, request.scope.get(SIZE, 0), time.monotonic())
     headers = {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s > 0 else {}
     if error.reason is Reason.UNSUPPORTED_ENCODING:
-        headers["accept-encoding"] = ", ".join(encodings.CODINGS)
+        headers["accept-encoding"] = ", ".join(CODINGS)
     return json_answer(_body(request, error), error.row.http, headers)
 
 
@@ -159,7 +161,7 @@ async def read_body(
             raise gone() from error
     data = bytes(body)
     if encoding := request.headers.get("content-encoding", ""):
-        data = await asyncio.to_thread(encodings.decoded, data, encoding, most)
+        data = await asyncio.to_thread(decoded, data, encoding, most)
         take(max(0, len(data) - len(body)))
     request.scope[SIZE] = len(data)
     return data
@@ -168,9 +170,42 @@ async def read_body(
 def received(request: Request) -> bool:
     """Whether the body is there, and only has to be taken."""
     line = body_of(request.scope)
-    return line is not None and line.received
+    return line is not None and line.received()
 
 
 def body_deadline(begun: float, size: int, pace: BodyLimits) -> float:
     """Until when more has to come of a body of which `size` bytes are there."""
     return begun + min(pace.timeout, GRACE_S + size / BYTES_PER_S)
+
+
+def decoded(body: bytes, content_encoding: str, most: int) -> bytes:
+    """Return the body as it was before the encoding that the header names. No more than `most` bytes are decoded.
+
+    Raises UNSUPPORTED_ENCODING, MESSAGE_TOO_LARGE, and INVALID_ARGUMENT for a body that is not what the header says.
+    """
+    named = [name.strip().lower() for name in content_encoding.split(",")]
+    codings = [name.removeprefix("x-") for name in named if name not in ("", "identity")]
+    if not codings:
+        return body
+    if len(codings) > 1 or codings[0] not in CODINGS:
+        message = f"the body's content-encoding {cut(', '.join(codings))} is not supported; use {' or '.join(CODINGS)}"
+        raise MillraceError(Reason.UNSUPPORTED_ENCODING, message)
+    stream = zlib.decompressobj(_window(body, codings[0]))
+    try:
+        text = stream.decompress(body, most + 1)
+    except zlib.error as error:
+        raise MillraceError(Reason.INVALID_ARGUMENT, f"the body is not valid {codings[0]}: {error}") from error
+    if len(text) > most:
+        raise MillraceError(Reason.MESSAGE_TOO_LARGE, f"the decoded body has more than {most} bytes, the limit")
+    if not stream.eof or stream.unused_data:
+        where = "goes on after" if stream.eof else "ends before"
+        raise MillraceError(
+            Reason.INVALID_ARGUMENT, f"the body is not valid {codings[0]}: it {where} the end of its data"
+        )
+    return text
+
+
+def _window(body: bytes, coding: str) -> int:
+    if coding == "gzip":
+        return GZIP
+    return ZLIB if body[:1] and body[0] & 15 == zlib.DEFLATED and int.from_bytes(body[:2]) % 31 == 0 else RAW

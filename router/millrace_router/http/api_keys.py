@@ -84,10 +84,7 @@ class Keys:
         self._clock = clock
         self._keep = keep
         self._tenants: dict[str, Tenant] = {}  # by name
-        try:
-            self._file = Reloaded("API keys", [path], lambda: self._load(path), on_reload, clock)
-        except (OSError, ValueError) as error:
-            raise OSError(f"api_keys: {error}") from error
+        self._file = Reloaded("api_keys", "API keys", [path], lambda: self._load(path), on_reload, clock)
 
     def tenant(self, authorization: str) -> Tenant:
         """Return the tenant of the key in an Authorization header.

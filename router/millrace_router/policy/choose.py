@@ -9,7 +9,7 @@
 4. flexible        any flexible worker runs both phases, whatever its duty
 
 The first of these with a replica that has capacity is taken; within it the role's policy scores the candidates
-(scoring.py). Workers in `PlacementRequest.avoid` are candidates only when no other is left, ejected ones (resilience/)
+(scoring.py). Workers in `PlacementRequest.avoid` are candidates only when no other is left, ejected ones (health/)
 not even then. While the view names a revision that is asked first, the others get what it has no room for.
 
 A `Decision` costs nothing when it is made: it keeps the immutable situation, and because choosing is a pure function,

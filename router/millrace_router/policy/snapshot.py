@@ -34,7 +34,7 @@ class Replica:
     context: int = UNLIMITED  # tokens of the longest request that it can run, prompt and output
     labels: Mapping[str, str] = field(default_factory=lambda: NO_LABELS, compare=False)  # of its worker: zone, …
     revision: str = ""  # of its worker
-    ejected: str = ""  # why it gets nothing although it could: resilience/ has ejected it
+    ejected: str = ""  # why it gets nothing although it could: health/ has ejected it
     page_bytes: int = 0
     # Measured by its worker; 0: not yet
     prompt_tokens_per_s: float = 0.0

@@ -110,7 +110,7 @@ class _Rules:
             schema, _ = normal(tool.parameters if kept else ANY_ARGUMENTS, is_object=True)
             if self._style is Style.V32:
                 self._rule(f"{name}body", f"{name}args {self.text(end)}")
-                self._lines += Parameters(name, schema, self.text).rules()
+                self._lines += Parameters(name, schema, self.text).rules
                 return
         except Refused as error:
             raise GrammarError(f"the parameters of {tool.name} cannot be kept {error}") from error

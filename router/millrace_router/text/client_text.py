@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Literal
 
 from millrace_common.json_values import Json
-from tokenizers import AddedToken, models
+from tokenizers import AddedToken, Encoding, models
 from tokenizers import Tokenizer as HfTokenizer
 
 Source = Literal["chats", "prompts"]
@@ -39,13 +39,17 @@ class ClientText:
         """A JSON value with GUARD before each mark in its texts, and before an end that the next text may complete."""
         return value if source in self._special_tokens_in else self._guarded(value)
 
-    def encode(self, text: str) -> list[int]:
-        """The token ids of a text with GUARD. The text between two tokens is encoded by itself, as the library does."""
-        ids, at = [], 0
+    def encode(self, text: str, most: float) -> tuple[list[int], int]:
+        """The token ids of a text with GUARD, not all of them if there are more than `most`, and their number. The text
+        between two tokens is encoded by itself, as the library does.
+        """
+        ids, count, at = list[int](), 0, 0
         for token, (begin, end) in self._found(_GUARDED.sub(lambda match: "\0" * len(match[0]), text)):
-            ids += [*self._between(text[at:begin]), token]
-            at = end
-        return ids + self._between(text[at:])
+            between, more = self._between(text[at:begin], most - count)
+            ids += [*between, token]
+            count, at = count + more + 1, end
+        rest, more = self._between(text[at:], most - count)
+        return ids + rest, count + more
 
     def _found(self, text: str) -> list[tuple[int, tuple[int, int]]]:
         """The added tokens and their places. Unlike `encode`, a batch lets other threads run."""
@@ -75,9 +79,14 @@ class ClientText:
             yield from (place for place in found if place < end)
         yield from (match.start() for match in self._begun.finditer(text, tail))
 
-    def _between(self, text: str) -> list[int]:
+    def _between(self, text: str, most: float) -> tuple[list[int], int]:
         text = text.replace(GUARD, "")
-        return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids if text else []
+        return ids_within(self._plain.encode_batch_fast([text], add_special_tokens=False)[0], most) if text else ([], 0)
+
+
+def ids_within(encoding: Encoding, most: float) -> tuple[list[int], int]:
+    """The ids, none if there are more than `most`, and their number: no other thread runs while the list is made."""
+    return (encoding.ids if len(encoding) <= most else []), len(encoding)
 
 
 def _is_mark(token: AddedToken) -> bool:

@@ -27,13 +27,10 @@ class Parameters:
         self._call = call
         self._text = text
         self._defs = schema.get("$defs", {})
-        self._rules: list[str] = []
+        self.rules: list[str] = []
         self._values = 0
         root = self._plain(schema)
         self._root(root if isinstance(root, dict) else {"type": "object"})
-
-    def rules(self) -> list[str]:
-        return self._rules
 
     def _root(self, schema: JsonObject) -> None:
         for key in schema:
@@ -54,7 +51,7 @@ class Parameters:
             taken = " | ".join(f"/{pattern.literal(name)}/" for name in named)
             self._terminal("NAME", f"/{_NAME}/{f' & ~({taken})' if taken else ''}")
             parts.append(self._parameter("", other, f"{self._call.upper()}NAME") + "*")
-        self._rules.append(f"{self._call}args: {' '.join(parts) or chr(34) * 2}")
+        self.rules.append(f"{self._call}args: {' '.join(parts) or chr(34) * 2}")
 
     def _parameter(self, name: str, schema: Json, terminal: str = "") -> str:
         """The name of its rule. `name`: an expression, or `terminal`, a name of one."""
@@ -72,10 +69,10 @@ class Parameters:
             else:
                 options.append(f"{attribute} {rule}v{self._values} {end}")
                 definitions = {"$defs": self._defs} if self._defs else {}
-                self._rules.append(f"{rule}v{self._values}: {inline({**value, **definitions})}")
+                self.rules.append(f"{rule}v{self._values}: {inline({**value, **definitions})}")
         if not options:
             raise Refused(below("#", "properties"), "has a parameter that nothing can be")
-        self._rules.append(f"{rule}: {' | '.join(options)}")
+        self.rules.append(f"{rule}: {' | '.join(options)}")
         return rule
 
     def _closing(self) -> tuple[str, str]:
@@ -84,7 +81,7 @@ class Parameters:
         return (parts[0], parts[1]) if len(parts) > 1 else (parts[0], "")
 
     def _terminal(self, name: str, body: str) -> None:
-        self._rules.append(f"{self._call.upper()}{name}: {body}")
+        self.rules.append(f"{self._call.upper()}{name}: {body}")
 
     def _options(self, schema: Json) -> Iterator[tuple[bool, Json]]:
         """The forms of a value: (True, a terminal) for strings as they are, (False, a schema) for JSON."""

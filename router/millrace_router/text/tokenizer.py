@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from tokenizers import decoders
 from millrace_router.text import markers
 from millrace_router.text.call_arguments import as_object
 from millrace_router.text.chat_format import EXTENSIONS, ChatFormat, Style, Tool, described
-from millrace_router.text.client_text import BY_DEFAULT, GUARD, ClientText, Source
+from millrace_router.text.client_text import BY_DEFAULT, GUARD, ClientText, Source, ids_within
 from millrace_router.text.limited_template import LimitedEnvironment, LimitedTemplate, TooMuch
 from millrace_router.text.markers import THINK, THINK_END
 from millrace_router.text.tool_calls import with_ids
@@ -36,6 +37,10 @@ V32_TEMPLATE = Path(__file__).with_name("deepseek_v32.jinja")
 LONG_TEXT = 2_000  # characters from which on encoding leaves the event loop
 _NOT_ASCII = re.compile(f"[^\0-\x7f{GUARD}]")
 REFUSALS = (jinja2.TemplateError, RecursionError, TypeError, ValueError)  # of templates
+
+
+class TooManyTokens(Exception):
+    """Its argument is their number."""
 
 
 class Tokenizer:
@@ -107,11 +112,13 @@ class Tokenizer:
     def has_template(self) -> bool:
         return self._template is not None
 
-    async def encode(self, text: str, add_bos: bool) -> list[int]:
-        """`text`: a client's prompt, with `add_bos`, or what `render` made. Long texts are encoded in a thread."""
+    async def encode(self, text: str, add_bos: bool, most: float = math.inf) -> list[int]:
+        """`text`: a client's prompt, with `add_bos`, or what `render` made. Long texts are encoded in a thread. Raises
+        TooManyTokens for more than `most`.
+        """
         if len(text) < LONG_TEXT:
-            return self._encode(text, add_bos)
-        return await asyncio.to_thread(self._encode, text, add_bos)
+            return self._encode(text, add_bos, most)
+        return await asyncio.to_thread(self._encode, text, add_bos, most)
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
         return self.token_bytes(ids, keep_special).decode("utf-8", "replace")
@@ -181,14 +188,17 @@ class Tokenizer:
         if not given and self._think_end is not None and self.thinking(prompt):
             sampling.grammar.after_token_id = self._think_end
 
-    def _encode(self, text: str, add_bos: bool) -> list[int]:
+    def _encode(self, text: str, add_bos: bool, most: float = math.inf) -> list[int]:
         if add_bos:
             text = self._clients.guarded(text, "prompts")
         if GUARD in text:
-            ids = self._clients.encode(text)
+            ids, count = self._clients.encode(text, most)
         else:  # `encode` would also find the place of each token in the text
-            ids = self._hf.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return [self.bos, *ids] if add_bos and self.bos is not None else ids
+            ids, count = ids_within(self._hf.encode_batch_fast([text], add_special_tokens=False)[0], most)
+        first = [self.bos] if add_bos and self.bos is not None else []
+        if count > most:
+            raise TooManyTokens(count + len(first))
+        return first + ids
 
 
 def _with_system(messages: Sequence[Mapping[str, Json]], text: str) -> list[Mapping[str, Json]]:

@@ -24,7 +24,7 @@ PROMPT = [10, 20, 30]
 async def test_a_client_that_leaves_while_its_prompt_is_read_is_counted(pair: Cluster) -> None:
     reading = asyncio.Event()
 
-    async def tokenize(prompt: object, model: object, large: bool) -> list[int]:
+    async def tokenize(prompt: object, model: object, large: bool, most: float) -> list[int]:
         reading.set()
         await asyncio.Event().wait()
 
@@ -60,7 +60,7 @@ async def test_who_is_over_its_rate_takes_nobodys_place(cluster: Callable) -> No
     greedy = Tenant("greedy", weight=4.0, requests=Bucket(1, 1, time.monotonic()))
     caller.set(Caller(greedy))
 
-    async def tokenize(prompt: object, model: object, large: bool) -> list[int]:
+    async def tokenize(prompt: object, model: object, large: bool, most: float) -> list[int]:
         greedy.begin(1, time.monotonic())  # another request of it, in the meantime
         return PROMPT
 
@@ -91,7 +91,7 @@ async def test_each_continuation_takes_one_place_when_the_request_arrives(cluste
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE))
     inference, read = made.router.inference, asyncio.Event()
 
-    async def tokenize(prompt: object, model: object, large: bool) -> list[int]:
+    async def tokenize(prompt: object, model: object, large: bool, most: float) -> list[int]:
         await read.wait()
         return PROMPT
 

@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 from millrace_common.reasons import Reason
 from millrace_router.config import OutlierRules, Resilience, RetryBudget
 from millrace_router.flow.metrics import build
-from millrace_router.health.ejection import LONGEST_PAUSE_S, WINDOW_S, Record
 from millrace_router.health.retry_budget import Budget
 from millrace_router.health.window import Window
-from millrace_router.health.workers import FAULTS, WorkerHealth
+from millrace_router.health.workers import FAULTS, LONGEST_PAUSE_S, WINDOW_S, Record, WorkerHealth
 from router.harness import Clock
 
 RULES = OutlierRules(consecutive=3, pause=10)

@@ -24,8 +24,7 @@ from millrace_router.apis.grpc import service
 from millrace_router.config import BodyLimits as Pace
 from millrace_router.flow.bodies import Bodies
 from millrace_router.http import json_shape
-from millrace_router.http.answers import BYTES_PER_S, body_deadline, read_body
-from millrace_router.http.encodings import decoded
+from millrace_router.http.answers import BYTES_PER_S, body_deadline, decoded, read_body
 from millrace_router.http.json_shape import JsonShape, shape
 from millrace_rpc.errors import MillraceError
 from millrace_testing import HANG_S

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from millrace.v1 import inference_pb2 as pb
 from millrace_router.apis.openai.chat import ChatRequest
 from millrace_router.text import client_text
-from millrace_router.text.client_text import GUARD
+from millrace_router.text import tokenizer as tokenizer_module
+from millrace_router.text.client_text import GUARD, ids_within
 from millrace_router.text.markers import DEEPSEEK, DSML, KIMI, THINK, THINK_END
-from millrace_router.text.tokenizer import Tokenizer
+from millrace_router.text.tokenizer import Tokenizer, TooManyTokens
 from millrace_rpc.errors import MillraceError
 from millrace_testing.examples import examples
 from millrace_testing.paths import TINY
@@ -295,6 +296,28 @@ def test_other_parts_of_a_tokenizer_do_as_before(parts: dict[str, Any], tmp_path
     text = tokenizer.render([{"role": "user", "content": turn} for turn in turns])
     assert GUARD in text
     assert tokenizer._encode(text, False) == tokenizer._encode(text.replace(GUARD, ""), False)
+
+
+@given(texts, st.booleans(), st.integers(0, 40))
+def test_too_many_tokens_are_counted(models: dict[str, list[Tokenizer]], text: str, chat: bool, most: int) -> None:
+    tokenizer, _ = models["V31"]
+    text = tokenizer.render([TURN | {"content": text}]) if chat else text
+    ids = tokenizer._encode(text, not chat)
+    try:
+        assert tokenizer._encode(text, not chat, most) == ids
+    except TooManyTokens as error:
+        assert error.args == (len(ids),) and len(ids) > most
+
+
+async def test_ids_of_a_prompt_that_is_too_long_are_not_read(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of millions is made without a turn for other threads."""
+    found: list[tuple[list[int], int]] = []
+    for module in (client_text, tokenizer_module):
+        monkeypatch.setattr(module, "ids_within", lambda *given: found.append(ids_within(*given)) or found[-1])
+    for text in ("x" * 600, "x" * 600 + USER):
+        answer = await pair.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": text}]})
+        assert "prompt is too long: 6" in answer.json()["error"]["message"]
+    assert found and not any(ids for ids, count in found if count >= 600)
 
 
 def test_reasoning_cannot_be_begun_by_a_client(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from operator import methodcaller
 from typing import TypeVar
 
@@ -25,7 +25,6 @@ from millrace_router.queue.tenant import caller
 SERVICE = "millrace.v1.Inference"
 SMALL = 1 << 12  # bytes of a request that is read and rendered on the event loop
 P = TypeVar("P", bound=Proto)
-T = TypeVar("T")
 
 
 class InferenceService:
@@ -41,7 +40,7 @@ class InferenceService:
                 request_id.set(request.request_id)
                 left_s, large = context.time_remaining(), len(data) > SMALL
                 validate.check_counts(request.prompt, self._inference.model, request.sampling, request.stop)
-                ask = await self._work(large, lambda: to_ask(request, left_s, large))
+                ask = await self._inference.bodies.read(lambda: to_ask(request, left_s, large), large)
             answer = await self._inference.generate(ask, "grpc")
         context.add_done_callback(lambda _: answer.stream.close(gone()))
         limit_s = self._inference.backend.config.timeouts.client
@@ -57,7 +56,8 @@ class InferenceService:
             request = self._read(pb.TokenizeRequest, data)
             validate.check_counts(request.prompt, self._inference.model)
             large = len(data) > SMALL
-            ask = await self._work(large, lambda: Ask(model=request.model, prompt=_prompt(request.prompt), large=large))
+            prompt = await self._inference.bodies.read(lambda: _prompt(request.prompt), large)
+            ask = Ask(model=request.model, prompt=prompt, large=large)
             return pb.TokenizeResponse(token_ids=await self._inference.prompt_tokens(ask))
 
     async def detokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
@@ -86,9 +86,6 @@ class InferenceService:
             "ListModels": unary(self.list_models, None, serialize),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
-
-    async def _work(self, large: bool, work: Callable[[], T]) -> T:
-        return await self._inference.bodies.beside(work) if large else work()
 
     def _read(self, kind: type[P], data: bytes) -> P:
         """A message, unless its tenant may begin no request now.

@@ -124,8 +124,24 @@ class AnswerShape:
         return {"ignored": self.answer.ignored} if self.answer.ignored else {}
 
     def _usage(self) -> objects.Usage:
+        latest = self.latest.values()
+        completion = sum(delta.completion_tokens for delta in latest)
         reasoning = sum(reading.reasoning_tokens for reading in self.readings.values())
-        return objects.usage_of(self.answer, self.latest.values(), self.cached_tokens, reasoning)
+        details: objects.CompletionDetails = {"reasoning_tokens": reasoning}
+        if drafted := sum(delta.usage.drafted_tokens for delta in latest):
+            accepted = sum(delta.usage.accepted_draft_tokens for delta in latest)
+            details["accepted_prediction_tokens"] = accepted
+            details["rejected_prediction_tokens"] = drafted - accepted
+        return {
+            "prompt_tokens": self.answer.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self.answer.prompt_tokens + completion,
+            "prompt_tokens_details": {
+                "cached_tokens": self.cached_tokens,
+                "cache_write_tokens": self.answer.written_tokens(self.cached_tokens),
+            },
+            "completion_tokens_details": details,
+        }
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:

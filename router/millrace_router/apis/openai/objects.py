@@ -1,12 +1,8 @@
 """The answer objects of the OpenAI API, as the code builds them and the OpenAPI document describes them."""
 
-from collections.abc import Collection
 from typing import Literal, NotRequired, TypedDict
 
 from millrace_common.json_values import JsonObject
-
-from millrace_router.flow.inference import Answer
-from millrace_router.flow.stream import Delta
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -94,26 +90,6 @@ class Usage(TypedDict):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
-
-
-def usage_of(answer: Answer, latest: Collection[Delta], cached_tokens: int, reasoning_tokens: int) -> Usage:
-    """`latest`: the newest delta of each continuation."""
-    completion = sum(delta.completion_tokens for delta in latest)
-    details: CompletionDetails = {"reasoning_tokens": reasoning_tokens}
-    if drafted := sum(delta.usage.drafted_tokens for delta in latest):
-        accepted = sum(delta.usage.accepted_draft_tokens for delta in latest)
-        details["accepted_prediction_tokens"] = accepted
-        details["rejected_prediction_tokens"] = drafted - accepted
-    return {
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": completion,
-        "total_tokens": answer.prompt_tokens + completion,
-        "prompt_tokens_details": {
-            "cached_tokens": cached_tokens,
-            "cache_write_tokens": answer.written_tokens(cached_tokens),
-        },
-        "completion_tokens_details": details,
-    }
 
 
 class Choice(TypedDict):

@@ -34,7 +34,7 @@ from millrace_router.apis.parsing import (
     String,
     at_most,
     chosen,
-    explained,
+    first_mistake,
     json_object,
     kind,
 )
@@ -338,7 +338,7 @@ def parse(model: type[R], body: bytes) -> R:
     try:
         return model.model_validate(values, context=[])
     except ValidationError as error:
-        raise explained(error) from error
+        raise FieldError(*first_mistake(error)) from error
 
 
 def _token_id(key: str) -> int:
