@@ -107,7 +107,8 @@ def test_a_job_that_is_given_up_frees_its_process(fresh: Checker) -> None:
     """A process that never answers, and two that wait for it: all end when they are given up."""
     fresh.check("regex", "a", threading.Event())
     child = fresh._children[0]._process
-    child.send_signal(19)  # SIGSTOP
+    child.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED)  # until then a busy machine lets its other threads go on
     looks = threading.Semaphore(0)
 
     class GivenUp(threading.Event):
