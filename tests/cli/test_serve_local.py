@@ -57,8 +57,8 @@ class Running:
 
     def children(self) -> dict[str, int]:
         """Role to pid."""
-        found = psutil.Process(self.process.pid).children()
-        return {child.cmdline()[2]: child.pid for child in found if "standin" in " ".join(child.cmdline())}
+        commands = {child.pid: child.cmdline() for child in psutil.Process(self.process.pid).children()}
+        return {command[2]: pid for pid, command in commands.items() if "standin" in " ".join(command)}
 
 
 @pytest.fixture

@@ -117,7 +117,7 @@ MUTANTS = (
         ("lost-worker-drains", "Reason.WORKER_LOST if self.lost.done() else Reason.DRAINING", "Reason.DRAINING")),
     *of(f"{FRONTEND}/links.py", PARTS,
         ("link-leaves-its-requests", "self._requests.drop(link)", "pass")),
-    *of(f"{FRONTEND}/outbox.py", "worker/test_outbox.py",
+    *of(f"{FRONTEND}/links.py", "worker/test_outbox.py",
         ("outbox-message-without-bound", "budget -= len(entry.token_ids)", "pass")),
     *of(f"{FRONTEND}/load.py", "worker/test_load.py",
         ("counters-count-totals", "counter.inc(count - self._reported.get(counter, 0))", "counter.inc(count)"),
