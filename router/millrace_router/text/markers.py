@@ -1,6 +1,6 @@
 """Texts that structure or end a model's output, found in a stream that may be cut anywhere."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 THINK, THINK_END = "<think>", "</think>"
@@ -34,13 +34,22 @@ DSML = "｜DSML｜"  # a token of its own, in the tags of DeepSeek V3.2's calls
 ALL = (THINK, THINK_END, *DEEPSEEK, *KIMI, DSML)
 
 
-def undecided(text: str, markers: Collection[str]) -> int:
-    """Start of the longest tail that one of `markers` could continue; len(text) when there is none."""
-    first, longest = {marker[0] for marker in markers}, max(map(len, markers), default=0)
-    for at in range(max(0, len(text) - longest + 1), len(text)):
-        if text[at] in first and any(marker.startswith(text[at:]) for marker in markers):
-            return at
-    return len(text)
+class Prefixes:
+    """Tails of a text that may be the beginning of one of `markers`."""
+
+    __slots__ = ("_first", "_longest", "_markers")
+
+    def __init__(self, markers: Iterable[str]) -> None:
+        self._markers = tuple(markers)
+        self._first = frozenset(marker[0] for marker in self._markers)
+        self._longest = max(map(len, self._markers), default=0)
+
+    def undecided(self, text: str) -> int:
+        """Start of the longest tail that a marker could continue; len(text) when there is none."""
+        for at in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[at] in self._first and any(marker.startswith(text[at:]) for marker in self._markers):
+                return at
+        return len(text)
 
 
 class Scanner:
@@ -55,7 +64,7 @@ class Scanner:
         """Take the text before the first of `markers`, and the marker; else ("") all text that cannot begin one."""
         found = min(((at, marker) for marker in markers if (at := self.text.find(marker)) >= 0), default=None)
         if found is None:
-            return self.take(undecided(self.text, markers)), ""
+            return self.take(Prefixes(markers).undecided(self.text)), ""
         at, marker = found
         before = self.take(at)
         self.take(len(marker))
@@ -79,6 +88,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops)
         self._stops = tuple(stops)
+        self._prefixes = Prefixes(stops)
         self._held = ""
         self.matched = ""  # the stop string
 
@@ -92,7 +102,7 @@ class StopMatcher:
             _, at, self.matched = min(hits)
             self._held = ""
             return text[:at]
-        keep = undecided(text, self._stops)
+        keep = self._prefixes.undecided(text)
         self._held = text[keep:]
         return text[:keep]
 
