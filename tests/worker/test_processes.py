@@ -217,6 +217,7 @@ async def test_flush_waits_for_every_replica(two: Worker) -> None:
         assert min(cached) >= 10
         assert (await two.stub.FlushCache(worker_pb2.FlushCacheRequest())).pages == sum(cached)
         assert not any(replica.pages_cached for replica in (await two.load()).replicas)
+        assert (await two.stub.Warmup(worker_pb2.WarmupRequest())).seconds > 0
 
 
 async def test_replicas_serve_side_by_side(two: Worker) -> None:
