@@ -27,7 +27,7 @@ from millrace_testing.sim import expected, prompt_of
 
 ABORT, ERROR = common_pb2.FINISH_REASON_ABORT, common_pb2.FINISH_REASON_ERROR
 PATIENT = (*SIM, "timeouts={stall: 600}")  # on a busy machine nothing may be said for seconds
-SLOW = (*PATIENT, "sim={token_s: 0.0001}", "limits.max_prefill_tokens=256")  # a prompt of 8000 tokens: 32 chunks, 0.8 s
+SLOW = (*PATIENT, "sim={token_s: 0.001}", "limits.max_prefill_tokens=64")  # a prompt of 8000 tokens: 125 chunks, 8 s
 SHORT_LEASE = "timeouts={lease: 0.1, stall: 5.0}"
 IMPATIENT = "timeouts={stall: 0.5}"
 
