@@ -112,10 +112,7 @@ class _Reader:
             if _QUANTIFIER.match(self._pattern, self._at):
                 raise PatternError(f"{character} at character {begin} cannot be repeated")
             return _Piece(anchor=character)
-        if character == "(":
-            piece = self._group(depth)
-        else:
-            piece = _Piece(text=self._atom())
+        piece = self._group(depth) if character == "(" else _Piece(text=self._atom())
         if repeated := _QUANTIFIER.match(self._pattern, self._at):
             self._at = repeated.end()
             text = piece.text or f"(?:{self._join(piece.group, None, None)})"

@@ -139,7 +139,10 @@ class Continuation:
         if self._text.stopped:
             self.generation.stop()
             finish_reason = common_pb2.FINISH_REASON_STOP
-        self._note_gap()
+        now = time.perf_counter()
+        if self._read_at is not None:
+            self._on_gap(now - self._read_at)
+        self._read_at = now
         first, self.finished = self.completion_tokens == 0, finish_reason != 0
         self.completion_tokens += used
         return Delta(
@@ -155,12 +158,6 @@ class Continuation:
             self._text.stopped_by,
             self.generation.version,
         )
-
-    def _note_gap(self) -> None:
-        now = time.perf_counter()
-        if self._read_at is not None:
-            self._on_gap(now - self._read_at)
-        self._read_at = now
 
 
 class Sink(Protocol):

@@ -106,7 +106,9 @@ class Engine:
             self.commit()
         plan = None if self._paused else self._scheduler.schedule()
         self._stale = plan is not None
-        self._scrub()
+        if (freed := self._scheduler.pages.cache.pool.freed) and "poison" in self.config.checks:
+            self.pool.scrub(freed)  # others may have them already, but no launched step has written to them yet
+        freed.clear()
         self._ahead = self._launch(plan) and self.config.overlap
         self._copy()
 
@@ -242,12 +244,3 @@ class Engine:
             self._lockstep.share(Copies([job.moves for job in jobs], settled=not self._in_flight))
         for job in jobs:
             self.copier.start(job)
-
-    def _scrub(self) -> None:
-        """Poison the pages that were freed since the last step: even if another sequence has them already, no launched
-        step has written to them yet.
-        """
-        freed = self._scheduler.pages.cache.pool.freed
-        if freed and "poison" in self.config.checks:
-            self.pool.scrub(freed)
-        freed.clear()

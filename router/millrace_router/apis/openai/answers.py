@@ -102,8 +102,7 @@ class AnswerShape:
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         if not self.before or self.version != delta.version:
             self.version = delta.version
-            chunk = event(self._chunk([]))
-            before, empty, after = chunk.rpartition(b"[]")
+            before, empty, after = event(self._chunk([])).rpartition(b"[]")
             self.before, self.after = before + empty[:1], empty[1:] + after
 
     def _envelope(self, choices: list[JsonObject], suffix: str = "") -> JsonObject:

@@ -35,7 +35,6 @@ from millrace_serve.engine.core import (
     KvReserved,
     LeaseEnded,
     Load,
-    Request,
     SchedulerInput,
     SequenceOutput,
     ServePrefix,
@@ -76,7 +75,11 @@ class Scheduler(Streams):
         """Never raises for a bad request: the request ends in an output with finish ERROR."""
         match msg:
             case Submit(request):
-                self._enrol(request)
+                enrolled = self.requests.enrol(request)
+                if isinstance(enrolled, Failure):
+                    self.outbox.refuse(request, enrolled)
+                elif enrolled is not None and enrolled.phase is Phase.WAITING:
+                    self._enqueue(enrolled)
             case ServePrefix(id, blocks):
                 if self._publisher.needs_all(self.requests.waiting.head()):
                     blocks = []  # what others fetch would be held without an end, and it would wait as long
@@ -90,13 +93,6 @@ class Scheduler(Streams):
                     self.served_pages.end(msg.id)
                 if seq := self.requests.live.get(msg.id):
                     self._handle_of(seq, msg)
-
-    def _enrol(self, request: Request) -> None:
-        enrolled = self.requests.enrol(request)
-        if isinstance(enrolled, Failure):
-            self.outbox.refuse(request, enrolled)
-        elif enrolled is not None and enrolled.phase is Phase.WAITING:
-            self._enqueue(enrolled)
 
     def _handle_of(self, seq: Sequence, msg: Abort | KvOffered | KvArrived | KvFailed | KvLate | LeaseEnded) -> None:
         """A message about a live sequence; one that its phase does not expect changes nothing."""

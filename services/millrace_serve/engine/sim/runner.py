@@ -155,7 +155,12 @@ class SimRunner:
             tokens[ends] = settings.eos_token_id
         counts, drafted = self._accept(batch, hashes, index)
         output = StepOutput(tokens, counts, drafted, tokens[:, :0], corrupt=corrupt)
-        return _with_logprobs(output, -1 if sampling is None else sampling.num_logprobs, settings.vocab_size)
+        if sampling is not None and sampling.num_logprobs >= 0:  # made up: -1, -2, ... from the likeliest token on
+            ranks = np.arange(sampling.num_logprobs)
+            output.logprobs = np.full(tokens.shape, -1.0, np.float32)
+            output.top_ids = (tokens[:, :, None] + ranks) % settings.vocab_size
+            output.top_logprobs = np.tile(-1.0 - ranks.astype(np.float32), (*tokens.shape, 1))
+        return output
 
     def _accept(self, batch: HostBatch, hashes: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """int64 [S] twice: the accepted rows of each sampled sequence, and its drafts, where positions have pages."""
@@ -173,16 +178,6 @@ class SimRunner:
 def _chunk_lens(batch: HostBatch) -> tuple[int, ...]:
     """Tokens of each chunk, with the shared one as the last."""
     return batch.chunk_lens if batch.shared is None else (*batch.chunk_lens, batch.shared.split.num_tokens)
-
-
-def _with_logprobs(output: StepOutput, count: int, vocab_size: int) -> StepOutput:
-    """Made-up values: the sampled token has -1, the next ids -2, -3, ..."""
-    if count >= 0:
-        shape = output.tokens.shape
-        output.logprobs = np.full(shape, -1.0, np.float32)
-        output.top_ids = (output.tokens[:, :, None] + np.arange(count)) % vocab_size
-        output.top_logprobs = np.tile(-1.0 - np.arange(count, dtype=np.float32), (*shape, 1))
-    return output
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

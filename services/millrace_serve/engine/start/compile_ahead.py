@@ -50,8 +50,9 @@ MOST_PROCESSES = 8
 LIMIT_S = 300.0  # after which the rank goes on without those that have not ended
 WORK_BYTES = 2 << 30  # for the activations of most steps; those that need more are left to the rank
 LIBRARIES = ("torch", "triton", "sgl-deep-gemm", "sgl-flash-mla", "flashinfer-python")
-# One process builds FlashInfer's module under a lock; the others do not wait for it.
+# One process builds each of FlashInfer's modules under a lock; the others do not wait for it.
 WITHOUT_FLASHINFER = {
+    "indexer.top_keys": "",
     "mla_prefill.plan": "",
     "mla_prefill.mla_prefill": "millrace_kernels.triton.mla_prefill:mla_prefill",
 }
