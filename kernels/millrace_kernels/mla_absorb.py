@@ -39,8 +39,6 @@ def absorb_q(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, quantised: Fp8 |
 def project_v(latent: Tensor, w_uv: Tensor) -> Tensor:
     """latent [T, H, C], w_uv [H, V, C] (any head stride) -> [T, H * V], contiguous."""
     assert latent.shape[1] == w_uv.shape[0] and latent.shape[2] == w_uv.shape[2], (latent.shape, w_uv.shape)
-    if run := implementation("mla_absorb.project_v", latent.device, latent.shape[0]):
-        return run(latent, w_uv)
     out = latent.new_empty(*latent.shape[:2], w_uv.shape[1])
     torch.bmm(latent.transpose(0, 1), w_uv.transpose(1, 2), out=out.transpose(0, 1))
     return out.flatten(1)

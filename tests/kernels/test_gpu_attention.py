@@ -83,7 +83,6 @@ def test_layout_and_rotation(num: int, heads: int) -> None:
 @pytest.mark.parametrize("heads", HEADS)
 def test_absorption(num: int, heads: int) -> None:
     check("mla_absorb.absorb_q", num, attention_inputs.absorb_q, num, heads)
-    check("mla_absorb.project_v", num, attention_inputs.project_v, num, heads)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

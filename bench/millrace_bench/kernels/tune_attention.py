@@ -104,7 +104,7 @@ def _absorb_many(
 
 def _project_many(latent: Tensor, w_uv: Tensor, quantised: Fp8, tile: Tile | None, fp8: bool) -> Operand:
     if tile is None:
-        with forced(**{"mla_absorb.project_v_quant": "", "mla_absorb.project_v": ""}):
+        with forced(**{"mla_absorb.project_v_quant": ""}):
             return project_v_quant(latent, w_uv)
     return mla_absorb.project_v_quant_with(latent, quantised if fp8 else w_uv, tile)
 

@@ -4,6 +4,8 @@ It compiles a kernel per tile configuration at its first use, 2 to 5 s each, and
 on M only through ceil(M / 64), so one call per multiple of 64 (`compile_ahead`) meets every configuration of a shape.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ def fp8_linear(x: Fp8, weight: Fp8, dtype: torch.dtype) -> Tensor:
     (num_tokens, k), n = x.data.shape, weight.data.shape[0]
     if dtype != torch.bfloat16 or n % 8 or k % BLOCK:
         return ours.fp8_linear(x, weight, dtype)
-    out = torch.empty(num_tokens, n, dtype=dtype, device=x.data.device)
+    out = torch.zeros(num_tokens, n, dtype=dtype, device=x.data.device)
     _met[n, k] = None
     if num_tokens:
         deep_gemm.fp8_gemm_nt((x.data, x.scales), (weight.data, weight.scales), out)
@@ -36,13 +38,10 @@ def sizes(max_tokens: int) -> list[int]:
 def compile_ahead(max_tokens: int, device: torch.device, start: float = 0.0) -> int:
     products = [(num_tokens, n, k) for n, k in sorted(_met) for num_tokens in sizes(max_tokens)]
     first = int(len(products) * start)
+    zeros = functools.partial(torch.zeros, device=device)
     for num_tokens, n, k in products[first:] + products[:first]:
         blocks_n, blocks_k = -(-n // BLOCK), -(-k // BLOCK)
-        weight = Fp8(_zeros((n, k), torch.float8_e4m3fn, device), _zeros((blocks_n, blocks_k), torch.float32, device))
-        scales = _zeros((blocks_k, num_tokens), torch.float32, device).t()
-        fp8_linear(Fp8(_zeros((num_tokens, k), torch.float8_e4m3fn, device), scales), weight, torch.bfloat16)
+        weight = Fp8(zeros(n, k, dtype=torch.float8_e4m3fn), zeros(blocks_n, blocks_k))
+        x = Fp8(zeros(num_tokens, k, dtype=torch.float8_e4m3fn), zeros(blocks_k, num_tokens).t())
+        fp8_linear(x, weight, torch.bfloat16)
     return len(_met)
-
-
-def _zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)

@@ -50,9 +50,8 @@ def schedule(seq_lens: Tensor, queries_per_seq: int, num_heads: int, kv_dtype: t
     import flash_mla
     from flash_mla.flash_mla_interface import FlashMLASchedMeta
 
-    if not len(seq_lens) or kv_dtype not in KV_DTYPES or not flash_mla.has_legacy():
-        return None
-    if queries_per_seq > most_queries(kv_dtype):
+    taken = len(seq_lens) and kv_dtype in KV_DTYPES and queries_per_seq <= most_queries(kv_dtype)
+    if not taken or not flash_mla.has_legacy():
         return None
     fp8 = kv_dtype == torch.float8_e4m3fn
     lens = seq_lens.clamp_min(1) if fp8 else seq_lens
@@ -71,10 +70,8 @@ def mla_decode(
     kv_lora_rank: int,
     plan: FlashMlaPlan | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if not _takes(q, kv, kv_lora_rank):
-        return ours.mla_decode(q, kv, page_table, seq_lens, scale, kv_lora_rank)
-    plan = plan or schedule(seq_lens, q.shape[1], q.shape[2], kv.dtype)
-    if plan is None:
+    taken = _takes(q, kv, kv_lora_rank)
+    if not taken or (plan := plan or schedule(seq_lens, q.shape[1], q.shape[2], kv.dtype)) is None:
         return ours.mla_decode(q, kv, page_table, seq_lens, scale, kv_lora_rank)
     import flash_mla
 

@@ -155,9 +155,7 @@ def _tma_addresses(rows: Tensor) -> bool:
     return aligned and rows.stride(1) == 1
 
 
-def _descriptors(
-    x: Fp8, weight: Fp8, chosen: Fp8LinearConfig
-) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
+def _descriptors(x: Fp8, weight: Fp8, chosen: Fp8LinearConfig) -> tuple[TensorDescriptor, ...]:
     return (
         TensorDescriptor.from_tensor(x.data, [chosen.block_m, BLOCK]),
         TensorDescriptor.from_tensor(x.scales.t(), [1, chosen.block_m]),
