@@ -13,9 +13,10 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import grpc
 from millrace.v1 import (
@@ -67,6 +68,12 @@ class Got:
 
 
 Read = Callable[[int], Awaitable[Got]]
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+def on_a_loop(load: Callable[P, Coroutine[object, object, T]]) -> Callable[P, T]:
+    """Of its own."""
+    return functools.wraps(load)(lambda *args, **named: run(load(*args, **named)))
 
 
 def start(all_started: threading.Barrier) -> None:
@@ -74,67 +81,52 @@ def start(all_started: threading.Barrier) -> None:
     all_started.wait()
 
 
-def streams(work: Work, count: int, tokens: int) -> list[Got]:
+@on_a_loop
+async def streams(work: Work, count: int, tokens: int) -> list[Got]:
     """So many at once."""
-
-    async def load() -> list[Got]:
-        async with _clients(work) as read:
-            return await asyncio.gather(*(read(tokens) for _ in range(count)))
-
-    return run(load())
+    async with _clients(work) as read:
+        return await asyncio.gather(*(read(tokens) for _ in range(count)))
 
 
-def one_by_one(work: Work, clients: int, requests: int) -> list[Got]:
+@on_a_loop
+async def one_by_one(work: Work, clients: int, requests: int) -> list[Got]:
     """`clients` that send one request for one token after the other, `requests` in all."""
+    left = iter(range(requests))
+    async with _clients(work) as read:
 
-    async def load() -> list[Got]:
-        left = iter(range(requests))
-        async with _clients(work) as read:
+        async def client() -> list[Got]:
+            return [await read(1) for _ in left]
 
-            async def client() -> list[Got]:
-                return [await read(1) for _ in left]
-
-            return [got for found in await asyncio.gather(*(client() for _ in range(clients))) for got in found]
-
-    return run(load())
+        return [got for found in await asyncio.gather(*(client() for _ in range(clients))) for got in found]
 
 
-def probe(work: Work, requests: int) -> list[float]:
+@on_a_loop
+async def probe(work: Work, requests: int) -> list[float]:
     """Seconds to the first token of requests for one token, one after the other."""
-
-    async def load() -> list[float]:
-        async with work.channel() as ch:
-            stub = inference_pb2_grpc.InferenceStub(ch)
-            grpc_read = functools.partial(_probe, stub, work.prompt)
-            read = grpc_read if work.api == "grpc" else functools.partial(_read_http, work, 1)
-            found = [await read() for _ in range(requests)]
-            return [got.first - got.start for got in found]
-
-    return run(load())
+    async with work.channel() as ch:
+        stub = inference_pb2_grpc.InferenceStub(ch)
+        grpc_read = functools.partial(_probe, stub, work.prompt)
+        read = grpc_read if work.api == "grpc" else functools.partial(_read_http, work, 1)
+        found = [await read() for _ in range(requests)]
+        return [got.first - got.start for got in found]
 
 
-def timed(work: Work, tokens: int) -> Got:
+@on_a_loop
+async def timed(work: Work, tokens: int) -> Got:
     """One gRPC stream, with the time that each of its tokens took from the worker to here."""
-
-    async def load() -> Got:
-        async with work.channel() as ch:
-            got = Got(time.perf_counter())
-            async for response in inference_pb2_grpc.InferenceStub(ch).Generate(_request(work.prompt, tokens, True)):
-                now = time.perf_counter()
-                got.latencies += [(now - entry.sampled.logprob) % CLOCK_S for entry in response.logprobs]
-            return got
-
-    return run(load())
+    async with work.channel() as ch:
+        got = Got(time.perf_counter())
+        async for response in inference_pb2_grpc.InferenceStub(ch).Generate(_request(work.prompt, tokens, True)):
+            now = time.perf_counter()
+            got.latencies += [(now - entry.sampled.logprob) % CLOCK_S for entry in response.logprobs]
+        return got
 
 
-def direct(prefill: str, work: Work, requests: int) -> list[float]:
+@on_a_loop
+async def direct(prefill: str, work: Work, requests: int) -> list[float]:
     """Seconds to a prompt's first token on a Link of our own: what is left when the router is taken away."""
-
-    async def load() -> list[float]:
-        async with _link(prefill, identity_in(work.tls) if work.tls else None) as link:
-            return [await _first_token(link, work.prompt) for _ in range(requests)]
-
-    return run(load())
+    async with _link(prefill, identity_in(work.tls) if work.tls else None) as link:
+        return [await _first_token(link, work.prompt) for _ in range(requests)]
 
 
 # ------------------------------------------------------------------------------------- gRPC

@@ -79,11 +79,6 @@ def _row(bf16: str, *, name: str, kind: str = "model", **keys: Any) -> Row:
     return Row(name, System(Kind(kind), bf16, worker_set=own, kernels=kernels, **keys), **of_row)
 
 
-def ranks_on(num_gpus: int) -> Sequence[str]:
-    """Settings of workers with two GPUs that can be run here."""
-    return TWO_GPUS if num_gpus >= 2 else ()
-
-
 def chosen(plan: list[Row], texts: Sequence[str]) -> list[Row]:
     """Rows with one of these texts in their names, and their references; all rows without texts."""
     wanted = [row for row in plan if not texts or any(text in row.name for text in texts)]
@@ -112,7 +107,8 @@ async def run(
 ) -> tuple[dict[str, Any], bool]:
     """The record's results, and whether all checks passed."""
     with tempfile.TemporaryDirectory(prefix="millrace-eval-") as folder:
-        plan, evaluations, where = chosen(rows(bf16, chunk, device, ranks_on(len(gpus()))), texts), [], {"": bf16}
+        two_gpus = TWO_GPUS if len(gpus()) >= 2 else ()
+        plan, evaluations, where = chosen(rows(bf16, chunk, device, two_gpus), texts), [], {"": bf16}
         for form in sorted({row.weights for row in plan} - {""}):
             where[form] = str(Path(folder) / form)
             export(Path(bf16), Path(where[form]), form)

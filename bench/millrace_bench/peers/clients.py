@@ -15,12 +15,11 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from millrace.v1 import common_pb2, inference_pb2
-from millrace_rpc.server import run
 
 from millrace_bench import frames
 from millrace_bench.fake_worker import CLOCK_S
 from millrace_bench.peers.sse_worker import TEXT
-from millrace_bench.router_load import CONNECTIONS, METHOD
+from millrace_bench.router_load import CONNECTIONS, METHOD, on_a_loop
 
 Api = Literal["http", "grpc"]
 FOREVER = 100_000  # tokens
@@ -81,46 +80,38 @@ class Load:
         self._process.join()
 
 
-def _load(target: Target, streams: int, counts: Any) -> None:
-    async def load() -> None:
-        opened = await (_grpc_streams if target.api == "grpc" else _http_streams)(target, streams)
-        while True:
-            if any(one.ended.done() for one in opened):
-                raise SystemExit("a stream ended early")
-            tokens = [one.tokens for one in opened]
-            with counts.get_lock():
-                counts[:] = [sum(map(bool, tokens)), sum(tokens), time.perf_counter()]
-            await asyncio.sleep(COUNT_S)
-
-    run(load())
-
-
-def latencies(target: Target, seconds: float) -> list[float]:
-    """Seconds that each token of one stream takes from the worker to here."""
-
-    async def measure() -> list[float]:
-        stream = await (_grpc_stream if target.api == "grpc" else _http_stream)(target, FOREVER, True)
-        await asyncio.sleep(seconds)
-        if stream.ended.done():
+@on_a_loop
+async def _load(target: Target, streams: int, counts: Any) -> None:
+    opened = await (_grpc_streams if target.api == "grpc" else _http_streams)(target, streams)
+    while True:
+        if any(one.ended.done() for one in opened):
             raise SystemExit("a stream ended early")
-        return stream.latencies
+        tokens = [one.tokens for one in opened]
+        with counts.get_lock():
+            counts[:] = [sum(map(bool, tokens)), sum(tokens), time.perf_counter()]
+        await asyncio.sleep(COUNT_S)
 
-    return run(measure())
+
+@on_a_loop
+async def latencies(target: Target, seconds: float) -> list[float]:
+    """Seconds that each token of one stream takes from the worker to here."""
+    stream = await (_grpc_stream if target.api == "grpc" else _http_stream)(target, FOREVER, True)
+    await asyncio.sleep(seconds)
+    if stream.ended.done():
+        raise SystemExit("a stream ended early")
+    return stream.latencies
 
 
-def first_tokens(target: Target, requests: int) -> list[float]:
+@on_a_loop
+async def first_tokens(target: Target, requests: int) -> list[float]:
     """Seconds to the first token of requests for one token, one after the other."""
-
-    async def measure() -> list[float]:
-        begin, found = _grpc_stream if target.api == "grpc" else _http_stream, []
-        for _ in range(requests):
-            start = time.perf_counter()
-            stream = await begin(target, 1, False)
-            await stream.ended
-            found.append(stream.first - start)
-        return found
-
-    return run(measure())
+    begin, found = _grpc_stream if target.api == "grpc" else _http_stream, []
+    for _ in range(requests):
+        start = time.perf_counter()
+        stream = await begin(target, 1, False)
+        await stream.ended
+        found.append(stream.first - start)
+    return found
 
 
 async def _one_after_another(begin: Callable[[], Awaitable[S]], count: int) -> list[S]:
