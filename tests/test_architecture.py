@@ -195,15 +195,12 @@ class Module:
 
     def package(self) -> str:
         """The row of MAY_IMPORT that holds for this module."""
-        return next(name for name in longest_first() if is_within(self.name, name))
+        longest_first = sorted([*MAY_IMPORT, *ANYTHING, "millrace_serve"], key=len, reverse=True)
+        return next(name for name in longest_first if is_within(self.name, name))
 
 
 def is_within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
-
-
-def longest_first() -> list[str]:
-    return sorted([*MAY_IMPORT, *ANYTHING, "millrace_serve"], key=len, reverse=True)
 
 
 def files() -> Iterator[tuple[str, Path]]:

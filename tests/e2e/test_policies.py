@@ -54,11 +54,6 @@ async def decoded(client: Client) -> int:
     return sum(worker.load.replicas[0].counters["output_tokens"] for worker in workers if worker.info.role == DECODE)
 
 
-async def decision(client: Client, name: str) -> admin_pb2.PlacementDecision:
-    (found,) = (await client.admin.ExplainRequest(admin_pb2.ExplainRequestRequest(request_id=name))).placements
-    return found
-
-
 async def prompts_computed(client: Client, role: int) -> int:
     """Prompt tokens that the workers of a role were given."""
     workers = await client.wait_whole()
@@ -82,12 +77,12 @@ async def test_an_idle_decode_worker_runs_prompts_with_the_same_tokens() -> None
         before = await prompts_computed(client, PREFILL)
         answers = [await ask_and_settle(client, f"r{len(prompt)}", prompt) for prompt in prompts]
         assert answers == [expected(prompt, 8) for prompt in prompts]
-        found = [await decision(client, f"r{length}") for length in lengths]
+        found = [await client.placement(f"r{length}") for length in lengths]
         assert [entry.route for entry in found] == ["local"] * 7
         assert await prompts_computed(client, PREFILL) == before
         longer = [*prompts[-1], *answers[-1], 77]  # a second turn: all but its end is cached where it was decoded
         assert await ask_and_settle(client, "turn 2", longer) == expected(longer, 8)
-        second = await decision(client, "turn 2")
+        second = await client.placement("turn 2")
         assert (second.route, second.cached_tokens) == ("local", 256)
         await client.wait_whole()
 
@@ -100,12 +95,12 @@ async def test_prefix_is_computed_where_it_is_cached() -> None:
     async with InsideCluster(kv_aware) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
         family = prompt_of(640)
         assert await ask_and_report(client, "first", family) == expected(family, 8)
-        home = chosen((await decision(client, "first")).selections[0])
+        home = chosen((await client.placement("first")).selections[0])
         await _until_known(client, family, lambda known: known[home] == 640)
         for name in ("second", "third"):
             prompt = [*family, *prompt_of(70)]
             assert await ask_and_report(client, name, prompt) == expected(prompt, 8)
-            found = await decision(client, name)
+            found = await client.placement(name)
             assert found.cached_tokens == 640
             known = {row.address: row.cached_tokens for row in found.selections[0].candidates}
             assert known[home] == known[chosen(found.selections[0])] == 640  # a look may have gone to the other one
@@ -128,7 +123,7 @@ async def _until_known(
             await client.admin.FlushCaches(admin_pb2.FlushCachesRequest())
         name = f"look {flush} {number}"
         await ask_and_report(client, name, [*family, 7], max_tokens=1)
-        rows = (await decision(client, name)).selections[0].candidates
+        rows = (await client.placement(name)).selections[0].candidates
         if condition({row.address: row.cached_tokens for row in rows}):
             return
         await asyncio.sleep(0.05)

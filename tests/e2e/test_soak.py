@@ -21,11 +21,6 @@ GROWTH = 0.10  # of a process's memory after the warm-up
 pytestmark = [pytest.mark.long]
 
 
-def make_prompts() -> list[list[int]]:
-    rng = random.Random(11)
-    return [[rng.randrange(10, 1000) for _ in range(rng.randrange(1, 500))] for _ in range(PROMPTS)]
-
-
 def memory_of(cluster: ControlledCluster) -> dict[str, int]:
     """Bytes of each process tree."""
     sizes = {}
@@ -36,7 +31,8 @@ def memory_of(cluster: ControlledCluster) -> dict[str, int]:
 
 
 async def test_requests_of_random_lengths_leave_no_memory_behind() -> None:
-    prompts = make_prompts()
+    rng = random.Random(11)
+    prompts = [[rng.randrange(10, 1000) for _ in range(rng.randrange(1, 500))] for _ in range(PROMPTS)]
     expected = greedy(prompts, MAX_TOKENS)
     assert len({tuple(one.tokens) for one in expected}) == PROMPTS  # an answer to another prompt would be noticed
     rng = random.Random(12)

@@ -5,7 +5,7 @@ import sys
 
 import grpc
 import pytest
-from millrace.v1 import admin_pb2, worker_pb2, worker_pb2_grpc
+from millrace.v1 import worker_pb2, worker_pb2_grpc
 from millrace_cli.cluster import ClusterSpec, LocalCluster, server_command
 from millrace_rpc.client import channel
 from millrace_testing.client import Client
@@ -52,11 +52,6 @@ async def until_known(client: Client, cluster: LocalCluster, at_decode: int) -> 
         await asyncio.sleep(0.02)
 
 
-async def explained(client: Client, name: str) -> admin_pb2.PlacementDecision:
-    (found,) = (await client.admin.ExplainRequest(admin_pb2.ExplainRequestRequest(request_id=name))).placements
-    return found
-
-
 @pytest.mark.long
 async def test_conversation_is_computed_once() -> None:
     """Ten turns: whatever was said before comes from a cache, and every token is that of the oracle."""
@@ -71,7 +66,7 @@ async def test_conversation_is_computed_once() -> None:
             answer = await client.generate(prompt, name=f"turn {turn}", max_tokens=200, ignore_eos=True)
             assert answer.tokens == expected(prompt, 200)
             if turn:
-                prefix_fetch = (await explained(client, f"turn {turn}")).prefix_fetch
+                prefix_fetch = (await client.placement(f"turn {turn}")).prefix_fetch
                 assert (
                     prefix_fetch.taken
                     and prefix_fetch.address == decode

@@ -75,7 +75,8 @@ def test_pod_of_an_older_revision_finds_its_files() -> None:
             access = ("--kube-apiserver", store.url, "--kube-token", "any", "--namespace", NAMESPACE)
             run([command, RELEASE, *arguments, *access])
             found = {name: item["data"] for (kind, name), item in store.objects.items() if kind == "ConfigMap"}
-            seen.update(mounted_data([it for (kind, _), it in store.objects.items() if kind in LASTING], found))
+            lasting = [it for (kind, _), it in store.objects.items() if kind in LASTING]
+            seen.update({config: found[config] for config in mounted(lasting).values()})
             assert {name: found.get(name) for name in seen} == seen, command
 
         helm("install", str(CHART), "--set", NO_DASHBOARDS)
@@ -86,10 +87,6 @@ def test_pod_of_an_older_revision_finds_its_files() -> None:
         helm("uninstall")
         helm("install", str(CHART), "--set", NO_DASHBOARDS)
     assert len(seen) == 6
-
-
-def mounted_data(items: list[Object], found: dict[str, Object]) -> dict[str, Object]:
-    return {config: found[config] for config in mounted(items).values()}
 
 
 KUBECTL = """#!/usr/bin/env bash

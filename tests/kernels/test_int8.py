@@ -155,19 +155,10 @@ def test_experts_on_a_gpu(num: int, by_block: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num", [0, 1, 7, 64, 128, 4096])
 @pytest.mark.parametrize(("n", "k"), [(2112, 7168), (7168, 16384)])
-def test_products_with_a_scale_for_each_block_on_a_gpu(num: int, n: int, k: int) -> None:
-    weight = blocks_of(n, k, "cuda")
+@pytest.mark.parametrize("by_block", [True, False])
+def test_int8_linear_on_a_gpu(num: int, n: int, k: int, by_block: bool) -> None:
+    weight = blocks_of(n, k, "cuda") if by_block else quant_rows(weight_of(n, k, "cuda"))
     x = quant_like(Draw(dtype=torch.bfloat16).part(num, k).cuda(), weight)
-    with forced(**dict.fromkeys(OURS, "")):
-        expected = int8_linear(x, weight, torch.float32)
-    assert_close(int8_linear(x, weight, torch.float32), expected, 1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num", [0, 1, 7, 64, 128, 4096])
-@pytest.mark.parametrize(("n", "k"), [(2112, 7168), (7168, 16384)])
-def test_int8_linear_on_a_gpu(num: int, n: int, k: int) -> None:
-    x, weight = quant_rows(Draw(dtype=torch.bfloat16).part(num, k).cuda()), quant_rows(weight_of(n, k, "cuda"))
     with forced(**dict.fromkeys(OURS, "")):
         expected = int8_linear(x, weight, torch.float32)
     assert_close(int8_linear(x, weight, torch.float32), expected, 1e-5)

@@ -1,5 +1,7 @@
 """Our kernels for the gate and the experts, through Triton's interpreter, against the references."""
 
+from types import ModuleType
+
 import pytest
 import torch
 from millrace_kernels import moe_experts as ref_experts
@@ -87,14 +89,16 @@ def case(
 
 
 @pytest.mark.parametrize(
-    ("num", "shared", "dim", "size", "fp8"),
-    [(0, False, 136, 24, False), (1, True, 136, 24, False), (4, False, 136, 24, False), (5, True, 136, 24, False),
-     pytest.param(5, True, 256, 128, True, marks=pytest.mark.long)],
+    ("kernel", "num", "shared", "fp8"),
+    [(moe_small, 0, False, False), (moe_small, 1, True, False), (moe_small, 4, False, False),
+     (moe_small, 5, True, False), pytest.param(moe_small, 5, True, True, marks=pytest.mark.long),
+     (moe_grouped, 0, False, False), (moe_grouped, 1, True, False), (moe_grouped, 21, False, False),
+     (moe_grouped, 21, True, False)],
 )  # fmt: skip
-def test_small(num: int, shared: bool, dim: int, size: int, fp8: bool) -> None:
-    x, weights, experts, (w13, w2) = case(num, dim, size, torch.bfloat16, fp8, shared)
+def test_experts(kernel: ModuleType, num: int, shared: bool, fp8: bool) -> None:
+    x, weights, experts, (w13, w2) = case(num, *((256, 128) if fp8 else (136, 24)), torch.bfloat16, fp8, shared)
     arguments = (x, weights, experts, w13, w2)
-    out = moe_small.moe_experts(*arguments, shared_expert=shared)
+    out = kernel.moe_experts(*arguments, shared_expert=shared, num_experts=9)
     assert out.dtype == x.dtype
     assert_close(out, ref_experts.moe_experts(*arguments, shared_expert=shared))
 
@@ -103,14 +107,6 @@ def test_small_in_fp32_multiplies_one_token_exactly() -> None:
     x, weights, _, (w13, w2) = case(1, 128, 128, torch.float32, True)
     arguments = (x, weights, torch.tensor([[0, 3, 2]], dtype=torch.int32), w13, w2)
     assert_close(moe_small.moe_experts(*arguments), ref_experts.moe_experts(*arguments))
-
-
-@pytest.mark.parametrize(("num", "shared"), [(0, False), (1, True), (21, False), (21, True)])
-def test_grouped_plain(num: int, shared: bool) -> None:
-    x, weights, experts, (w13, w2) = case(num, 136, 24, torch.bfloat16, False, shared)
-    arguments = (x, weights, experts, w13, w2)
-    out = moe_grouped.moe_experts(*arguments, shared_expert=shared, num_experts=9)
-    assert_close(out, ref_experts.moe_experts(*arguments, shared_expert=shared))
 
 
 LEFT = moe_grouped.MoeGroupedConfig(32, Launch(4, 3, left=True), Launch(4, 3, 64, left=True))

@@ -64,6 +64,11 @@ class Client:
         )
         return self.stub.Generate(request, timeout=timeout)
 
+    async def placement(self, name: str) -> admin_pb2.PlacementDecision:
+        """The only one of a request."""
+        (found,) = (await self.admin.ExplainRequest(admin_pb2.ExplainRequestRequest(request_id=name))).placements
+        return found
+
     async def generate(self, prompt: Sequence[int] | str, **options: Any) -> Answer:
         answer, call = Answer(), self.stream(prompt, **options)
         try:

@@ -54,12 +54,6 @@ def element_paths(file: descriptor_pb2.FileDescriptorProto) -> Elements:
             yield (SERVICE, i, METHOD, j), f"{service.name}.{method.name}"
 
 
-def all_enums(file: descriptor_pb2.FileDescriptorProto) -> Iterator[descriptor_pb2.EnumDescriptorProto]:
-    yield from file.enum_type
-    for message in file.message_type:
-        yield from message.enum_type
-
-
 def test_every_element_has_a_comment(files: list[descriptor_pb2.FileDescriptorProto]) -> None:
     missing = []
     for file in files:
@@ -69,7 +63,12 @@ def test_every_element_has_a_comment(files: list[descriptor_pb2.FileDescriptorPr
 
 
 def test_zero_of_every_enum_is_unspecified(files: list[descriptor_pb2.FileDescriptorProto]) -> None:
-    zeros = {enum.name: enum.value[0].name for file in files for enum in all_enums(file)}
+    zeros = {
+        enum.name: enum.value[0].name
+        for file in files
+        for part in (file, *file.message_type)
+        for enum in part.enum_type
+    }
     assert zeros, "no enum was found"
     assert {name: zero for name, zero in zeros.items() if not zero.endswith("_UNSPECIFIED")} == {}
 

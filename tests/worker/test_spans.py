@@ -40,10 +40,11 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
 
 
 class Recorded:
-    def __init__(self) -> None:
+    def __init__(self, route: Route, parent: str = PARENT) -> None:
         self._exporter, made = InMemorySpanExporter(), provider(Tracing(), "millrace-worker", "w")
         made.add_span_processor(SimpleSpanProcessor(self._exporter))
         self.spans = WorkerSpans(OtelTracer(made))
+        self.spans.begin(ID, route, parent, 10)
 
     def tree(self) -> dict[str, tuple[str, str]]:
         """Name to the parent's name ("" for the router's attempt) and the error."""
@@ -57,24 +58,21 @@ class Recorded:
 
 
 async def test_prompt_for_another_worker() -> None:
-    recorded = Recorded()
-    recorded.spans.begin(ID, Route.EXPORT, PARENT, 10)
+    recorded = Recorded(Route.EXPORT)
     recorded.spans.on_outputs([FIRST])
     assert recorded.tree() == {"prefill": ("", ""), "queue": ("prefill", "")}
     assert recorded.seconds("queue") == pytest.approx(0.25, abs=1e-3)
 
 
 async def test_both_phases_here() -> None:
-    recorded = Recorded()
-    recorded.spans.begin(ID, Route.LOCAL, PARENT, 10)
+    recorded = Recorded(Route.LOCAL)
     for output in (FIRST, LAST):
         recorded.spans.on_outputs([output])
     assert recorded.tree() == {"prefill": ("", ""), "queue": ("prefill", ""), "decode": ("", "")}
 
 
 async def test_import() -> None:
-    recorded = Recorded()
-    recorded.spans.begin(ID, Route.IMPORT, PARENT, 10)
+    recorded = Recorded(Route.IMPORT)
     recorded.spans.waits_for_pages(ID)
     recorded.spans.has_pages(ID)
     recorded.spans.imported(ID, 3)
@@ -84,8 +82,7 @@ async def test_import() -> None:
 
 @pytest.mark.parametrize("route", Route)
 async def test_failures_end_what_went_on(route: Route) -> None:
-    recorded = Recorded()
-    recorded.spans.begin(ID, route, PARENT, 10)
+    recorded = Recorded(route)
     recorded.spans.waits_for_pages(ID)
     failure = Failure("STALLED", "no part")
     recorded.spans.on_outputs([SequenceOutput(ID, 0, [], FinishReason.ERROR, failure)])
@@ -95,8 +92,7 @@ async def test_failures_end_what_went_on(route: Route) -> None:
 
 
 async def test_what_nobody_traces_leaves_nothing() -> None:
-    recorded = Recorded()
-    recorded.spans.begin(ID, Route.LOCAL, "", 10)
+    recorded = Recorded(Route.LOCAL, "")
     recorded.spans.on_outputs([FIRST, LAST])
     recorded.spans.close()
     assert recorded.tree() == {}

@@ -103,16 +103,12 @@ def test_who_comes_late_hears_which_rank_was_lost() -> None:
 
 
 def test_message_that_is_cut_short_is_refused() -> None:
-    ours, theirs = _tcp_pair()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
     link = RankConnection(3, ours)
     theirs.sendall(b"half")
     theirs.close()
     with pytest.raises(RankLost, match=r"^rank 3 has ended"):
         link.receive(8)
     link.close()
-
-
-def _tcp_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        return ours, server.accept()[0]

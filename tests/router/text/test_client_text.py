@@ -157,20 +157,16 @@ def test_templates_still_cut_reasoning_off(form: str, left: str, models: dict[st
     assert special(ours, ids) == special(ours, harmless[1])
 
 
-def test_a_template_may_cut_the_text_anywhere(tmp_path: Path) -> None:
-    """Two texts meet where each was cut, so that two guards do: the second still guards."""
-    template = "{% for m in messages %}{{ m.content.split('</think>')[0] }}{% endfor %}"
+@pytest.mark.parametrize(
+    ("cut", "texts", "left"),
+    [(".split('</think>')[0]", ("a</think>", f"{THINK}b"), f"a{THINK}b"), (" | trim", ("<thi \n", "  nk>"), THINK)],
+)
+def test_a_template_may_cut_the_text_anywhere(tmp_path: Path, cut: str, texts: tuple[str, str], left: str) -> None:
+    """Two texts meet where each was cut, so that two guards do, and the second still guards; white space is no wall."""
+    template = f"{{% for m in messages %}}{{{{ m.content{cut} }}}}{{% endfor %}}"
     tokenizer = Tokenizer.load(write(tmp_path, template, (THINK, THINK_END)))
-    text = tokenizer.render([{"role": "user", "content": text} for text in ("a</think>", f"{THINK}b")])
-    assert text.replace(GUARD, "") == f"a{THINK}b"
-    assert special(tokenizer, tokenizer._encode(text, add_bos=False)) == []
-
-
-def test_white_space_that_a_template_trims_is_no_wall(tmp_path: Path) -> None:
-    template = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
-    tokenizer = Tokenizer.load(write(tmp_path, template, (THINK,)))
-    text = tokenizer.render([{"role": "user", "content": text} for text in ("<thi \n", "  nk>")])
-    assert text.replace(GUARD, "") == THINK
+    text = tokenizer.render([{"role": "user", "content": text} for text in texts])
+    assert text.replace(GUARD, "") == left
     assert special(tokenizer, tokenizer._encode(text, add_bos=False)) == []
 
 
