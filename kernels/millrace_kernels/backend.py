@@ -103,7 +103,6 @@ TABLE: dict[str, tuple[KernelChoice, ...]] = {
         *_ours("mla_absorb:absorb_q_many", when="millrace_kernels.triton.mla_absorb:absorb_is_measured"),
         *_ours("mla_absorb:absorb_q"),
     ),
-    "mla_absorb.project_v": (REFERENCE,),
     "mla_absorb.project_v_quant": (
         *_ours(
             "mla_absorb:project_v_quant", when="millrace_kernels.triton.mla_absorb:project_quant_is_measured", on=E4M3
@@ -130,6 +129,7 @@ TABLE: dict[str, tuple[KernelChoice, ...]] = {
     "indexer.index_store": _ours("indexer:index_store", on=E4M3),
     "indexer.masked": _ours("indexer:masked"),
     "indexer.chosen_rows": _ours("indexer:chosen_rows"),
+    "indexer.top_keys": (REFERENCE, KernelChoice("millrace_kernels.lib.flashinfer:top_keys", needs="flashinfer")),
     "indexer.plan": (KernelChoice("millrace_kernels.lib.deep_gemm_indexer:schedule", needs="deep_gemm"),),
     "indexer.index_logits": (KernelChoice("millrace_kernels.lib.deep_gemm_indexer:index_logits", needs="deep_gemm"),),
     "mla_sparse.mla_sparse": (

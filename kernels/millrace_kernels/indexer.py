@@ -173,7 +173,7 @@ def chosen_rows(logits: Tensor, lens: Tensor, topk: int, page_table: Tensor, pag
     Args: logits, lens: as `index_logits` has them. page_table: int32 [T or 1, P]. page_rows: from a page's first row to
         that of the next.
     """
-    keys = logits.topk(min(topk, logits.shape[1]), sorted=False).indices
+    keys = top_keys(logits, lens, topk)
     if run := implementation("indexer.chosen_rows", logits.device, logits.shape[0]):
         return run(keys, lens, topk, page_table, page_size, page_rows)
     first, lens = torch.arange(keys.shape[1], device=keys.device), lens.unsqueeze(1)
@@ -181,3 +181,10 @@ def chosen_rows(logits: Tensor, lens: Tensor, topk: int, page_table: Tensor, pag
     pages = page_table.expand(len(keys), -1).gather(1, keys // page_size)
     rows = (pages * page_rows + keys % page_size).int().masked_fill_(first >= lens, -1)
     return F.pad(rows, (0, topk - rows.shape[1]), value=-1)
+
+
+def top_keys(logits: Tensor, lens: Tensor, topk: int) -> Tensor:
+    """int32 or int64 [T, min(topk, keys)], in any order; anything for a token that has no more than `topk` keys."""
+    if run := implementation("indexer.top_keys", logits.device, logits.shape[0], logits.shape):
+        return run(logits, lens, topk)
+    return logits.topk(min(topk, logits.shape[1]), sorted=False).indices

@@ -48,6 +48,12 @@ def chosen_rows(draw: Draw, lens: Sequence[int], topk: int, per_row: bool) -> In
     return {**call, "page_size": PAGE, "page_rows": PAGE_ROWS}
 
 
+def first_of_equals(logits: Tensor, lens: Tensor, topk: int) -> Tensor:
+    """int32 [T, topk], the keys with the largest logits in their order, of equal ones the first; -1 behind the last."""
+    keys = indexer.masked(logits.clone(), lens).sort(descending=True, stable=True).indices[:, :topk].sort().values
+    return keys.masked_fill_(keys >= lens.unsqueeze(1), -1).int()
+
+
 def mla_sparse(draw: Draw, lens: Sequence[int], topk: int, heads: int, kv_dtype: torch.dtype) -> Inputs:
     """Tokens of a sequence each, which attend to `topk` of so many keys, or to all of fewer."""
     table, item = _page_table(draw, lens), torch.empty(0, dtype=kv_dtype).itemsize

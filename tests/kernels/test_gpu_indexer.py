@@ -6,6 +6,7 @@ import pytest
 import torch
 from millrace_kernels import backend, indexer
 from millrace_kernels.indexer import IndexRows
+from millrace_kernels.lib import flashinfer
 from millrace_kernels.mla_sparse import by_copies, mla_sparse, pool_rows
 from millrace_kernels.testing.attention_inputs import Draw
 from millrace_kernels.testing.tolerances import FP8_TOLERANCE, rms_error
@@ -68,6 +69,23 @@ def test_choice(per_row: bool) -> None:
     assert torch.equal(found.sort(1).values, wanted.sort(1).values)
 
 
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("rows", [1, 256])
+@pytest.mark.parametrize("keys", [1024, 4096, 16384, 65536, 131072])
+def test_flashinfer_selects_the_first_of_the_largest(keys: int, rows: int, equal: bool) -> None:
+    """Equal ones are more than its block has room for. What lies behind a row's keys is not read."""
+    pytest.importorskip("flashinfer")
+    logits = Draw("cuda")(rows, keys)
+    logits = (logits > 0).float() if equal else logits
+    for first in (keys, 1):
+        lens = torch.tensor([first, TOPK - 1, TOPK, TOPK + 1, keys // 2 + 3, keys - 1], dtype=torch.int32)
+        lens = lens.clamp(max=keys).repeat(43)[:rows].cuda()
+        behind = torch.arange(keys, device=DEVICE) >= lens.unsqueeze(1)
+        wanted = indexer_inputs.first_of_equals(logits, lens, TOPK)
+        for _ in range(3):
+            assert torch.equal(flashinfer.top_keys(logits.masked_fill(behind, torch.nan), lens, TOPK), wanted)
+
+
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
 def test_attention_to_chosen_rows(heads: int, kv_dtype: torch.dtype) -> None:
@@ -82,14 +100,16 @@ def test_attention_to_chosen_rows(heads: int, kv_dtype: torch.dtype) -> None:
             assert_close(mla_sparse(**call), wanted, ATTENTION_TOLERANCE[BF16])
 
 
-def test_graph_chooses_anew_for_other_lengths() -> None:
+@pytest.mark.parametrize("top_keys", ["", "millrace_kernels.lib.flashinfer:top_keys"])
+def test_graph_chooses_anew_for_other_lengths(top_keys: str) -> None:
     """Captured with short sequences, replayed with long ones: the plan follows the lengths on the device."""
     call = indexer_inputs.index_logits(Draw("cuda", BF16), LENS, True)
     lens, table = call["lens"].clone(), call["page_table"]
 
     def chosen() -> Tensor:
         logits = indexer.index_logits(**call | {"lens": lens}, plan=indexer.plan(lens, True))
-        return indexer.chosen_rows(logits, lens, TOPK, table, 64, 64)
+        with backend.forced(**{"indexer.top_keys": top_keys}):
+            return indexer.chosen_rows(logits, lens, TOPK, table, 64, 64)
 
     lens.fill_(1)
     for _ in range(2):

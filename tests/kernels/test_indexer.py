@@ -3,16 +3,17 @@ adapters hand to DeepGEMM and FlashMLA, whose stand-ins compute with the referen
 """
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kernels.indexer_inputs import PAGE_ROWS
+import torch.nn.functional as F
+from kernels.indexer_inputs import PAGE_ROWS, first_of_equals
 from millrace_kernels import indexer
 from millrace_kernels.backend import forced
 from millrace_kernels.indexer import IndexRows
-from millrace_kernels.lib import deep_gemm_indexer
+from millrace_kernels.lib import deep_gemm_indexer, flashinfer
 from millrace_kernels.lib import flash_mla as library_kernels
 from millrace_kernels.mla_sparse import by_copies, mla_sparse, pool_rows
 from millrace_kernels.testing.attention_inputs import LATENT, PAGE, ROW, SCALE, Draw
@@ -73,25 +74,17 @@ def test_logits_are_the_papers(per_row: bool, exact: bool) -> None:
 
 @pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize("target", ["", f"{TRITON}:chosen_rows"])
-def test_rows_of_the_largest(target: str, per_row: bool) -> None:
-    lens, topk = [130, 3, 64, 16, 17], 16
+@pytest.mark.parametrize(("lens", "topk"), [([130, 3, 64, 16, 17], 16), ([3], 100)])
+def test_rows_of_the_largest(lens: list[int], topk: int, target: str, per_row: bool) -> None:
     call = indexer_inputs.chosen_rows(Draw(), lens, topk, per_row)
     with forced(**{"indexer.chosen_rows": target}):
         found = indexer.chosen_rows(**call)
-    assert found.shape == (5, topk) and found.dtype == torch.int32
+    assert found.shape == (len(lens), topk) and found.dtype == torch.int32
     for token, num in enumerate(lens):
         table, best = call["page_table"][token if per_row else 0], call["logits"][token].argsort(descending=True)
         wanted = {int(table[key // PAGE]) * PAGE_ROWS + int(key) % PAGE for key in best[: min(num, topk)]}
         rows = found[token].tolist()
         assert set(rows[: len(wanted)]) == wanted and rows[len(wanted) :] == [-1] * (topk - len(wanted))
-
-
-def test_fewer_keys_than_wanted() -> None:
-    call = indexer_inputs.chosen_rows(Draw(), [3], 100, True)
-    for target in ("", f"{TRITON}:chosen_rows"):
-        with forced(**{"indexer.chosen_rows": target}):
-            found = indexer.chosen_rows(**call)
-        assert found.shape == (1, 100) and ((found >= 0) == (torch.arange(100) < 3)).all()
 
 
 @pytest.mark.parametrize(("num", "heads"), [(0, 3), (1, 64), (17, 1), (17, 3)])
@@ -199,6 +192,26 @@ def test_deep_gemm_gets_pages_or_keys(deep_gemm: list[str], per_row: bool, name:
     found = deep_gemm_indexer.index_logits(**call, plan=plan)
     assert deep_gemm == [*(["schedule"] if per_row else []), name]
     assert_close(found, indexer.index_logits(**call), 1e-5)
+
+
+@pytest.mark.parametrize("most", [2048, 15])
+def test_flashinfer_selects_keys(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets contiguous rows, and no more keys to choose than it takes."""
+
+    def top_k_ragged_transform(logits: Tensor, offsets: Tensor, lens: Tensor, k: int, *, tie_break: int) -> Tensor:
+        assert all(x.is_contiguous() for x in (logits, offsets, lens)) and not offsets.any() and k <= most
+        assert offsets.shape == lens.shape == logits.shape[:1] and offsets.dtype == lens.dtype == torch.int32
+        return first_of_equals(logits, lens, k)
+
+    library: Any = ModuleType("flashinfer")
+    library.top_k_ragged_transform, library.TopKTieBreak = top_k_ragged_transform, SimpleNamespace(SMALL=1)
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    monkeypatch.setattr(flashinfer, "MOST_CHOSEN", most)
+    call = indexer_inputs.chosen_rows(Draw(), [130, 3, 64, 16, 17], 16, True)
+    wanted = indexer.chosen_rows(**call).sort().values
+    call["logits"] = F.pad(call["logits"], (0, 64))[:, :-64]
+    with forced(**{"indexer.top_keys": "millrace_kernels.lib.flashinfer:top_keys"}):
+        assert torch.equal(indexer.chosen_rows(**call).sort().values, wanted)
 
 
 def test_plans_of_all_sizes_are_compiled_ahead(deep_gemm: list[str]) -> None:

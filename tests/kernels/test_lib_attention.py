@@ -202,13 +202,13 @@ def wrappers(monkeypatch: pytest.MonkeyPatch) -> list[flashinfer._Slot]:
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
-    for cached in (flashinfer._works, flashinfer._free_slots, flashinfer._unused_workspace):
-        cached.cache_clear()
+    flashinfer._works.cache_clear()
+    flashinfer._free_slots.clear()
     assert flashinfer._works(CPU)
     gc.collect()
-    yield flashinfer._free_slots(CPU)
-    for cached in (flashinfer._works, flashinfer._free_slots, flashinfer._unused_workspace):
-        cached.cache_clear()
+    yield flashinfer._free_slots[CPU]
+    flashinfer._works.cache_clear()
+    flashinfer._free_slots.clear()
 
 
 def schedule(q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool) -> flashinfer.FlashInferPlan | None:

@@ -7,13 +7,17 @@ nothing is copied.
 
 A plan is made on the host in a pinned buffer and copied asynchronously. So a wrapper, which owns the buffer, serves one
 plan at a time and is planned again only when that copy is over: the GPU may be a step behind.
+
+Its radix select prefers the first of equal logits, and then one block selects a whole row, with its state in shared
+memory. So it waits for no other block, and a CUDA graph may contain it.
 """
 
 import functools
 import logging
 import math
 import weakref
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -23,6 +27,7 @@ from millrace_kernels.mla_prefill import Heads
 from millrace_kernels.triton import mla_prefill as ours
 
 QK_DIM, V_DIM, QUERIES_PER_TILE = 192, 128, 128
+MOST_CHOSEN = 2048  # FILTERED_TOPK_MAX_K in its topk.cuh
 LEAST_WORKSPACE = 1 << 20
 LN_2 = math.log(2.0)
 
@@ -38,8 +43,10 @@ class FlashInferPlan:
         """`rows`: int64, those of the queries that have keys; None: all of them."""
         seeing = [(q_len, k_len) for q_len, k_len in zip(q_lens, k_lens, strict=True) if k_len]
         self.q_lens, self.k_lens = tuple(q for q, _ in seeing), tuple(k for _, k in seeing)
-        everybody = sum(self.q_lens) == sum(q_lens)
-        self.rows = None if everybody else _seeing_rows(q_lens, k_lens).pin_memory().to(device, non_blocking=True)
+        self.rows: Tensor | None = None
+        if sum(self.q_lens) != sum(q_lens):
+            rows = (torch.tensor(k_lens) > 0).repeat_interleave(torch.tensor(q_lens)).nonzero()[:, 0]
+            self.rows = rows.pin_memory().to(device, non_blocking=True)
         self.num_heads, self.causal, self.device = num_heads, causal, device
         self._slot: _Slot | None = None
         self._scale = math.nan
@@ -47,7 +54,7 @@ class FlashInferPlan:
     def run(self, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
         """Tensors without rows past the sum of the lengths."""
         if self._slot is None:
-            free = _free_slots(self.device)
+            free = _free_slots[self.device]
             self._slot = _take(free, self.device, self._work_bytes())
             weakref.finalize(self, free.append, self._slot)
         if self._scale != scale:
@@ -66,7 +73,7 @@ class _Slot:
         from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
         self.size = size
-        unused = _unused_workspace(device)  # FlashAttention 3 does not split keys
+        unused = torch.empty(LEAST_WORKSPACE, dtype=torch.uint8, device=device)  # FlashAttention 3 does not split keys
         self.wrapper = BatchPrefillWithRaggedKVCacheWrapper(unused, "NHD", backend="fa3")
         self.wrapper.reset_workspace_buffer(unused, torch.empty(size, dtype=torch.uint8, device=device))
         self.copied = torch.cuda.Event()
@@ -86,6 +93,9 @@ class _Slot:
             kv_data_type=torch.bfloat16,
         )
         self.copied.record()
+
+
+_free_slots: defaultdict[torch.device, list[_Slot]] = defaultdict(list)
 
 
 def schedule(
@@ -124,22 +134,45 @@ def mla_prefill(
     return out.index_copy_(0, plan.rows, part), lse.index_copy_(0, plan.rows, part_lse.mul_(LN_2))
 
 
+def top_keys(logits: Tensor, lens: Tensor, topk: int) -> Tensor:
+    """int32, a row's keys in their order. Of equal logits it takes the first keys, so that ranks agree."""
+    topk = min(topk, logits.shape[1])
+    if topk > MOST_CHOSEN or not len(lens) or not _works(logits.device, _of_one_row):
+        return logits.topk(topk, sorted=False).indices
+    return _radix_select(logits.contiguous(), lens, topk)  # DeepGEMM's rows may lie apart
+
+
+def _radix_select(logits: Tensor, lens: Tensor, topk: int) -> Tensor:
+    """It reads no logits behind `lens`."""
+    from flashinfer import TopKTieBreak, top_k_ragged_transform
+
+    offsets = _zeros(1 << len(lens).bit_length(), lens.device)[: len(lens)]  # to add to a row's keys
+    return top_k_ragged_transform(logits, offsets, lens, topk, tie_break=TopKTieBreak.SMALL)
+
+
 @functools.cache
-def _works(device: torch.device) -> bool:
-    """Whether its kernels compile; the first use needs a compiler and a minute, or a cache."""
+def _zeros(num: int, device: torch.device) -> Tensor:
+    return torch.zeros(num, dtype=torch.int32, device=device)
+
+
+def _of_one_row(device: torch.device) -> None:
+    _radix_select(torch.zeros(1, 4, device=device), _zeros(1, device), 1)
+
+
+def _of_one_query(device: torch.device) -> None:
+    q, v = (torch.zeros(1, 1, dim, dtype=torch.bfloat16, device=device) for dim in (QK_DIM, V_DIM))
+    FlashInferPlan((1,), (1,), 1, True, device).run(q, q, v, 1.0, *ours.outputs(q, v, 1))
+
+
+@functools.cache
+def _works(device: torch.device, call: Callable[[torch.device], None] = _of_one_query) -> bool:
+    """Whether the kernels of a call compile; the first use needs a compiler and a minute, or a cache."""
     try:
-        q, v = (torch.zeros(1, 1, dim, dtype=torch.bfloat16, device=device) for dim in (QK_DIM, V_DIM))
-        out, lse = ours.outputs(q, v, 1)
-        FlashInferPlan((1,), (1,), 1, True, device).run(q, q, v, 1.0, out, lse)
+        call(device)
     except Exception as error:  # a compiler may fail in any way
         log.warning("flashinfer cannot be used, the next best runs: %s: %s", type(error).__name__, error)
         return False
     return True
-
-
-@functools.cache
-def _free_slots(device: torch.device) -> list[_Slot]:
-    return []
 
 
 def _take(free: list[_Slot], device: torch.device, size: int) -> _Slot:
@@ -147,17 +180,6 @@ def _take(free: list[_Slot], device: torch.device, size: int) -> _Slot:
         if slot.size >= size and slot.copied.query():
             return free.pop(index)
     return _Slot(device, max(LEAST_WORKSPACE, 1 << size.bit_length()))
-
-
-@functools.cache
-def _unused_workspace(device: torch.device) -> Tensor:
-    return torch.empty(LEAST_WORKSPACE, dtype=torch.uint8, device=device)
-
-
-def _seeing_rows(q_lens: Sequence[int], k_lens: Sequence[int]) -> Tensor:
-    """int64 [T], the queries of sequences that have keys."""
-    seeing = torch.tensor(k_lens) > 0
-    return seeing.repeat_interleave(torch.tensor(q_lens)).nonzero()[:, 0]
 
 
 def _starts(lens: Sequence[int]) -> Tensor:
