@@ -57,10 +57,11 @@ def test_drafts(record_of: RecordOf) -> None:
 
 
 def test_kernels(record_of: RecordOf) -> None:
-    record = record_of("kernels.__main__", "--group", "dense", "--device", "cpu", "--quick")
+    record = record_of("kernels.__main__", "--group", "dense", "attention", "--device", "cpu", "--quick")
     rows = record["results"]["rows"]
     assert record["config"]["capability"] == "cpu"
-    assert {row["op"] for row in rows} >= {"fp8.fp8_linear", "fp8.small_linear", "fp8.quant_groups"}
+    wanted = {"fp8.fp8_linear", "fp8.small_linear", "fp8.quant_groups", "indexer.top_keys", "indexer.chosen_rows"}
+    assert {row["op"] for row in rows} >= wanted
     assert all(row["us"] > 0 and row["gb_per_s"] > 0 and row["impl"] for row in rows)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from millrace_kernels import mla_decode, mla_prefill
+from millrace_kernels import indexer, mla_decode, mla_prefill
 from millrace_kernels.backend import SMALL_TOKENS
 from millrace_kernels.kv_gather import kv_gather
 from millrace_kernels.merge_state import merge_state
@@ -14,7 +14,7 @@ from millrace_kernels.mla_absorb import absorb_q, project_v, project_v_quant
 from millrace_kernels.mla_expand import expand_kv, rope_q
 from millrace_kernels.mla_qkv import mla_qkv_norm
 from millrace_kernels.testing import attention_inputs
-from millrace_kernels.testing.attention_inputs import LATENT, NOPE, QK, ROPE, ROW, VALUE, Draw, Inputs
+from millrace_kernels.testing.attention_inputs import LATENT, NOPE, PAGE, QK, ROPE, ROW, VALUE, Draw, Inputs
 
 from millrace_bench.kernels.case import ANCHORS, Call, Case, candidates
 
@@ -22,6 +22,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 Q_LORA_RANK = 1536
 TRT, SGLANG = "aiconfigurator, TRT-LLM", "aiconfigurator, SGLang 0.5.14"
 CONTEXTS = (1024, 2048, 4096, 8192, 32768)
+RULES = ("any equals", "any equals, any order")  # FlashInfer's radix select; the second may differ from call to call
 DECODE_US = {(heads, batch): us for heads, batch, us in ANCHORS["decode"]}  # at CONTEXTS
 FP8_DECODE_US = {(heads, batch, keys): us for heads, batch, keys, us in ANCHORS["fp8_decode"]}
 PREFILL_TFLOPS = {(heads, tokens): (tflops, source) for heads, tokens, tflops, source in ANCHORS["prefill"]}
@@ -31,9 +32,12 @@ ABSORB_US = ANCHORS["absorb"]
 def cases(device: torch.device) -> Iterator[Case]:
     if device.type != "cuda":
         yield from _all(Draw("cpu"), heads=(2,), tokens=(1, 20), batches=(2,), contexts=(70,), prompts=(40,))
+        yield from _choices(2, 128, 16, device)
         return
     draw = Draw("cuda", BF16)
     yield from _all(draw, (16, 128), (1, 16, 128, 4096), (1, 32, 128, 256), CONTEXTS, (1024, 2048, 4096, 8192, 16384))
+    for num, keys in itertools.product((1, 16, 128), (4096, 16384, 65536)):
+        yield from _choices(num, keys, 2048, device)
 
 
 def _all(
@@ -169,6 +173,29 @@ def _prefill(draw: Draw, heads: int, queries: int, keys: int, causal: bool) -> C
         anchor_us=flops / tflops / 1e6 if tflops else None,
         anchor=anchor,
     )
+
+
+def _choices(num: int, keys: int, topk: int, device: torch.device) -> Iterator[Case]:
+    """The indexer's: the numbers of the keys alone, and with the pool's rows."""
+    for op in ("indexer.top_keys", "indexer.chosen_rows"):
+        make = functools.partial(_choice, op, num, keys, topk, device)
+        yield Case(op, f"T={num} K={keys}", make, 4.0 * num * (keys + topk), 0.0)
+
+
+def _choice(op: str, num: int, keys: int, topk: int, device: torch.device) -> dict[str, Call]:
+    lens = torch.full((num,), keys, dtype=torch.int32, device=device)
+    choice = {"logits": torch.randn(num, keys, device=device), "lens": lens, "topk": topk}
+    if op == "indexer.chosen_rows":
+        table = torch.arange(num * keys // PAGE, dtype=torch.int32, device=device).view(num, -1)
+        call = functools.partial(indexer.chosen_rows, **choice, page_table=table, page_size=PAGE, page_rows=PAGE)
+        return candidates("indexer.top_keys", call, device, num)
+    calls = candidates(op, functools.partial(indexer.top_keys, **choice), device, num)
+    if len(calls) > 1:  # FlashInfer is there: whether a rule for equal logits costs anything
+        from flashinfer import top_k_ragged_transform as select
+
+        args = choice["logits"], torch.zeros_like(lens), lens, topk
+        calls |= {name: functools.partial(select, *args, deterministic=name == "any equals") for name in RULES}
+    return calls
 
 
 def _name(dtype: torch.dtype) -> str:
