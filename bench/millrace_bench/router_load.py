@@ -68,7 +68,8 @@ class Got:
 
 
 Read = Callable[[int], Awaitable[Got]]
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def on_a_loop(load: Callable[P, Coroutine[object, object, T]]) -> Callable[P, T]:

@@ -184,7 +184,7 @@ def _choices(num: int, keys: int, topk: int, device: torch.device) -> Iterator[C
 
 def _choice(op: str, num: int, keys: int, topk: int, device: torch.device) -> dict[str, Call]:
     lens = torch.full((num,), keys, dtype=torch.int32, device=device)
-    choice = {"logits": torch.randn(num, keys, device=device), "lens": lens, "topk": topk}
+    choice: Inputs = {"logits": torch.randn(num, keys, device=device), "lens": lens, "topk": topk}
     if op == "indexer.chosen_rows":
         table = torch.arange(num * keys // PAGE, dtype=torch.int32, device=device).view(num, -1)
         call = functools.partial(indexer.chosen_rows, **choice, page_table=table, page_size=PAGE, page_rows=PAGE)
