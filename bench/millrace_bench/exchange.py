@@ -2,7 +2,8 @@
 
     dispatch, both      our kernels (millrace_kernels/peer/exchange.py): there, and there and back
     both_norm           the same and the next layer's norm, as in a model
-    gather              NCCL: all-gather of BF16 rows, weights and ids; reduce-scatter (model/experts/gather.py)
+    gather, all_reduce  NCCL: all-gather of BF16 rows, weights and ids; reduce-scatter (model/experts/gather.py), or a sum
+                        of all rows on every rank
     symm                the same with torch's symmetric memory, rows alone
     deepep_ll           DeepEP's low-latency mode, up to 256 rows
     deepep              DeepEP's normal mode; _graph: in a graph, as the others are
@@ -13,6 +14,7 @@ back to back, of the slowest rank. `right`: our sums are those of experts that m
 that fails or hangs is a row with an `error`. Each row is printed when it is known.
 
 millrace bench exchange --ranks 2
+millrace bench exchange --ranks 2 --rows 128 --few 16 --families ours gather        uneven ranks
 """
 
 import argparse
@@ -20,7 +22,7 @@ import functools
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -37,11 +39,13 @@ ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 4096)
 
 
 def case(num: int, dims: ParallelDims, args: argparse.Namespace, device: torch.device) -> Case:
-    """`num` rows of each rank."""
+    """`num` rows of each rank, or of the first one."""
+    counts = [num, *[args.few or num] * (dims.dp - 1)]
+    num = counts[dims.rank]
     rng, experts = torch.Generator().manual_seed(100 * num + dims.rank), HELD * dims.dp
     x = torch.randn(num, args.width, generator=rng).bfloat16().to(device)
     ids = torch.rand(num, experts, generator=rng).topk(TOP_K).indices.int().to(device)
-    return Case(dims, x, torch.rand(num, TOP_K, generator=rng).to(device), ids, experts)
+    return Case(dims, x, torch.rand(num, TOP_K, generator=rng).to(device), ids, experts, counts)
 
 
 def timed(call: Call, graph: bool, args: argparse.Namespace, device: torch.device) -> Row:
@@ -53,14 +57,17 @@ def ours(args: argparse.Namespace, dims: ParallelDims, device: torch.device) -> 
     for num in args.rows:
         given = case(num, dims, args, device)
         yield {"way": "right", "rows": num, "right": one.right(given)}
-        for way, call in one.ways(given).items():
+        ways = one.ways(given)
+        if args.few:
+            ways |= {f"{way}_padded": call for way, call in one.ways(given.padded()).items()}
+        for way, call in ways.items():
             yield {"way": way, "rows": num, **timed(call, True, args, device)}
     assert one.exchange.error.item() == 0, "a rank did not answer"
     yield {"way": "poll", "rows": 0, "us": one.poll_us()}
 
 
 def other(
-    ways: Callable[[Case], dict[str, Call]],
+    ways: Callable[[Case], Mapping[str, Call]],
     suffix: str,
     args: argparse.Namespace,
     dims: ParallelDims,
@@ -68,7 +75,7 @@ def other(
 ) -> Iterator[Row]:
     """suffix: of names; "_eager" is without a graph."""
     for num in args.rows:
-        for way, call in ways(case(num, dims, args, device)).items():
+        for way, call in ways(case(num, dims, args, device).padded()).items():
             yield {"way": way + suffix, "rows": num, **timed(call, suffix != "_eager", args, device)}
 
 
@@ -131,6 +138,7 @@ def main() -> None:
     parser = CommandLine("millrace bench exchange", "Rows to the experts of other ranks and back.")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="rows of each rank")
+    parser.add_argument("--few", type=int, help="rows of all ranks but the first; ours uneven and padded, others padded")
     parser.add_argument("--width", type=int, default=7168)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--polls", type=int, default=200_000)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from millrace_kernels.fp8 import Operand, quant_groups
 from millrace_kernels.peer.exchange import Exchange, ExpertPlaces, Received
 from millrace_kernels.peer.signals import POLLS_PER_S
@@ -25,25 +26,35 @@ _buffers: dict[bool, Any] = {}  # of this process
 
 
 class Case(NamedTuple):
-    """As many rows on every rank."""
-
     dims: ParallelDims
     x: Tensor  # bfloat16 [T, D]
     gains: Tensor  # float32 [T, K]
-    ids: Tensor  # int32 [T, K]
+    ids: Tensor  # int32 [T, K], -1 in padding
     experts: int
+    counts: list[int]  # T of every rank
+
+    def padded(self) -> "Case":
+        """With as many rows on every rank as the longest one has."""
+        most = max(self.counts)
+        pad = (0, 0, 0, most - len(self.x))
+        rows = {"x": F.pad(self.x, pad), "gains": F.pad(self.gains, pad), "ids": F.pad(self.ids, pad, value=-1)}
+        return self._replace(**rows, counts=[most] * self.dims.dp)
 
 
-def gather(case: Case) -> dict[str, Call]:
-    dims, x, gains, ids, _ = case
+def gather(case: Case) -> dict[str, Callable[[], Tensor]]:
+    """gather: of the summed rows a rank gets its own; all_reduce: it gets all, and keeps its own."""
+    dims = case.dims
 
-    def call() -> None:
-        rows = dims.dp_all_gather(x)
-        dims.dp_all_gather(gains)
-        dims.dp_all_gather(ids)
-        dims.dp_reduce_scatter(rows)
+    def gathered() -> Tensor:
+        rows, *_ = map(dims.dp_all_gather, (case.x, case.gains, case.ids))
+        return rows
 
-    return {"gather": call}
+    def all_reduce() -> Tensor:
+        rows = gathered()
+        dist.all_reduce(rows, group=dims.dp_group)
+        return rows[dims.dp_rank]
+
+    return {"gather": lambda: dims.dp_reduce_scatter(gathered()), "all_reduce": all_reduce}
 
 
 def symm(case: Case) -> dict[str, Call]:
@@ -71,7 +82,7 @@ def symm(case: Case) -> dict[str, Call]:
 
 
 def deepep_ll(case: Case) -> dict[str, Call]:
-    dims, x, gains, ids, experts = case
+    dims, x, gains, ids, experts, _ = case
     if len(x) > MOST_LOW_LATENCY:
         return {}
     buffer, ids = _buffer(case, low_latency=True), ids.long()
@@ -86,7 +97,7 @@ def deepep_ll(case: Case) -> dict[str, Call]:
 
 
 def deepep(case: Case) -> dict[str, Call]:
-    dims, x, gains, ids, experts = case
+    dims, x, gains, ids, experts, _ = case
     buffer, ids = _buffer(case, low_latency=False), ids.long()
     results = torch.zeros(dims.dp * len(x), x.shape[1], dtype=torch.bfloat16, device=x.device)
 
@@ -139,8 +150,8 @@ class Ours:
         self.places = ExpertPlaces(table[None], HELD)
 
     def ways(self, given: Case) -> dict[str, Call]:
-        dims, x, gains, ids, _ = given
-        counts, places, exchange = [len(x)] * dims.dp, self.places, self.exchange
+        _, x, gains, ids, _, counts = given
+        places, exchange = self.places, self.exchange
         weight = torch.ones(x.shape[1], dtype=x.dtype, device=self.device)
 
         def dispatch() -> Received:
@@ -158,22 +169,22 @@ class Ours:
     def right(self, given: Case) -> bool:
         """Whether sums are those of experts that multiply a row by their rank + 1."""
         dims, x, ids = given.dims, given.x, given.ids
-        counts, expected = [len(x)] * dims.dp, torch.zeros(x.shape, device=self.device)
+        expected = torch.zeros(x.shape, device=self.device)
         own = self._compute(given)
         for rank in range(dims.dp):
             holds = (ids // HELD == rank).any(1, keepdim=True) | (rank == dims.rank)
             expected += torch.where(holds, (own * (rank + 1)).bfloat16().float(), 0.0)
-        out = self.exchange.combine(ids, self.places, counts, shared=True)
+        out = self.exchange.combine(ids, self.places, given.counts, shared=True)
         return torch.equal(out, expected.bfloat16())
 
     def _compute(self, given: Case) -> Tensor:
         """The experts' part of one exchange -> float32 [T, D], this rank's rows as they arrived."""
-        dims, x, gains, ids, _ = given
-        received = self.exchange.dispatch(x, gains, ids, self.places, [len(x)] * dims.dp, shared=True, quant=True)
+        dims, x, gains, ids, _, counts = given
+        received = self.exchange.dispatch(x, gains, ids, self.places, counts, shared=True, quant=True)
         assert received.rows.fp8 is not None
         values, chosen = dequantised(received.rows.fp8), (received.slots >= 0).any(1, keepdim=True)
         received.partial.copy_(torch.where(chosen, values * (dims.rank + 1), torch.nan))
-        return values[dims.rank * len(x) :][: len(x)]
+        return values[sum(counts[: dims.rank]) :][: len(x)]
 
     def poll_us(self) -> float:
         """Of rank 0, whose last dispatch nobody answers."""

@@ -17,20 +17,20 @@ from millrace_kernels.linear import linear, operand
 from millrace_kernels.merge_state import merge_state
 from millrace_kernels.mla_absorb import absorb_q
 from millrace_kernels.mla_qkv import kv_store, mla_qkv_norm
-from millrace_kernels.moe_experts import moe_experts
+from millrace_kernels.moe_experts import expected_rows, moe_experts
 from millrace_kernels.moe_gate import GateRule, moe_gate
 from millrace_kernels.rms_norm import rms_norm
 from millrace_kernels.rope import rope
 from millrace_kernels.silu_mul import silu_mul
 from millrace_kernels.testing import attention_inputs
 from millrace_kernels.testing.attention_inputs import LATENT, NOPE, ROPE, ROW, VALUE, Draw
-from millrace_kernels.testing.expert_inputs import rule_of
+from millrace_kernels.testing.expert_inputs import choose, rule_of
 from millrace_kernels.testing.shapes import TINY, V3_TP8, Dims
 from millrace_kernels.testing.tolerances import rms_error
 from torch import Tensor
 
 from millrace_bench.kernels.case import forced
-from millrace_bench.kernels.moe import draw_weights
+from millrace_bench.kernels.moe import EP8_STEP, TINY_RANK, TP8_SHARED, Rank, draw_weights
 
 Call = Callable[[], tuple[Tensor, ...]]
 
@@ -44,9 +44,10 @@ class Pair:
     make: Callable[[], tuple[Call, Call]]  # draws inputs -> with, without
     nbytes: float  # that a call reads
     tolerance: float = 1e-2  # of the two results, as rms_error; BF16 sums in another order
+    of: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda result: result  # what has to be the same
 
     def difference(self, on: Call, off: Call) -> float:
-        pairs = zip(on(), off(), strict=True)
+        pairs = zip(self.of(on()), self.of(off()), strict=True)
         return max(_error(one.float(), other.float()) for one, other in pairs)
 
 
@@ -211,6 +212,88 @@ def _expert_bytes(dims: Dims) -> float:
     return 3.0 * dims.top_k * dims.hidden * dims.moe_intermediate
 
 
+# Rank and tokens whose row of the H200's table has the weights on the left, and what is fastest without it there:
+# rows of a tile, then warps, stages and columns of both launches, by bench/results/h200/tune_moe*.json.
+SWAPPED = (
+    (EP8_STEP, 16, (16, (8, 3, 128), (4, 3, 64))),
+    (EP8_STEP, 32, (32, (4, 3, 128), (4, 4, 64))),
+    (EP8_STEP, 128, (64, (8, 4, 128), (4, 3, 128))),
+    (TP8_SHARED, 512, (16, (4, 3, 128), (4, 3, 128))),
+    (TP8_SHARED, 1024, (64, (8, 4, 128), (4, 3, 128))),
+)
+
+
+def swapped_operands(size: Sizes, device: torch.device) -> Iterator[Pair]:
+    """G14: the experts' weights are the left operand; without, the tokens are."""
+    from millrace_kernels.triton import moe_grouped as grouped
+
+    def make(rank: Rank, num: int, without: tuple[int, tuple[int, ...], tuple[int, ...]]) -> tuple[Call, Call]:
+        rows = expected_rows(num, rank.dims.top_k, rank.experts)
+        tuned = grouped.MEASURED.get(rows, rank.held, rank.size) or LEFT
+        x = Operand(None, quant_groups(torch.randn(num, rank.dims.hidden, device=device).bfloat16()))
+        chosen = rank.choose(num, device, torch.Generator(device).manual_seed(num), 0.0)
+        weights = draw_weights(rank.held, rank.dims.hidden, rank.size, device)
+
+        def call(config: grouped.MoeGroupedConfig) -> tuple[Tensor, ...]:
+            return (grouped.run(x, *chosen, *weights, shared_expert=rank.shared, config=config),)
+
+        assert tuned.up.left and tuned.down.left, f"on this GPU T={num} of {rank.name} is not swapped"
+        height, *launches = without
+        plain = grouped.MoeGroupedConfig(height, *(grouped.Launch(*launch) for launch in launches))
+        return functools.partial(call, tuned), functools.partial(call, plain)
+
+    launch = grouped.Launch(4, 3, left=True)
+    LEFT = grouped.MoeGroupedConfig(grouped.LEFT_ROWS, launch, launch)
+    for rank, num, without in SWAPPED if size is FULL else ((TINY_RANK, 20, (16, (4, 3, 128), (4, 3, 64))),):
+        nbytes = 3.0 * rank.held * rank.size * rank.dims.hidden
+        yield Pair("G14", f"T={num} {rank.name}", functools.partial(make, rank, num, without), nbytes)
+
+
+def neighbours(size: Sizes, device: torch.device) -> Iterator[Pair]:
+    """M1: the rows of each expert are found by our kernels, one for few tokens; without, by PyTorch's operations."""
+    from millrace_kernels.triton.moe_route import most_rows, route
+
+    held = size.dims.experts
+
+    def make(num: int, alignment: int) -> tuple[Call, Call]:
+        _, experts = choose(num, size.dims, device, torch.Generator(device).manual_seed(num))
+        num_rows = most_rows(num, size.dims.top_k, held, alignment)
+
+        def on() -> tuple[Tensor, ...]:
+            plan, blocks = route(experts, held, False, alignment)
+            return plan.rows, plan.ends, plan.total, blocks.tokens, blocks.experts
+
+        return on, functools.partial(_sorted_rows, experts, held, alignment, num_rows)
+
+    for num, alignment in ((128, 16), (4096, 128)) if size is FULL else ((20, 16), (300, 16)):
+        shape = f"T={num} E={held}"
+        of = functools.partial(_places, alignment)
+        yield Pair("M1", shape, functools.partial(make, num, alignment), 4 * num * size.dims.top_k, 0.0, of)
+
+
+def _sorted_rows(experts: Tensor, held: int, alignment: int, num_rows: int) -> tuple[Tensor, ...]:
+    """As `route` of tokens whose choices differ, all of them held here."""
+    flat = experts.flatten().long()
+    order = flat.argsort(stable=True)
+    counts = torch.zeros(held, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    room = (counts + alignment - 1) // alignment * alignment
+    until = room.cumsum(0)
+    starts, chosen = until - room, flat[order]
+    rank = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[chosen]
+    rows, tokens = torch.empty_like(flat), flat.new_empty(num_rows)
+    rows[order] = starts[chosen] + rank
+    tokens[rows] = torch.arange(len(flat), device=flat.device) // experts.shape[1]
+    owners = torch.searchsorted(until, torch.arange(0, num_rows, alignment, device=flat.device), right=True)
+    return rows.view_as(experts), starts + counts, until[-1:], tokens, owners
+
+
+def _places(alignment: int, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What says that the rows are right, in whatever order those of an expert are."""
+    rows, ends, total, tokens, owners = found
+    at = rows.long()
+    return rows.flatten().sort().values, ends, total, tokens[at], owners[at // alignment]
+
+
 def few_sequences(size: Sizes, device: torch.device) -> Iterator[Pair]:
     """A2: a few sequences are decoded by our split-KV kernel; without, by FlashMLA, where it is installed."""
 
@@ -306,6 +389,8 @@ def _draw(device: torch.device) -> Draw:
 PAIRS: dict[str, MakePairs] = {
     "A6": one_projection,
     "G8": scales_in_place,
+    "G14": swapped_operands,
+    "M1": neighbours,
     "M2": gate,
     "M3": shared_expert,
     "M5": folded_scaling,

@@ -1,13 +1,15 @@
-"""Whole steps with an optimisation and without it: graphs of prompt chunks, the overlap of host and device, scratch
-memory, uploads.
+"""Steps with an optimisation and without it: graphs of prompt chunks, the overlap of host and device, scratch memory,
+uploads, chunks of prompts, cached prefixes, and the attention of a layer for drafts.
 """
 
 import contextlib
 import functools
 import gc
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,11 +19,14 @@ from millrace_serve.engine.config import Execution
 from millrace_serve.engine.step.chunk_graphs import ChunkGraphs
 from millrace_serve.engine.step.device import device_of
 from millrace_serve.engine.step.staging import NUM_SLOTS, Staging
+from millrace_serve.model.attn_step import FORMS, FormThresholds
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.inputs import ForwardInput
+from millrace_serve.plan.settings import prompt_rows
 from torch import Tensor
 
 from millrace_bench import engine_model, shard, v3
+from millrace_bench.kernels.forms import Layer
 from millrace_bench.pools import PAGE
 from millrace_bench.stamps import synchronize
 
@@ -36,18 +41,61 @@ def chunk_graphs(device: torch.device, tiny: bool, layers: int) -> Iterator[Foun
     model = _rank(device, tiny, layers)
     for new, cached in ((20, 40),) if tiny else CHUNKS:
         inputs = shard.prefill_step(model, 1, new, device, cached)
-        pool = shard.make_pool(model, -(-(new + cached) // PAGE) + 1, device, model.dtype)
-        graphs = ChunkGraphs(device_of(device), model, pool, (new,))
-        graphs.capture()
+        pool = shard.make_pool(model, shard.pages_of([new + cached]) + 1, device, model.dtype)
+        calls = _with_gaps(model, inputs, pool), functools.partial(_logits, model, inputs, pool)
+        yield _compared(f"{new} tokens behind {cached}, {len(model.layers)} layers", calls, 2 if tiny else 10, device)
 
-        def captured(inputs: ForwardInput = inputs, graphs: ChunkGraphs = graphs) -> Tensor:
-            return model.logits(graphs.forward(inputs)[inputs.sample_rows])
 
-        eager = functools.partial(_logits, model, inputs, pool)
-        on_us, off_us = _in_turns(captured, eager, 2 if tiny else 10, device)
-        with torch.inference_mode():
-            error = rms_error(captured(), eager())
-        yield f"{new} tokens behind {cached}, {len(model.layers)} layers", on_us, off_us, error
+def _with_gaps(model: DeepseekV3, inputs: ForwardInput, pool: Tensor) -> Callable[[], Tensor]:
+    graphs = ChunkGraphs(device_of(inputs.device), model, pool, (len(inputs.token_ids),))
+    graphs.capture()
+    return lambda: model.logits(graphs.forward(inputs)[inputs.sample_rows])
+
+
+def _as_launched(model: DeepseekV3, inputs: ForwardInput, pool: Tensor) -> Callable[[], Tensor]:
+    """A step with prompt chunks as an engine launches it: graphs are for few rows."""
+    few = len(inputs.token_ids) <= prompt_rows(model.config, model.dims.tp)
+    return _with_gaps(model, inputs, pool) if few else functools.partial(_logits, model, inputs, pool)
+
+
+def prompt_chunks(device: torch.device, tiny: bool, layers: int) -> Iterator[Found]:
+    """X7: the longest step of decoding streams while a prompt comes, which is its last chunk's; without chunks, the
+    step of the whole prompt. Results are the streams' logits.
+    """
+    model = _rank(device, tiny, layers)
+    streams, context, prompt, chunk = (2, 40, 60, 20) if tiny else (64, 4096, 8192, 512)
+    lens = [context] * streams + [prompt]
+    pool = shard.make_pool(model, shard.pages_of(lens) + 1, device, model.dtype)
+    on, off = (shard.mixed_step(model, [1] * streams + [new], lens, streams, device) for new in (chunk, prompt))
+    off.token_ids[:streams] = on.token_ids[:streams]
+    calls = (_as_launched(model, inputs, pool) for inputs in (on, off))
+    what = f"{streams} streams, chunks of {chunk} of {prompt}, {len(model.layers)} layers"
+    yield _compared(what, calls, 2 if tiny else 5, device, slice(streams))
+
+
+def cached_prefix(device: torch.device, tiny: bool, layers: int) -> Iterator[Found]:
+    """X8: a prompt whose first pages the prefix tree has; without it, all tokens are computed."""
+    model = _rank(device, tiny, layers)
+    length, cached = (84, 64) if tiny else (4096, 3968)
+    pool = shard.make_pool(model, shard.pages_of([length]) + 1, device, model.dtype)
+    off = shard.prefill_step(model, 1, length, device)
+    on = shard.prefill_step(model, 1, length - cached, device, cached)
+    calls = (_as_launched(model, inputs, pool) for inputs in (replace(on, token_ids=off.token_ids[cached:]), off))
+    what = f"{length} tokens, {cached} of them cached, {len(model.layers)} layers"
+    yield _compared(what, calls, 2 if tiny else 5, device)
+
+
+def draft_form(device: torch.device, tiny: bool, layers: int) -> Iterator[Found]:
+    """A13: attention of a layer for steps that verify drafts, absorbed; without, prefixes are expanded, in pieces as
+    large as kernels address. Both are launched op by op. `layers` changes nothing.
+    """
+    heads, keys = (2, 64) if tiny else (128, 4096)
+    expanded = FormThresholds(0, (1 << 22) // heads)
+    for sequences, drafts in itertools.product((2,) if tiny else (16, 64), (1, 3)):
+        widths = {**v3.V3, **(v3.TINY if tiny else {})}
+        layer = Layer(heads, sequences * (keys + PAGE), device, widths)
+        calls = (layer.call(keys, 1 + drafts, form, sequences) for form in (FORMS["absorbed"], expanded))
+        yield _compared(f"{sequences} x {keys}, {drafts} drafts, {heads} heads", calls, 2 if tiny else 10, device)
 
 
 def overlap(device: torch.device, tiny: bool, layers: int) -> Iterator[Found]:
@@ -76,8 +124,18 @@ def scratch(device: torch.device, tiny: bool, layers: int) -> Iterator[Found]:
         pool = shard.make_pool(model, batch * (2 if tiny else 16) + 1, device, model.dtype)
         on, off = _replays(model, functools.partial(_logits, model, inputs, pool), device)
         on_us, off_us = _in_turns(on[0], off[0], 2 if tiny else 20, device)
-        error = rms_error(on[1], off[1])
-        yield f"batch {batch}, {len(model.layers)} layers", on_us, off_us, error
+        yield f"batch {batch}, {len(model.layers)} layers", on_us, off_us, rms_error(on[1], off[1])
+
+
+def _compared(
+    shape: str, calls: Iterable[Callable[[], Tensor]], repeats: int, device: torch.device, rows: slice = slice(None)
+) -> Found:
+    """rows: of the results that should be the same. Without the optimisation comes first, and stores what is cached."""
+    on, off = calls
+    with torch.inference_mode():
+        expected = off()[rows].clone()
+        error = rms_error(on()[rows], expected)
+    return shape, *_in_turns(on, off, repeats, device), error
 
 
 def _in_turns(
@@ -189,5 +247,8 @@ STEPS: dict[str, Callable[[torch.device, bool, int], Iterator[Found]]] = {
     "X1": chunk_graphs,
     "X3": overlap,
     "X4": scratch,
+    "X7": prompt_chunks,
+    "X8": cached_prefix,
     "A11": upload,
+    "A13": draft_form,
 }

@@ -23,8 +23,8 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import FP8, tensors
 from millrace_serve.model.sparse_step import IndexPool
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from millrace_bench import v3
 from millrace_bench.data import read_data
@@ -111,33 +112,45 @@ def fill(pool: Tensor) -> None:
 
 def decode_step(model: DeepseekV3, batch: int, context: int, device: torch.device) -> ForwardInput:
     """One token each of `batch` sequences with `context` keys."""
-    return _step(model, [1] * batch, [context] * batch, batch, device)
+    return mixed_step(model, [1] * batch, [context] * batch, batch, device)
 
 
 def prefill_step(model: DeepseekV3, prompts: int, length: int, device: torch.device, cached: int = 0) -> ForwardInput:
     """`length` tokens each of `prompts` sequences, behind `cached` ones."""
-    return _step(model, [length] * prompts, [cached + length] * prompts, 0, device)
+    return mixed_step(model, [length] * prompts, [cached + length] * prompts, 0, device)
 
 
-def _step(model: DeepseekV3, q_lens: list[int], seq_lens: list[int], decode: int, device: torch.device) -> ForwardInput:
-    rng = torch.Generator().manual_seed(0)
-    pages = -(-max(seq_lens) // PAGE)
-    table = torch.randperm(len(seq_lens) * pages, generator=rng).view(len(seq_lens), pages) + 1
+def mixed_step(
+    model: DeepseekV3, q_lens: Sequence[int], seq_lens: Sequence[int], decode: int, device: torch.device
+) -> ForwardInput:
+    """The last `q_lens` tokens of sequences of `seq_lens` tokens, the first `decode` of which decode."""
+    num, rng = sum(q_lens), torch.Generator().manual_seed(0)
+    pages = torch.randperm(pages_of(seq_lens), generator=rng) + 1
+    table = pad_sequence(pages.split([pages_of([length]) for length in seq_lens]), batch_first=True)
+    tokens = torch.randint(0, model.config.vocab_size, (num,), generator=rng)
+    inputs = step_inputs(tokens, q_lens, seq_lens, decode, table, device)
+    replicas = (num,) * model.dims.dp if model.dims.dp > 1 else ()
+    return replace(inputs, dp_num_tokens=replicas, num_tokens=torch.tensor([num], dtype=torch.int32, device=device))
+
+
+def pages_of(seq_lens: Sequence[int]) -> int:
+    return sum(-(-length // PAGE) for length in seq_lens)
+
+
+def step_inputs(
+    tokens: Tensor, q_lens: Sequence[int], seq_lens: Sequence[int], decode: int, table: Tensor, device: torch.device
+) -> ForwardInput:
+    """Of which each sequence's last row is sampled. tokens: int64 [T]; table: pages of each sequence."""
     positions = torch.cat([torch.arange(s - q, s) for q, s in zip(q_lens, seq_lens, strict=True)])
     owner = torch.repeat_interleave(torch.arange(len(q_lens)), torch.tensor(q_lens))
     slots = table[owner, positions // PAGE] * PAGE + positions % PAGE
-    ends = torch.tensor(q_lens).cumsum(0)
-    tokens = torch.randint(0, model.config.vocab_size, (len(positions),), generator=rng)
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
-    attn = AttnPlan(decode, lens, table.int().to(device), tuple(q_lens), tuple(seq_lens))
     return ForwardInput(
         token_ids=tokens.to(device),
         positions=positions.to(device),
         kv_slots=slots.to(device),
-        attn=attn,
-        sample_rows=(ends - 1).to(device),
-        dp_num_tokens=(len(tokens),) * model.dims.dp if model.dims.dp > 1 else (),
-        num_tokens=torch.tensor([len(tokens)], dtype=torch.int32, device=device),
+        attn=AttnPlan(decode, lens, table.int().to(device), tuple(q_lens), tuple(seq_lens)),
+        sample_rows=(torch.tensor(q_lens).cumsum(0) - 1).to(device),
     )
 
 

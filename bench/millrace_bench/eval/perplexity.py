@@ -7,18 +7,20 @@ The first predicts over tokens and depends on the tokenizer; the second does not
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from millrace_serve.model.deepseek_v3 import load_model
-from millrace_serve.model.inputs import AttnPlan, ForwardInput
+from millrace_serve.model.inputs import ForwardInput
 from millrace_serve.model.parallel import ParallelDims
 from torch import Tensor
 
 from millrace_bench.eval.backend import Perplexity
 from millrace_bench.pools import PAGE, model_pool
+from millrace_bench.shard import pages_of, step_inputs
 
 Logits = Callable[[list[int]], Tensor]  # T token ids -> float32 [T, vocab]
 
@@ -54,31 +56,18 @@ def checkpoint_logits(
 
     @torch.inference_mode()
     def logits(ids: list[int]) -> Tensor:
-        pages = -(-len(ids) // PAGE)
-        kv = model_pool(model.config, pages + 1, kv_dtype or dtype, device).view()
+        table = torch.arange(1, pages_of([len(ids)]) + 1).view(1, -1)
+        kv = model_pool(model.config, table.numel() + 1, kv_dtype or dtype, device).view()
         chunks = range(0, len(ids) - decoded, PAGE) if kv_dtype else [0]
         starts = sorted({*chunks, *range(max(len(ids) - decoded, 1), len(ids))})
-        steps = [_step(ids, start, end, pages, device) for start, end in pairwise((*starts, len(ids)))]
+        steps = [_step(ids, start, end, table, torch.device(device)) for start, end in pairwise((*starts, len(ids)))]
         return torch.cat([model.logits(model.forward(step, kv)) for step in steps]).cpu()
 
     return logits
 
 
-def _step(ids: list[int], start: int, end: int, pages: int, device: str) -> ForwardInput:
-    """Tokens [start, end) of a sequence on pages 1, 2, ...; its KV before them is there."""
-    count = end - start
-    plan = AttnPlan(
-        num_decode=int(start > 0),
-        seq_lens=torch.tensor([end], dtype=torch.int32, device=device),
-        page_table=torch.arange(1, pages + 1, dtype=torch.int32, device=device).view(1, -1),
-        q_lens_host=(count,),
-        seq_lens_host=(end,),
-    )
-    positions = torch.arange(start, end, device=device)
-    return ForwardInput(
-        token_ids=torch.tensor(ids[start:end], device=device),
-        positions=positions,
-        kv_slots=positions + PAGE,
-        attn=plan,
-        sample_rows=positions - start,
-    )
+def _step(ids: list[int], start: int, end: int, table: Tensor, device: torch.device) -> ForwardInput:
+    """Tokens [start, end) of a sequence, all of which are sampled; its KV before them is there."""
+    tokens = torch.tensor(ids[start:end])
+    inputs = step_inputs(tokens, (end - start,), (end,), int(start > 0), table, device)
+    return replace(inputs, sample_rows=inputs.positions - start)

@@ -13,6 +13,7 @@ interpolated between the two numbers that were measured; null: the absorbed form
 
 import itertools
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,14 +25,14 @@ from millrace_load.record import Record, print_record
 from millrace_serve.model.attn_step import FORMS, AttnStep, FormThresholds
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
-from millrace_serve.model.inputs import AttnPlan, ForwardInput
 from millrace_serve.model.mla import Mla
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.model.quantised import FP8, PLAIN
 from millrace_serve.model.yarn import rope_tables
+from torch import Tensor
 
 from millrace_bench import v3
-from millrace_bench.shard import PAGE, time_ms
+from millrace_bench.shard import PAGE, step_inputs, time_ms
 
 HEADS, TINY_HEADS = (16, 128), (2, 8)
 PREFIXES, TINY_PREFIXES = (1024, 2048, 4096, 8192, 16384, 32768), (128, 256)
@@ -39,7 +40,7 @@ QUERIES, TINY_QUERIES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048
 
 
 class Layer:
-    """The attention of one layer with random weights, and a pool that holds one prefix and one chunk."""
+    """The attention of one layer with random weights, and a pool for its sequences."""
 
     def __init__(self, heads: int, tokens: int, device: torch.device, widths: dict[str, Any]) -> None:
         self.config = ModelConfig(num_hidden_layers=1, **widths)
@@ -51,32 +52,21 @@ class Layer:
         self.pages = -(-tokens // PAGE)
         self.kv = torch.randn(self.pages + 1, PAGE, self.config.kv_row_dim, device=device, dtype=torch.bfloat16)
 
-    @torch.inference_mode()
-    def time(self, prefix: int, queries: int, form: FormThresholds, repeats: int) -> float:
-        """Milliseconds of one layer: the median of `repeats` calls back to back."""
-        step = AttnStep.prepare(
-            self._inputs(prefix, queries), self.tables, form, self.heads, self.kv, torch.bfloat16
-        )  # fmt: skip
-        x = torch.randn(queries, self.config.hidden_size, device=self.device, dtype=torch.bfloat16)
+    def call(self, prefix: int, queries: int, form: FormThresholds, sequences: int = 1) -> Callable[[], Tensor]:
+        """The layer for the last `queries` tokens of each sequence, behind `prefix` ones. Results -> [T, D]."""
+        tokens, table = torch.zeros(sequences * queries, dtype=torch.int64), torch.arange(1, self.pages + 1)
+        lens = (queries,) * sequences, (prefix + queries,) * sequences
+        inputs = step_inputs(tokens, *lens, 0, table.view(sequences, -1), self.device)
+        step = AttnStep.prepare(inputs, self.tables, form, self.heads, self.kv, torch.bfloat16)
+        rng = torch.Generator(self.device).manual_seed(0)
+        x = torch.randn(len(tokens), self.config.hidden_size, generator=rng, device=self.device).bfloat16()
 
-        def call() -> None:
+        @torch.inference_mode()
+        def call() -> Tensor:
             with self.scratch.step():
-                self.mla(Operand(x, None), step, self.kv)
+                return self.mla(Operand(x, None), step, self.kv)
 
-        return statistics.median(time_ms(call, repeats, self.device))
-
-    def _inputs(self, prefix: int, queries: int) -> ForwardInput:
-        positions, end = torch.arange(prefix, prefix + queries, device=self.device), prefix + queries
-
-        keys = torch.tensor([end], dtype=torch.int32, device=self.device)
-        table = torch.arange(1, self.pages + 1, dtype=torch.int32, device=self.device).view(1, -1)
-        return ForwardInput(
-            token_ids=torch.zeros_like(positions),
-            positions=positions,
-            kv_slots=positions + PAGE,
-            attn=AttnPlan(0, keys, table, (queries,), (end,)),
-            sample_rows=positions[-1:] - prefix,
-        )
+        return call
 
 
 def break_even(absorbed: dict[int, float], expanded: dict[int, float]) -> float | None:
@@ -113,7 +103,8 @@ def main() -> None:
         for prefix in prefixes:
             times: dict[str, dict[int, float]] = {form: {} for form in FORMS}
             for form, num in itertools.product(FORMS, queries):
-                times[form][num] = round(layer.time(prefix, num, FORMS[form], args.repeats), 4)
+                call = layer.call(prefix, num, FORMS[form])
+                times[form][num] = round(statistics.median(time_ms(call, args.repeats, device)), 4)
                 rows.append({"heads": heads, "prefix": prefix, "queries": num, "form": form, "ms": times[form][num]})
             crossings.append({"heads": heads, "prefix": prefix, "queries": break_even(**times)})
             print(crossings[-1], times, flush=True)
