@@ -21,7 +21,8 @@ def read_items(path: str | Path, shots: int = 0, max_tokens: int = 512) -> list[
     ]
     if len(rows) <= shots:
         raise ValueError(f"{path}: shots={shots} leaves no question of its {len(rows)}")
-    examples = tuple(message for question, answer in rows[:shots] for message in _worked(question, answer))
+    worked = ((Message("user", question), Message("assistant", answer)) for question, answer in rows[:shots])
+    examples = tuple(message for pair in worked for message in pair)
     return [
         Item(
             "gsm8k",
@@ -45,7 +46,3 @@ def _row(line: str, where: str) -> tuple[str, str]:
     if MARK not in row["answer"] or final_number(row["answer"]) is None:
         raise ValueError(f"{where}: answer has no '{MARK} number'")
     return row["question"], row["answer"]
-
-
-def _worked(question: str, answer: str) -> tuple[Message, Message]:
-    return Message("user", question), Message("assistant", answer)
