@@ -113,7 +113,7 @@ def _error(operand: Operand, expected: Tensor) -> float:
     return max(rms_error(form.cpu(), expected) for form in forms)
 
 
-def measure(args: argparse.Namespace, device: torch.device) -> list[Row]:
+def measure(dims: ParallelDims, device: torch.device, args: argparse.Namespace) -> list[Row]:
     """The rows of one rank of the world. Collective."""
     one, rows = Rank(args, device), []
     for num, form in itertools.product(args.rows, FORMS):
@@ -123,13 +123,9 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[Row]:
     return rows
 
 
-def of_rank(dims: ParallelDims, device: torch.device, args: argparse.Namespace) -> list[Row]:
-    return measure(args, device)
-
-
 def run(args: argparse.Namespace) -> list[Row]:
     """Times are the slowest rank's."""
-    return slowest(Ranks(args.ranks, tensor_parallel=True).run(of_rank, args), "us")
+    return slowest(Ranks(args.ranks, tensor_parallel=True).run(measure, args), "us")
 
 
 def main() -> None:

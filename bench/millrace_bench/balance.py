@@ -14,10 +14,10 @@ millrace bench balance                                  no device: R = 2, 8, 72
 import asyncio
 import statistics
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
+from millrace_cli.cluster import TINY
 from millrace_load.options import CommandLine
 from millrace_load.record import Record, Row, print_record, printed
 from millrace_router.text.tokenizer import Tokenizer
@@ -30,12 +30,11 @@ from millrace_serve.model.eplb.placement import ExpertPlacement
 from millrace_serve.model.moe import Gate, Moe
 from millrace_serve.model.parallel import ParallelDims
 
-from millrace_bench.heldout_texts import TEXTS
+from millrace_bench.data import TEXTS
 
 LAYERS, EXPERTS, TOP_K, STEPS = 8, 256, 8, 20
 EXPONENTS = (0.25, 0.5, 1.0)
 RANKS, SPARE = (2, 8, 72), (0, 1, 4)
-TINY = Path(__file__).parents[2] / "models" / "tiny"
 SKEWS = {"even": 0.0, "power law": 0.05, "power law, sorted": 0.1}  # of the gates' biases: a step in the logarithm
 
 

@@ -7,6 +7,7 @@ import yaml
 from millrace_load.record import ROOT
 
 FOLDER = ROOT / "bench" / "data"
+TEXTS = tuple((FOLDER / "heldout.txt").read_text().splitlines())  # short ones, for perplexity
 TEMPLATES = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False)
 
 

@@ -22,10 +22,10 @@ from millrace_cli.cluster import TINY
 from millrace_load.options import CommandLine, checkpoint, number
 from millrace_load.record import Record, Row, print_record, printed
 
+from millrace_bench.data import TEXTS
 from millrace_bench.eval.backend import Answer, Job
 from millrace_bench.eval.in_process import EngineBackend
 from millrace_bench.eval.run import Suite
-from millrace_bench.heldout_texts import TEXTS
 from millrace_bench.tasks import TASKS, Item, Match
 
 TEXT = "text"  # the name of continuing held-out texts, beside the tasks'

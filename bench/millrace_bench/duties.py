@@ -26,6 +26,7 @@ from millrace_load.workload import poisson_arrivals
 from millrace_router.config import Policy
 from millrace_serve.plan.facts import steps
 
+from millrace_bench.data import read_data
 from millrace_bench.fleet import Fleet, Fleets, Job, Request
 from millrace_bench.fleet_duties import Duties
 from millrace_bench.fleet_worker import Machine
@@ -37,16 +38,7 @@ CHANGING = "changing"
 LIMIT = Slo(1.0, 0.04)
 FIGURES = ("goodput", "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
 PARTS = ("fixed_s", "sequence_s", "key_s", "chunk_s", "token_s", "pair_s")
-# Four H200s, 61 layers, 15 s of arrivals of 4096/256: goodput, TTFT p50 and p99, TPOT p50 and p99 (2026-11-26). By
-# system, rate, and the seed of the arrivals: `bench pd` counted its rates.
-MEASURED = {
-    ("3p+1d", 5.0, 0): (3.06, 0.419, 0.801, 0.0325, 0.0344),
-    ("2p+2d", 5.0, 0): (2.50, 0.728, 1.370, 0.0288, 0.0295),
-    ("4u", 5.0, 0): (1.42, 0.455, 1.253, 0.0390, 0.0471),
-    ("3p+1d", 7.5, 1): (1.35, 1.227, 2.089, 0.0372, 0.0385),
-    ("2p+2d", 7.5, 1): (0.23, 5.014, 9.166, 0.0300, 0.0339),
-    ("4u", 7.5, 1): (1.14, 0.548, 1.420, 0.0512, 0.0703),
-}
+MEASURED = {tuple(run): tuple(figures) for run, figures in read_data("h200-splits.yaml")}  # a system, its rate, a seed
 
 
 def fit(rows: Sequence[Row], known: StepTimes = StepTimes()) -> StepTimes:

@@ -2,8 +2,8 @@
 
     dispatch, both      our kernels (millrace_kernels/peer/exchange.py): there, and there and back
     both_norm           the same and the next layer's norm, as in a model
-    gather, all_reduce  NCCL: all-gather of BF16 rows, weights and ids; reduce-scatter (model/experts/gather.py), or a sum
-                        of all rows on every rank
+    gather              NCCL: all-gather of BF16 rows, weights and ids; reduce-scatter (model/experts/gather.py)
+    all_reduce          the same with an all-reduce, of which each rank keeps its own rows
     symm                the same with torch's symmetric memory, rows alone
     deepep_ll           DeepEP's low-latency mode, up to 256 rows
     deepep              DeepEP's normal mode; _graph: in a graph, as the others are
@@ -138,7 +138,7 @@ def main() -> None:
     parser = CommandLine("millrace bench exchange", "Rows to the experts of other ranks and back.")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="rows of each rank")
-    parser.add_argument("--few", type=int, help="rows of all ranks but the first; ours uneven and padded, others padded")
+    parser.add_argument("--few", type=int, help="rows of all ranks but the first; padded, and ours uneven too")
     parser.add_argument("--width", type=int, default=7168)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--polls", type=int, default=200_000)

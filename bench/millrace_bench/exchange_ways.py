@@ -3,6 +3,7 @@ its rivals: NCCL, torch's symmetric memory, and DeepEP where its wheel is instal
 """
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from millrace_kernels.fp8 import Operand, quant_groups
-from millrace_kernels.peer.exchange import Exchange, ExpertPlaces, Received
+from millrace_kernels.fp8 import quant_groups
+from millrace_kernels.peer.exchange import Exchange, ExpertPlaces
 from millrace_kernels.peer.signals import POLLS_PER_S
 from millrace_kernels.rms_norm import rms_norm
 from millrace_kernels.testing.tolerances import dequantised
@@ -37,8 +38,8 @@ class Case(NamedTuple):
         """With as many rows on every rank as the longest one has."""
         most = max(self.counts)
         pad = (0, 0, 0, most - len(self.x))
-        rows = {"x": F.pad(self.x, pad), "gains": F.pad(self.gains, pad), "ids": F.pad(self.ids, pad, value=-1)}
-        return self._replace(**rows, counts=[most] * self.dims.dp)
+        x, gains, ids = F.pad(self.x, pad), F.pad(self.gains, pad), F.pad(self.ids, pad, value=-1)
+        return self._replace(x=x, gains=gains, ids=ids, counts=[most] * self.dims.dp)
 
 
 def gather(case: Case) -> dict[str, Callable[[], Tensor]]:
@@ -153,18 +154,13 @@ class Ours:
         _, x, gains, ids, _, counts = given
         places, exchange = self.places, self.exchange
         weight = torch.ones(x.shape[1], dtype=x.dtype, device=self.device)
-
-        def dispatch() -> Received:
-            return exchange.dispatch(x, gains, ids, places, counts, shared=True, quant=True)
+        dispatch = functools.partial(exchange.dispatch, x, gains, ids, places, counts, shared=True, quant=True)
 
         def both() -> Tensor:
             dispatch()
             return exchange.combine(ids, places, counts, shared=True)
 
-        def norm() -> tuple[Operand, Tensor]:
-            return rms_norm(both(), x, weight, EPS, quant=True)
-
-        return {"dispatch": dispatch, "both": both, "both_norm": norm}
+        return {"dispatch": dispatch, "both": both, "both_norm": lambda: rms_norm(both(), x, weight, EPS, quant=True)}
 
     def right(self, given: Case) -> bool:
         """Whether sums are those of experts that multiply a row by their rank + 1."""

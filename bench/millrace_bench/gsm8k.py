@@ -1,6 +1,5 @@
 """Items from a GSM8K-style JSONL file: one {"question": …, "answer": "… #### N"} a line."""
 
-import itertools
 import json
 from pathlib import Path
 
@@ -23,7 +22,7 @@ def read_items(path: str | Path, shots: int = 0, max_tokens: int = 512) -> list[
     if len(rows) <= shots:
         raise ValueError(f"{path}: shots={shots} leaves no question of its {len(rows)}")
     worked = ((Message("user", question), Message("assistant", answer)) for question, answer in rows[:shots])
-    examples = tuple(itertools.chain.from_iterable(worked))
+    examples = tuple(message for pair in worked for message in pair)
     return [
         Item(
             "gsm8k",

@@ -4,9 +4,9 @@ python -m millrace_bench.onoff                  all of them, on a GPU
 python -m millrace_bench.onoff M2 A6            some
 python -m millrace_bench.onoff --tiny           small shapes on a CPU: whether everything runs
 
-Each row of the result is one shape: microseconds of a call (kernels, in CUDA graphs), or of a step (X1, X3, X4, X7, X8,
-A11, A13), with and without, taken in one run on the same inputs; `error` is how far the two results are apart. A call is
-timed as in `millrace bench kernels`.
+Each row of the result is one shape: microseconds of a call (kernels, in CUDA graphs), or of a step (A11, A13 and the
+rows of X), with and without, taken in one run on the same inputs; `error` is how far the two results are apart. A call
+is timed as in `millrace bench kernels`.
 """
 
 import gc

@@ -6,8 +6,9 @@ parts, so only the optimisation itself makes the difference.
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
@@ -29,10 +30,12 @@ from millrace_kernels.testing.shapes import TINY, V3_TP8, Dims
 from millrace_kernels.testing.tolerances import rms_error
 from torch import Tensor
 
+from millrace_bench.data import read_data
 from millrace_bench.kernels.case import forced
 from millrace_bench.kernels.moe import EP8_STEP, TINY_RANK, TP8_SHARED, Rank, draw_weights
 
-Call = Callable[[], tuple[Tensor, ...]]
+Tensors = tuple[Tensor, ...]
+Call = Callable[[], Tensor | Tensors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +47,11 @@ class Pair:
     make: Callable[[], tuple[Call, Call]]  # draws inputs -> with, without
     nbytes: float  # that a call reads
     tolerance: float = 1e-2  # of the two results, as rms_error; BF16 sums in another order
-    of: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda result: result  # what has to be the same
+    of: Callable[..., Tensors] = lambda *results: results  # what has to be the same
 
     def difference(self, on: Call, off: Call) -> float:
-        pairs = zip(self.of(on()), self.of(off()), strict=True)
+        results = [(one,) if isinstance(one, Tensor) else one for one in (on(), off())]
+        pairs = zip(*(self.of(*one) for one in results), strict=True)
         return max(_error(one.float(), other.float()) for one, other in pairs)
 
 
@@ -101,12 +105,12 @@ def scales_in_place(size: Sizes, device: torch.device) -> Iterator[Pair]:
         x, weight = torch.randn(num, k, device=device).bfloat16(), quant_blocks(torch.randn(n, k, device=device))
         by_rows = quant_groups(x).scales.contiguous()
 
-        def off() -> tuple[Tensor, ...]:
+        def off() -> Tensor:
             quantised = quant_groups(x)
             quantised.scales.copy_(by_rows)
-            return (fp8_linear(quantised, weight, torch.bfloat16),)
+            return fp8_linear(quantised, weight, torch.bfloat16)
 
-        return lambda: (fp8_linear(quant_groups(x), weight, torch.bfloat16),), off
+        return lambda: fp8_linear(quant_groups(x), weight, torch.bfloat16), off
 
     for num in size.tokens[-1:]:
         for n, k in size.products:
@@ -135,27 +139,20 @@ def shared_expert(size: Sizes, device: torch.device) -> Iterator[Pair]:
 
     def make(num: int) -> tuple[Call, Call]:
         w13, w2 = draw_weights(dims.experts + 1, dims.hidden, dims.moe_intermediate, device)
-        (routed13, own13), (routed2, own2) = (_split_last(weight) for weight in (w13, w2))
+        routed, own = ([Fp8(w.data[part], w.scales[part]) for w in (w13, w2)] for part in (slice(-1), -1))
         x = operand(torch.randn(num, dims.hidden, device=device).bfloat16())
         logits, bias = torch.randn(num, dims.experts, device=device), torch.zeros(dims.experts, device=device)
         weights, experts = moe_gate(logits, bias, rule_of(dims))
 
-        def on() -> tuple[Tensor, ...]:
-            return (moe_experts(x, weights, experts, w13, w2, shared_expert=True, num_experts=dims.experts),)
+        def off() -> Tensor:
+            shared = linear(silu_mul(linear(x, own[0]), quant=True), own[1])
+            return moe_experts(x, weights, experts, *routed) + shared
 
-        def off() -> tuple[Tensor, ...]:
-            shared = linear(silu_mul(linear(x, own13), quant=True), own2)
-            return (moe_experts(x, weights, experts, routed13, routed2) + shared,)
-
-        return on, off
+        on = functools.partial(moe_experts, x, weights, experts, w13, w2, shared_expert=True)
+        return functools.partial(on, num_experts=dims.experts), off
 
     for num in size.tokens:
         yield Pair("M3", f"T={num} TP8", functools.partial(make, num), _expert_bytes(dims), 5e-2)
-
-
-def _split_last(weight: Fp8) -> tuple[Fp8, Fp8]:
-    """A stack of experts, and the last one."""
-    return Fp8(weight.data[:-1], weight.scales[:-1]), Fp8(weight.data[-1], weight.scales[-1])
 
 
 def folded_scaling(size: Sizes, device: torch.device) -> Iterator[Pair]:
@@ -163,11 +160,8 @@ def folded_scaling(size: Sizes, device: torch.device) -> Iterator[Pair]:
 
     def make(num: int) -> tuple[Call, Call]:
         experts = _Experts(size.dims, num, device)
-
-        def off() -> tuple[Tensor, ...]:
-            return (experts(rule_of(size.dims, scaling=1.0))[0].mul_(SCALING),)
-
-        return functools.partial(experts, rule_of(size.dims, scaling=SCALING)), off
+        on, off = (functools.partial(experts, rule_of(size.dims, scaling=factor)) for factor in (SCALING, 1.0))
+        return on, lambda: off().mul_(SCALING)
 
     for num in size.tokens:
         yield Pair("M5", f"T={num} TP8", functools.partial(make, num), _expert_bytes(size.dims))
@@ -179,14 +173,7 @@ def real_tokens(size: Sizes, device: torch.device) -> Iterator[Pair]:
     def make(rows: int, num: int) -> tuple[Call, Call]:
         experts, rule = _Experts(size.dims, rows, device), rule_of(size.dims)
         real = torch.tensor([num], dtype=torch.int32, device=device)
-
-        def on() -> tuple[Tensor, ...]:
-            return (experts(rule, real)[0][:num],)
-
-        def off() -> tuple[Tensor, ...]:
-            return (experts(rule)[0][:num],)
-
-        return on, off
+        return lambda: experts(rule, real)[:num], lambda: experts(rule)[:num]
 
     for rows in size.tokens[1:]:
         num = rows // 2 + 1
@@ -203,50 +190,35 @@ class _Experts:
         self._bias = torch.zeros(dims.experts, device=device)
         self._weights = draw_weights(dims.experts, dims.hidden, dims.moe_intermediate, device)
 
-    def __call__(self, rule: GateRule, num_tokens: Tensor | None = None) -> tuple[Tensor, ...]:
-        weights, experts = moe_gate(self._logits, self._bias, rule, num_tokens)
-        return (moe_experts(self._x, weights, experts, *self._weights),)
+    def __call__(self, rule: GateRule, num_tokens: Tensor | None = None) -> Tensor:
+        return moe_experts(self._x, *moe_gate(self._logits, self._bias, rule, num_tokens), *self._weights)
 
 
 def _expert_bytes(dims: Dims) -> float:
     return 3.0 * dims.top_k * dims.hidden * dims.moe_intermediate
 
 
-# Rank and tokens whose row of the H200's table has the weights on the left, and what is fastest without it there:
-# rows of a tile, then warps, stages and columns of both launches, by bench/results/h200/tune_moe*.json.
-SWAPPED = (
-    (EP8_STEP, 16, (16, (8, 3, 128), (4, 3, 64))),
-    (EP8_STEP, 32, (32, (4, 3, 128), (4, 4, 64))),
-    (EP8_STEP, 128, (64, (8, 4, 128), (4, 3, 128))),
-    (TP8_SHARED, 512, (16, (4, 3, 128), (4, 3, 128))),
-    (TP8_SHARED, 1024, (64, (8, 4, 128), (4, 3, 128))),
-)
-
-
 def swapped_operands(size: Sizes, device: torch.device) -> Iterator[Pair]:
     """G14: the experts' weights are the left operand; without, the tokens are."""
     from millrace_kernels.triton import moe_grouped as grouped
 
-    def make(rank: Rank, num: int, without: tuple[int, tuple[int, ...], tuple[int, ...]]) -> tuple[Call, Call]:
+    def make(rank: Rank, num: int, height: int, up: Sequence[Any], down: Sequence[Any]) -> tuple[Call, Call]:
         rows = expected_rows(num, rank.dims.top_k, rank.experts)
         tuned = grouped.MEASURED.get(rows, rank.held, rank.size) or LEFT
         x = Operand(None, quant_groups(torch.randn(num, rank.dims.hidden, device=device).bfloat16()))
         chosen = rank.choose(num, device, torch.Generator(device).manual_seed(num), 0.0)
         weights = draw_weights(rank.held, rank.dims.hidden, rank.size, device)
-
-        def call(config: grouped.MoeGroupedConfig) -> tuple[Tensor, ...]:
-            return (grouped.run(x, *chosen, *weights, shared_expert=rank.shared, config=config),)
-
+        call = functools.partial(grouped.run, x, *chosen, *weights, shared_expert=rank.shared)
         assert tuned.up.left and tuned.down.left, f"on this GPU T={num} of {rank.name} is not swapped"
-        height, *launches = without
-        plain = grouped.MoeGroupedConfig(height, *(grouped.Launch(*launch) for launch in launches))
-        return functools.partial(call, tuned), functools.partial(call, plain)
+        plain = grouped.MoeGroupedConfig(height, grouped.Launch(*up), grouped.Launch(*down))
+        return functools.partial(call, config=tuned), functools.partial(call, config=plain)
 
     launch = grouped.Launch(4, 3, left=True)
     LEFT = grouped.MoeGroupedConfig(grouped.LEFT_ROWS, launch, launch)
-    for rank, num, without in SWAPPED if size is FULL else ((TINY_RANK, 20, (16, (4, 3, 128), (4, 3, 64))),):
+    for name, num, *without in read_data("swapped.yaml")["v3" if size is FULL else "tiny"]:
+        rank = next(one for one in (EP8_STEP, TP8_SHARED, TINY_RANK) if one.name == name)
         nbytes = 3.0 * rank.held * rank.size * rank.dims.hidden
-        yield Pair("G14", f"T={num} {rank.name}", functools.partial(make, rank, num, without), nbytes)
+        yield Pair("G14", f"T={num} {rank.name}", functools.partial(make, rank, num, *without), nbytes)
 
 
 def neighbours(size: Sizes, device: torch.device) -> Iterator[Pair]:
@@ -259,11 +231,11 @@ def neighbours(size: Sizes, device: torch.device) -> Iterator[Pair]:
         _, experts = choose(num, size.dims, device, torch.Generator(device).manual_seed(num))
         num_rows = most_rows(num, size.dims.top_k, held, alignment)
 
-        def on() -> tuple[Tensor, ...]:
+        def on() -> Tensors:
             plan, blocks = route(experts, held, False, alignment)
             return plan.rows, plan.ends, plan.total, blocks.tokens, blocks.experts
 
-        return on, functools.partial(_sorted_rows, experts, held, alignment, num_rows)
+        return on, functools.partial(_rows, experts, held, alignment, num_rows)
 
     for num, alignment in ((128, 16), (4096, 128)) if size is FULL else ((20, 16), (300, 16)):
         shape = f"T={num} E={held}"
@@ -271,25 +243,22 @@ def neighbours(size: Sizes, device: torch.device) -> Iterator[Pair]:
         yield Pair("M1", shape, functools.partial(make, num, alignment), 4 * num * size.dims.top_k, 0.0, of)
 
 
-def _sorted_rows(experts: Tensor, held: int, alignment: int, num_rows: int) -> tuple[Tensor, ...]:
+def _rows(experts: Tensor, held: int, alignment: int, num_rows: int) -> Tensors:
     """As `route` of tokens whose choices differ, all of them held here."""
-    flat = experts.flatten().long()
-    order = flat.argsort(stable=True)
-    counts = torch.zeros(held, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    chosen = experts.long()
+    named = torch.zeros(len(chosen), held, dtype=torch.int32, device=experts.device).scatter_(1, chosen, 1)
+    counts = named.sum(0)
     room = (counts + alignment - 1) // alignment * alignment
     until = room.cumsum(0)
-    starts, chosen = until - room, flat[order]
-    rank = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[chosen]
-    rows, tokens = torch.empty_like(flat), flat.new_empty(num_rows)
-    rows[order] = starts[chosen] + rank
-    tokens[rows] = torch.arange(len(flat), device=flat.device) // experts.shape[1]
-    owners = torch.searchsorted(until, torch.arange(0, num_rows, alignment, device=flat.device), right=True)
-    return rows.view_as(experts), starts + counts, until[-1:], tokens, owners
+    rows = (until - room)[chosen] + (named.cumsum(0) - 1).gather(1, chosen)
+    tokens = rows.new_empty(num_rows)
+    tokens[rows] = torch.arange(len(rows), device=rows.device)[:, None]
+    owners = torch.searchsorted(until, torch.arange(0, num_rows, alignment, device=rows.device), right=True)
+    return rows, until - room + counts, until[-1:], tokens, owners
 
 
-def _places(alignment: int, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _places(alignment: int, rows: Tensor, ends: Tensor, total: Tensor, tokens: Tensor, owners: Tensor) -> Tensors:
     """What says that the rows are right, in whatever order those of an expert are."""
-    rows, ends, total, tokens, owners = found
     at = rows.long()
     return rows.flatten().sort().values, ends, total, tokens[at], owners[at // alignment]
 
@@ -300,10 +269,7 @@ def few_sequences(size: Sizes, device: torch.device) -> Iterator[Pair]:
     def make(batch: int, keys: int) -> tuple[Call, Call]:
         inputs = attention_inputs.mla_decode(_draw(device), (keys,) * batch, 1, size.heads[0], torch.bfloat16)
 
-        def call(plan: object) -> tuple[Tensor, ...]:
-            return mla_decode.mla_decode(**inputs, plan=plan)
-
-        ours = functools.partial(call, None)
+        ours = functools.partial(mla_decode.mla_decode, **inputs)
         if device.type != "cuda":  # the reference stands for the library
             return ours, functools.partial(forced, "mla_decode.mla_decode", "", ours)  # type: ignore[return-value]
         from millrace_kernels.lib import flash_mla
@@ -311,7 +277,7 @@ def few_sequences(size: Sizes, device: torch.device) -> Iterator[Pair]:
         with mock.patch.object(flash_mla, "FEW_SEQS", 0):
             plan = flash_mla.schedule(inputs["seq_lens"], 1, size.heads[0], torch.bfloat16)
         assert plan is not None, "FlashMLA does not serve this GPU"
-        return ours, functools.partial(call, plan)
+        return ours, functools.partial(ours, plan=plan)
 
     for batch in (1, 4):
         for keys in size.contexts:
@@ -339,12 +305,12 @@ def no_copies(size: Sizes, device: torch.device) -> Iterator[Pair]:
         inputs = attention_inputs.absorb_q(_draw(device), num, heads)
         q, w_uk, cos, sin = (inputs[name] for name in ("q", "w_uk", "cos", "sin"))
 
-        def off() -> tuple[Tensor, ...]:
+        def off() -> Tensor:
             nope = q[..., :NOPE].transpose(0, 1).contiguous()
             latent = torch.bmm(nope, w_uk).transpose(0, 1).contiguous()
-            return (torch.cat((latent, rope(q[..., NOPE:], cos, sin)), -1),)
+            return torch.cat((latent, rope(q[..., NOPE:], cos, sin)), -1)
 
-        return lambda: (absorb_q(**inputs),), off
+        return functools.partial(absorb_q, **inputs), off
 
     for num in size.tokens:
         for heads in size.heads:
@@ -358,11 +324,11 @@ def one_pass(size: Sizes, device: torch.device) -> Iterator[Pair]:
     def make(num: int) -> tuple[Call, Call]:
         inputs = attention_inputs.mla_qkv_norm(_draw(device), num, size.q_rank, True, torch.bfloat16)
 
-        def on() -> tuple[Tensor, ...]:
+        def on() -> Tensors:
             q, c_kv, k_pe = mla_qkv_norm(**inputs)
             return *_tensors(q), c_kv, k_pe
 
-        def off() -> tuple[Tensor, ...]:
+        def off() -> Tensors:
             q, c_kv, k_pe = inputs["qkv"].split((size.q_rank, LATENT, ROPE), -1)
             normed, _ = rms_norm(q, None, inputs["q_weight"], inputs["eps"], quant=True)
             latent, _ = rms_norm(c_kv, None, inputs["kv_weight"], inputs["eps"])
@@ -377,7 +343,7 @@ def one_pass(size: Sizes, device: torch.device) -> Iterator[Pair]:
         yield Pair("A7", f"T={num}", functools.partial(make, num), 2 * num * (size.q_rank + ROW), 5e-2)
 
 
-def _tensors(x: Operand) -> tuple[Tensor, ...]:
+def _tensors(x: Operand) -> Tensors:
     """The forms that there are."""
     return tuple(form for form in (x.plain, *(x.fp8 or ())) if form is not None)
 

@@ -22,7 +22,6 @@ from millrace_serve.engine.step.staging import NUM_SLOTS, Staging
 from millrace_serve.model.attn_step import FORMS, FormThresholds
 from millrace_serve.model.deepseek_v3 import DeepseekV3
 from millrace_serve.model.inputs import ForwardInput
-from millrace_serve.plan.settings import prompt_rows
 from torch import Tensor
 
 from millrace_bench import engine_model, shard, v3
@@ -42,25 +41,20 @@ def chunk_graphs(device: torch.device, tiny: bool, layers: int) -> Iterator[Foun
     for new, cached in ((20, 40),) if tiny else CHUNKS:
         inputs = shard.prefill_step(model, 1, new, device, cached)
         pool = shard.make_pool(model, shard.pages_of([new + cached]) + 1, device, model.dtype)
-        calls = _with_gaps(model, inputs, pool), functools.partial(_logits, model, inputs, pool)
+        calls = _with_gaps(model, inputs, pool), functools.partial(shard.logits, model, inputs, pool)
         yield _compared(f"{new} tokens behind {cached}, {len(model.layers)} layers", calls, 2 if tiny else 10, device)
 
 
 def _with_gaps(model: DeepseekV3, inputs: ForwardInput, pool: Tensor) -> Callable[[], Tensor]:
+    """A step with prompt chunks as graphs between its attentions."""
     graphs = ChunkGraphs(device_of(inputs.device), model, pool, (len(inputs.token_ids),))
     graphs.capture()
     return lambda: model.logits(graphs.forward(inputs)[inputs.sample_rows])
 
 
-def _as_launched(model: DeepseekV3, inputs: ForwardInput, pool: Tensor) -> Callable[[], Tensor]:
-    """A step with prompt chunks as an engine launches it: graphs are for few rows."""
-    few = len(inputs.token_ids) <= prompt_rows(model.config, model.dims.tp)
-    return _with_gaps(model, inputs, pool) if few else functools.partial(_logits, model, inputs, pool)
-
-
 def prompt_chunks(device: torch.device, tiny: bool, layers: int) -> Iterator[Found]:
     """X7: the longest step of decoding streams while a prompt comes, which is its last chunk's; without chunks, the
-    step of the whole prompt. Results are the streams' logits.
+    step of the whole prompt. Both are graphs with gaps, as in an engine. Results are the streams' logits.
     """
     model = _rank(device, tiny, layers)
     streams, context, prompt, chunk = (2, 40, 60, 20) if tiny else (64, 4096, 8192, 512)
@@ -68,19 +62,19 @@ def prompt_chunks(device: torch.device, tiny: bool, layers: int) -> Iterator[Fou
     pool = shard.make_pool(model, shard.pages_of(lens) + 1, device, model.dtype)
     on, off = (shard.mixed_step(model, [1] * streams + [new], lens, streams, device) for new in (chunk, prompt))
     off.token_ids[:streams] = on.token_ids[:streams]
-    calls = (_as_launched(model, inputs, pool) for inputs in (on, off))
+    calls = (_with_gaps(model, inputs, pool) for inputs in (on, off))
     what = f"{streams} streams, chunks of {chunk} of {prompt}, {len(model.layers)} layers"
     yield _compared(what, calls, 2 if tiny else 5, device, slice(streams))
 
 
 def cached_prefix(device: torch.device, tiny: bool, layers: int) -> Iterator[Found]:
-    """X8: a prompt whose first pages the prefix tree has; without it, all tokens are computed."""
+    """X8: a prompt whose first pages the prefix tree has; without it, all tokens are computed. Both are graphs."""
     model = _rank(device, tiny, layers)
     length, cached = (84, 64) if tiny else (4096, 3968)
     pool = shard.make_pool(model, shard.pages_of([length]) + 1, device, model.dtype)
     off = shard.prefill_step(model, 1, length, device)
     on = shard.prefill_step(model, 1, length - cached, device, cached)
-    calls = (_as_launched(model, inputs, pool) for inputs in (replace(on, token_ids=off.token_ids[cached:]), off))
+    calls = (_with_gaps(model, inputs, pool) for inputs in (replace(on, token_ids=off.token_ids[cached:]), off))
     what = f"{length} tokens, {cached} of them cached, {len(model.layers)} layers"
     yield _compared(what, calls, 2 if tiny else 5, device)
 
@@ -122,7 +116,7 @@ def scratch(device: torch.device, tiny: bool, layers: int) -> Iterator[Found]:
     for batch in (2,) if tiny else (1, 16, 128):
         inputs = shard.decode_step(model, batch, 100 if tiny else 1024, device)
         pool = shard.make_pool(model, batch * (2 if tiny else 16) + 1, device, model.dtype)
-        on, off = _replays(model, functools.partial(_logits, model, inputs, pool), device)
+        on, off = _replays(model, functools.partial(shard.logits, model, inputs, pool), device)
         on_us, off_us = _in_turns(on[0], off[0], 2 if tiny else 20, device)
         yield f"batch {batch}, {len(model.layers)} layers", on_us, off_us, rms_error(on[1], off[1])
 
@@ -148,10 +142,6 @@ def _in_turns(
             into.append(statistics.median(shard.time_ms(step, repeats, device)))
     on_ms, off_ms = map(statistics.median, times)
     return 1e3 * on_ms, 1e3 * off_ms
-
-
-def _logits(model: DeepseekV3, inputs: ForwardInput, pool: Tensor) -> Tensor:
-    return model.logits(model.forward(inputs, pool)[inputs.sample_rows])
 
 
 def _replays(
@@ -188,7 +178,7 @@ class _Staged:
     def __init__(self, arrays: Arrays, device: torch.device) -> None:
         self._arrays, self._device = arrays, device_of(device)
         self._staging = Staging(self._device, 1 << 16)
-        self._waits = [_nothing] * NUM_SLOTS
+        self._waits = [self._device.record()] * NUM_SLOTS
 
     def __call__(self, step: int) -> dict[str, Tensor]:
         slot = step % NUM_SLOTS
@@ -205,13 +195,7 @@ def _copies(arrays: Arrays, device: torch.device, step: int) -> dict[str, Tensor
 def _arrays(batch: int) -> Arrays:
     """Of a step with that many sequences of up to 128 pages."""
     rng = np.random.default_rng(0)
-    sizes = {
-        "tokens": (batch,),
-        "positions": (batch,),
-        "kv_slots": (batch,),
-        "seq_lens": (batch,),
-        "pages": (batch, 128),
-    }
+    sizes = {**dict.fromkeys(("tokens", "positions", "kv_slots", "seq_lens"), (batch,)), "pages": (batch, 128)}
     return {name: rng.integers(0, 1000, shape, dtype=np.int32) for name, shape in sizes.items()}
 
 
@@ -233,10 +217,6 @@ def _each_us(send: Callable[[int], object], work: Callable[[], object], device: 
         work()
     synchronize(device)
     return (time.perf_counter() - started) / steps * 1e6
-
-
-def _nothing() -> None:
-    """No step has used the slot yet."""
 
 
 def _rank(device: torch.device, tiny: bool, layers: int) -> DeepseekV3:

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 from millrace.v1 import worker_pb2
@@ -73,12 +74,9 @@ def spec(topology: str, model: Path, args: argparse.Namespace) -> ClusterSpec:
     own = [f"limits.max_model_len={max(load.longest for load in args.changing or args.loads)}"]
     if args.model is None and args.engine == "model":
         own.append("random_weights=true")
-    counts = {**dict.fromkeys(ROLES.values(), 0), **workers(topology)}
+    counts: dict[str, Any] = {**dict.fromkeys(ROLES.values(), 0), **workers(topology)}
     return ClusterSpec(
-        prefill=counts["prefill"],
-        decode=counts["decode"],
-        unified=counts["unified"],
-        flexible=counts["flexible"],
+        **counts,
         engine=args.engine,
         model=model,
         worker_set=(*own, *args.worker_set),

@@ -7,7 +7,6 @@ left out: addresses, certificates, folders. dp of GPU workers is scaled to the G
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,17 +15,10 @@ from typing import Any
 import yaml
 from millrace_cli.cluster import ClusterSpec
 
+from millrace_bench.data import read_data
+
 ROLES = ("prefill", "decode", "unified")
-OF_CLUSTER = {  # keys that the chart sets for its pods
-    "worker": (
-        *("role", "host", "grpc_port", "metrics_port", "health_port", "worker_id", "model", "served_name"),
-        *("cache_dir", "launcher", "secret", "tls", "tracing", "log_level"),
-    ),
-    "router": (
-        *("model", "workers", "discovery", "grpc", "http", "admin", "admin_http", "metrics", "health", "tls"),
-        *("public_tls", "api_keys", "api_keys_plaintext", "secret", "tracing", "log_level"),
-    ),
-}
+OF_CLUSTER: dict[str, list[str]] = read_data("of-cluster.yaml")  # keys that the chart sets for its pods
 Json = dict[str, Any]
 
 
@@ -65,16 +57,9 @@ class Preset:
 
     def spec(self, more: Sequence[str], **facts: Any) -> ClusterSpec:
         """`more`: `--set` items of every worker, over the preset's. `facts`: of ClusterSpec."""
-        counts = Counter({pool.role: pool.replicas for pool in self.pools})
+        counts: Json = dict.fromkeys(ROLES, 0) | {pool.role: pool.replicas for pool in self.pools}
         by_role = {pool.role: (*pool.settings, *more) for pool in self.pools}
-        return ClusterSpec(
-            prefill=counts["prefill"],
-            decode=counts["decode"],
-            unified=counts["unified"],
-            role_set=by_role,
-            router_set=self.router_set,
-            **facts,
-        )
+        return ClusterSpec(**counts, role_set=by_role, router_set=self.router_set, **facts)
 
 
 def load(file: Path) -> Preset:

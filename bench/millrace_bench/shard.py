@@ -16,6 +16,7 @@ millrace bench shard --shard ep8 --decode 2x100 --layers 2 --tiny        on a CP
 """
 
 import argparse
+import functools
 import gc
 import itertools
 import re
@@ -154,6 +155,10 @@ def step_inputs(
     )
 
 
+def logits(model: DeepseekV3, inputs: ForwardInput, pool: Tensor) -> Tensor:
+    return model.logits(model.forward(inputs, pool)[inputs.sample_rows])
+
+
 def capture(call: Callable[[], object], device: torch.device) -> Replay:
     """The same work again, as one graph where the device has them."""
     where = device_of(device)
@@ -271,10 +276,7 @@ def measure(
     device = model.rope_tables[0].device
     pool = make_pool(model, count * -(-length // PAGE) + 1, device, getattr(torch, kv_dtype))
     inputs = (decode_step if kind == "decode" else prefill_step)(model, count, length, device)
-
-    def step() -> Tensor:
-        return model.logits(model.forward(inputs, pool)[inputs.sample_rows])
-
+    step = functools.partial(logits, model, inputs, pool)
     started = time.perf_counter()
     step()
     synchronize(device)

@@ -15,8 +15,9 @@ from enum import Enum
 from random import Random
 from typing import NamedTuple
 
-from millrace_bench.task_words import ADJECTIVES, NAMES, NOUNS, PETS
+from millrace_bench.data import read_data
 
+ADJECTIVES, NOUNS, NAMES, PETS = (text.split() for text in read_data("words.yaml").values())
 # A line of the retrieval context, in the shipped tokenizer: `-`, two words, `:`, a space, three digits, newline.
 TOKENS_PER_LINE = 9
 RETRIEVAL_LINES = {"retrieval_1k": 110, "retrieval_2k": 224, "retrieval_4k": 445}

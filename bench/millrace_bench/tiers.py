@@ -91,7 +91,7 @@ def steps(
     pool = model_pool(model.config, batch * -(-context // shard.PAGE) + 1, torch.bfloat16, device)
     rows, inputs = pool.view(), shard.decode_step(model, batch, context, device)
     shard.fill(rows)
-    replay = shard.capture(lambda: model.logits(model.forward(inputs, rows)[inputs.sample_rows]), device)
+    replay = shard.capture(lambda: shard.logits(model, inputs, rows), device)
     most = min(max(STORE_BYTES // pool.layout.page_bytes, 1), pool.num_pages)
     copier = CudaCopier(pool, most) if device.type == "cuda" else PageCopier(pool, most)
     for kind, ways, ahead in COPIES:

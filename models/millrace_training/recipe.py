@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from millrace_bench.task_words import ADJECTIVES, NOUNS
+from millrace_bench.tasks import ADJECTIVES, NOUNS
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from millrace_bench.task_words import ADJECTIVES, NAMES, NOUNS
+from millrace_bench.tasks import ADJECTIVES, NAMES, NOUNS
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from millrace_training.config import ASSISTANT, BOS, EOS, PAD, SPECIAL_TOKENS, USER, ModelConfig

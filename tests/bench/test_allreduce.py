@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it would need
 def measured(dims: ParallelDims) -> list[dict[str, Any]]:
     triton_interpreter.install()
     processes.CALLS = 1
-    return allreduce.measure(argparse.Namespace(rows=[1, 20], width=256, repeats=1), torch.device("cpu"))
+    return allreduce.measure(dims, torch.device("cpu"), argparse.Namespace(rows=[1, 20], width=256, repeats=1))
 
 
 @pytest.mark.long

@@ -3,9 +3,9 @@
 import math
 
 from millrace_bench import drafts
+from millrace_bench.data import TEXTS
 from millrace_bench.drafts import TEXT, Work
 from millrace_bench.eval.backend import Answer
-from millrace_bench.heldout_texts import TEXTS
 
 
 def row(drafted: list[int], accepted: list[int]) -> dict[str, object]:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from millrace_bench.data import TEXTS
 from millrace_bench.eval import __main__ as command
 from millrace_bench.eval import in_process, matrix, perplexity
 from millrace_bench.eval.backend import Answer, Job, Perplexity
@@ -21,7 +22,6 @@ from millrace_bench.eval.remote import HttpBackend
 from millrace_bench.eval.run import Suite, evaluate, measure
 from millrace_bench.eval.score import Comparison, Evaluation, standard_error
 from millrace_bench.eval.system import Kind, System
-from millrace_bench.heldout_texts import TEXTS
 from millrace_cli.errors import CommandError
 from millrace_common.config import load as load_config
 from millrace_kernels import backend, linear

@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 
+CPU = torch.device("cpu")
 ARGS = argparse.Namespace(ranks=2, rows=[1, 3], width=256, repeats=1, polls=5, few=None)
 UNEVEN = argparse.Namespace(**{**vars(ARGS), "rows": [3], "few": 1})
 
@@ -36,12 +37,11 @@ def job(dims: ParallelDims) -> list[list[Row]]:
     processes.CALLS = 1
     exchange.FAMILIES["broken"] = broken
     runs = [(family, ARGS) for family in ("ours", "gather", "broken")] + [("ours", UNEVEN), ("gather", UNEVEN)]
-    return [list(measure(family, args, dims, torch.device("cpu"))) for family, args in runs]
+    return [list(measure(family, args, dims, CPU)) for family, args in runs]
 
 
 def sums(dims: ParallelDims) -> list[torch.Tensor]:
-    ways = exchange_ways.gather(exchange.case(3, dims, UNEVEN, torch.device("cpu")).padded())
-    return [call() for call in ways.values()]
+    return [call() for call in exchange_ways.gather(exchange.case(3, dims, UNEVEN, CPU).padded()).values()]
 
 
 def test_two_ranks(tmp_path: Path) -> None:
@@ -50,8 +50,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     ours, gather, stopped, uneven, padded = results[0]
     assert [row["right"] for row in ours if row["way"] == "right"] == [True] * 2
     assert {row["way"] for row in ours} == {"right", "dispatch", "both", "both_norm", "poll"}
-    names = [(way, rows) for rows in (1, 3) for way in ("gather", "all_reduce")]
-    assert [(row["way"], row["rows"]) for row in gather] == names
+    assert [(row["way"], row["rows"]) for row in gather] == [(w, n) for n in (1, 3) for w in ("gather", "all_reduce")]
     assert [row["right"] for row in uneven if row["way"] == "right"] == [True]
     assert {"both", "both_padded"} < {row["way"] for row in uneven} and len(padded) == 2
     assert torch.equal(*first) and torch.equal(*last) and not last[0][1:].any() and last[0].any()

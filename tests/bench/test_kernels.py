@@ -292,16 +292,8 @@ def test_products_are_tuned_beside_deep_gemm(monkeypatch: pytest.MonkeyPatch) ->
     assert entry.us == 5.0 and entry.others_us == {"deep_gemm": 15.0} and len(row["times"]) == 2
 
 
-class Products(types.ModuleType):
-    """DeepGEMM's part of the experts, by the reference."""
-
-    def __init__(self) -> None:
-        super().__init__("deep_gemm_grouped")
-        self.moe_experts_fp8 = self._by_the_reference
-
-    @staticmethod
-    def _by_the_reference(*arguments: Any, shared_expert: bool, num_experts: int = 0) -> Tensor:
-        return reference_experts(*arguments, shared_expert)
+def experts_by_the_reference(*arguments: Any, shared_expert: bool, num_experts: int = 0) -> Tensor:
+    return reference_experts(*arguments, shared_expert)
 
 
 @pytest.mark.long
@@ -312,7 +304,8 @@ def test_the_experts_are_tuned_launch_by_launch(
     monkeypatch.setattr(tune_moe, "CUDA", CPU)
     monkeypatch.setattr(tune_moe, "SAME", FP8_EXPERTS_TOLERANCE)
     monkeypatch.setattr(tune_moe, "quant_groups", quant.quant_groups)
-    monkeypatch.setattr(tune_moe, "deep_gemm_grouped", Products())
+    library = types.SimpleNamespace(moe_experts_fp8=experts_by_the_reference)  # in the place of DeepGEMM
+    monkeypatch.setattr(tune_moe, "deep_gemm_grouped", library)
     monkeypatch.setattr(tune_moe, "UPS", (Launch(4, 2, left=True), Launch(4, 3)))
     monkeypatch.setattr(tune_moe, "DOWNS", (Launch(4, 2, 64), Launch(4, 3, left=True)))
     monkeypatch.setattr(tuning, "time_us", lambda calls, *_: float(calls[-1]() is not None))

@@ -6,13 +6,13 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from millrace_bench.data import TEXTS
 from millrace_bench.gsm8k import read_items
-from millrace_bench.heldout_texts import TEXTS
-from millrace_bench.task_words import ADJECTIVES, NOUNS
 from millrace_bench.tasks import (
     COPY_WORDS,
     RETRIEVAL_LINES,
     TASKS,
+    WORDS,
     Item,
     Match,
     Message,
@@ -73,7 +73,7 @@ def test_retrieval_repeats_the_context_only_in_the_first_turn():
 
 
 def test_words_are_distinct():
-    assert len(set(ADJECTIVES) | set(NOUNS)) == len(ADJECTIVES) + len(NOUNS) == 128
+    assert len(set(WORDS)) == len(WORDS) == 128
 
 
 def test_exhausted_task_names_its_limit():

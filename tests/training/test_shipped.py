@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 import torch
-from millrace_bench.task_words import ADJECTIVES, NOUNS
+from millrace_bench import tasks
 from millrace_bench.tasks import COPY_WORDS, RETRIEVAL_LINES, TASKS, TOKENS_PER_LINE, Turn, Verdict, judge, retrieval
 from millrace_testing.paths import TINY
 from millrace_training.batches import ChatEncoder
@@ -37,7 +37,7 @@ def test_size_and_config():
 
 def test_task_words_are_single_tokens():
     tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
-    for word in ADJECTIVES + NOUNS:
+    for word in tasks.WORDS:
         assert len(tokenizer.encode(f" {word}", add_special_tokens=False).ids) == 1, word
     assert tokenizer.encode("1234", add_special_tokens=False).tokens == list("1234")
 

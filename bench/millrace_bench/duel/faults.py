@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from millrace_bench.data import read_data
 from millrace_bench.duel.parts import GRACE_S, ROUTER, Part, Running
 
 STRIKE = 0.25  # of a run's time, when its fault strikes
@@ -21,16 +22,7 @@ class Fault:
     clients: int = 0  # that leave
 
 
-TIMETABLE = (
-    Fault("kill-prefill", "kill", "prefill"),
-    Fault("kill-decode", "kill", "decode"),
-    Fault("stop-prefill", "stop", "prefill", seconds=8.0),
-    Fault("stop-decode", "stop", "decode", seconds=8.0),
-    Fault("expire", "stop", "decode", seconds=35.0),
-    Fault("restart-decode", "restart", "decode"),
-    Fault("leave", "leave", seconds=2.0, clients=500),
-    Fault("kill-router", "kill", ROUTER),
-)
+TIMETABLE = tuple(Fault(**one) for one in read_data("faults.yaml"))
 
 
 def timetable(parts: Sequence[Part], faults: Sequence[Fault] = TIMETABLE) -> list[tuple[Fault, Part | None]]:

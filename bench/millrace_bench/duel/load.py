@@ -23,37 +23,23 @@ from millrace_load.sending import send
 from millrace_load.workload import Plan, Turn
 
 from millrace_bench import v3
+from millrace_bench.data import read_data
 from millrace_bench.duel.evidence import BIAS, TOP, outside
-from millrace_bench.duel.judge import GREEDY, HUNG, Key
+from millrace_bench.duel.judge import HUNG, Key
 from millrace_bench.duel.parts import Layout
 from millrace_bench.pd_load import Load, Segment, workload
 
-SCHEMA = {"type": "array", "items": {"type": ["integer", "string"]}, "minItems": 4096}  # as long as is asked for
-FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
-KINDS: Mapping[str, Mapping[str, Any]] = {
-    GREEDY: {"temperature": 0.0},
-    "seeded": {"temperature": 1.0},
-    "json": {"temperature": 0.0, "ignore_eos": False, "response_format": FORMAT},
-}
 MODEL = "duel"  # its name, and that of its folder
 THINK_TIME = "1"  # seconds between turns
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
 LEAST_VOCABULARY = 2048
 NO_WORDS = 261  # ids of special tokens and of bytes, which are the first
 QUOTE = 6  # its id
-ONLY_WORDS = {str(index): -100 for index in range(NO_WORDS)}  # of an answer that is sent back as text, so as token ids
 ONE = {"max_tokens": 1, "ignore_eos": True, "logprobs": TOP}  # token, and what is said of it
 ALLOWED = {"seeded": 8}  # words among which the options of a judged answer let the server choose; else one
-SHORT = {"type": "array", "items": {"type": ["integer", "string"], "maxLength": 60}, "minItems": 4096}
-JUDGED: Mapping[str, Mapping[str, Any]] = {
-    GREEDY: {**KINDS[GREEDY], "logit_bias": ONLY_WORDS},
-    "seeded": {**KINDS["seeded"], "logit_bias": ONLY_WORDS, "top_k": ALLOWED["seeded"]},
-    "json": {  # strings of words, in place of digits and bytes, of which many are as likely
-        **KINDS["json"],
-        "logit_bias": {**ONLY_WORDS, str(QUOTE): -50},
-        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SHORT}},
-    },
-}
+BODIES = read_data("duel.yaml.jinja", no_words=NO_WORDS, quote=QUOTE, allowed=ALLOWED)
+KINDS: Mapping[str, Mapping[str, Any]] = BODIES["kinds"]
+JUDGED: Mapping[str, Mapping[str, Any]] = BODIES["judged"]  # whose answers are sent back as text, so as token ids
 
 
 def write_model(folder: Path, widths: str, layers: int) -> list[str]:

@@ -128,12 +128,6 @@ def run(system: System, jobs: Jobs, concurrency: int, console: Console) -> Evalu
     return evaluation
 
 
-def show_comparison(comparison: Comparison, console: Console) -> None:
-    console.print(comparison_table(comparison))
-    if comparison.differences:
-        console.print(differences_table(comparison))
-
-
 def main(argv: Sequence[str]) -> int:
     """The exit code."""
     if argv[:1] == ["matrix"]:
@@ -152,7 +146,9 @@ def main(argv: Sequence[str]) -> int:
     results = evaluations[0].as_dict()
     if arguments.compare:
         comparison = Comparison.of(*evaluations)
-        show_comparison(comparison, console)
+        console.print(comparison_table(comparison))
+        if comparison.differences:
+            console.print(differences_table(comparison))
         results = {"a": results, "b": evaluations[1].as_dict(), "comparison": comparison.as_dict()}
         code |= not comparison.agree
     config = asdict(suite) | {"concurrency": arguments.concurrency, "device": arguments.device}

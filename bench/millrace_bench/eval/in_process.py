@@ -17,9 +17,9 @@ from millrace_serve.model.deepseek_v3 import load_model
 from millrace_serve.model.parallel import ParallelDims
 from millrace_serve.worker.config import WorkerConfig
 
+from millrace_bench.data import TEXTS
 from millrace_bench.eval.backend import Answer, Done, Job, Perplexity
 from millrace_bench.eval.perplexity import checkpoint_logits, measure
-from millrace_bench.heldout_texts import TEXTS
 
 
 class EngineBackend:

@@ -26,9 +26,9 @@ from millrace_router.text.tokenizer import Tokenizer
 from millrace_serve.model.checkpoint.export_quantised import export
 from torch import Tensor
 
+from millrace_bench.data import TEXTS
 from millrace_bench.eval.perplexity import Logits, checkpoint_logits
 from millrace_bench.eval.report import make_console, make_table
-from millrace_bench.heldout_texts import TEXTS
 
 DECODED = 24  # tokens at the end of a text
 

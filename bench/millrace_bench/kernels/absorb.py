@@ -57,26 +57,24 @@ def _absorb(draw: Draw, num: int, heads: int) -> dict[str, Call]:
         "in use": functools.partial(absorb_q, **inputs),
         "in use, fp8 weight": functools.partial(absorb_q, **inputs, quantised=quantised),
     }
-    if draw.device.type == "cuda":
-        from millrace_bench.kernels.compared import fp8_heads
-
-        q, weights = inputs["q"], Weights.of(inputs["w_uk"].transpose(1, 2))
-        for name, weight in weights._asdict().items():
-            product = getattr(fp8_heads, name)
-            whole = functools.partial(fp8_heads.absorb_q, q, weight, inputs["cos"], inputs["sin"], product)
-            calls |= {f"fp8 {name}": whole, f"fp8 {name}, no copy": functools.partial(product, q[..., :NOPE], weight)}
-    return calls
+    return calls | _fp8("absorb_q", inputs["q"], NOPE, inputs["w_uk"].transpose(1, 2), inputs["cos"], inputs["sin"])
 
 
 def _project(draw: Draw, num: int, heads: int) -> dict[str, Call]:
     inputs = attention_inputs.project_v(draw, num, heads)
-    run = functools.partial(project_v, **inputs)
-    calls: dict[str, Call] = {CUBLAS: run}
-    if draw.device.type == "cuda":
-        from millrace_bench.kernels.compared import fp8_heads
+    calls: dict[str, Call] = {CUBLAS: functools.partial(project_v, **inputs)}
+    return calls | _fp8("project_v", inputs["latent"], LATENT, inputs["w_uv"])
 
-        for name, weight in Weights.of(inputs["w_uv"])._asdict().items():
-            product, latent = getattr(fp8_heads, name), inputs["latent"]
-            whole = functools.partial(fp8_heads.project_v, latent, weight, product)
-            calls |= {f"fp8 {name}": whole, f"fp8 {name}, no copy": functools.partial(product, latent, weight)}
+
+def _fp8(op: str, x: Tensor, width: int, weight: Tensor, *more: Tensor) -> dict[str, Call]:
+    """`width`: of the columns of x that are multiplied."""
+    if x.device.type != "cuda":
+        return {}
+    from millrace_bench.kernels.compared import fp8_heads
+
+    calls: dict[str, Call] = {}
+    for name, form in Weights.of(weight)._asdict().items():
+        product = getattr(fp8_heads, name)
+        calls[f"fp8 {name}"] = functools.partial(getattr(fp8_heads, op), x, form, *more, product)
+        calls[f"fp8 {name}, no copy"] = functools.partial(product, x[..., :width], form)
     return calls

@@ -107,10 +107,7 @@ def _of_heads(draw: Draw, num: int, heads: int) -> Iterator[Case]:
 
 def _gather(draw: Draw, length: int, kv_dtype: torch.dtype) -> Case:
     starts, lens = (0, 0), (length, length)
-
-    def make() -> Inputs:
-        return attention_inputs.kv_gather(draw, starts, lens, kv_dtype)
-
+    make = functools.partial(attention_inputs.kv_gather, draw, starts, lens, kv_dtype)
     moved = sum(lens) * ROW * (1 + kv_dtype.itemsize / draw.dtype.itemsize)
     return _case("kv_gather.kv_gather", f"2 x {length} {_name(kv_dtype)}", kv_gather, make, draw, sum(lens), moved)
 

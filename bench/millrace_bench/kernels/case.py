@@ -43,10 +43,9 @@ def candidates(op: str, call: Call, device: torch.device, size: int = 0) -> dict
     served = [row.target for row in backend.choices(op, device) if row.min_size <= size <= row.max_size]
     found: dict[str, Call] = {}
     for target in served:
-        label = target.partition(":")[0].removeprefix("millrace_kernels.") or "ref"
-        found[f"{label}:{target.partition(':')[2]}" if label in found else label] = functools.partial(
-            forced, op, target, call
-        )
+        path, _, function = target.partition(":")
+        label = path.removeprefix("millrace_kernels.") or "ref"  # millrace_kernels.triton.rms_norm -> triton.rms_norm
+        found[f"{label}:{function}" if label in found else label] = functools.partial(forced, op, target, call)
     return found or {"ref": call}
 
 

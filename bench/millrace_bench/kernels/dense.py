@@ -43,22 +43,16 @@ SEED_QUANT = "81.0 us without, 53.6 with fast math at an unknown shape"
 
 def cases(device: torch.device) -> Iterator[Case]:
     if device.type != "cuda":
-        yield from _of_products((1, 64), TINY, device)
+        yield from (_of_product(num, TINY[0], device) for num in (1, 64))
         yield _int8(64, TINY[0], device)
         yield from _elementwise((1, 64), (256,), (128,), device)
         return
-    yield from _of_products(SMALL, TP8, device)
-    yield from _of_products((*SMALL, *LARGE), EP8, device)
+    yield from (_of_product(num, product, device) for num in SMALL for product in TP8)
+    yield from (_of_product(num, product, device) for num in (*SMALL, *LARGE) for product in EP8)
     yield from (_int8(num, product, device) for num in (64, 4096) for product in EP8[:2])
     yield from _elementwise((1, SMALL_TOKENS, 128, 4096), NORM_WIDTHS, ACT_WIDTHS, device)
     for num in (1, SMALL_TOKENS):
         yield _chain(num, device)
-
-
-def _of_products(tokens: tuple[int, ...], products: tuple[Product, ...], device: torch.device) -> Iterator[Case]:
-    for num in tokens:
-        for product in products:
-            yield _of_product(num, product, device)
 
 
 def _of_product(num: int, product: Product, device: torch.device) -> Case:

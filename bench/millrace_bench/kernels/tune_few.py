@@ -21,7 +21,7 @@ from millrace_bench.kernels.dense import EP8, TP8
 from millrace_bench.kernels.driver import COLD_BYTES
 from millrace_bench.kernels.timing import Call
 from millrace_bench.kernels.tuned_file import Entry
-from millrace_bench.kernels.tuning import GAIN, Clock, Found, times_of
+from millrace_bench.kernels.tuning import GAIN, Clock, Found, blank, times_of
 
 CUDA = torch.device("cuda")
 MOST_SETS = 48
@@ -100,8 +100,7 @@ class Linear:
         """On inputs of its own."""
         k = self.k if isinstance(option, Gemv) else 1024 if option.splits <= 8 else 128 * option.splits
         num = self.num if isinstance(option, Gemv) else 16
-        weight = Fp8(torch.zeros(256, k, dtype=torch.uint8, device=CUDA).view(torch.float8_e4m3fn), _scales(256, k))
-        small_linear(torch.zeros(num, k, dtype=torch.bfloat16, device=CUDA), weight, option)
+        small_linear(torch.zeros(num, k, dtype=torch.bfloat16, device=CUDA), blank(CUDA, 256, k), option)
         if isinstance(option, SmallLinearConfig) and option.splits > 1:
             reduce_parts(torch.zeros(option.splits, 256, device=CUDA), torch.zeros(256, device=CUDA).bfloat16())
 
@@ -111,10 +110,6 @@ class Linear:
         first = quant_blocks(torch.randn(self.n, self.k, device=CUDA))
         copies = [Fp8(first.data.clone(), first.scales.clone()) for _ in range(sets - 1)]
         return torch.randn(self.num, self.k, device=CUDA).bfloat16(), [first, *copies]
-
-
-def _scales(n: int, k: int) -> Tensor:
-    return torch.zeros(-(-n // BLOCK), -(-k // BLOCK), device=CUDA)
 
 
 def jobs() -> Iterator[Linear]:

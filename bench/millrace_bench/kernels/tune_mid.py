@@ -21,7 +21,7 @@ from millrace_bench.data import read_data
 from millrace_bench.kernels.driver import COLD_BYTES
 from millrace_bench.kernels.timing import Call
 from millrace_bench.kernels.tuned_file import Entry
-from millrace_bench.kernels.tuning import GAIN, Clock, Found, times_of
+from millrace_bench.kernels.tuning import GAIN, Clock, Found, blank, times_of
 
 CUDA = torch.device("cuda")
 # Most wanted first: an EP8 rank's o_proj, and what else it multiplies; then a TP8 rank's.
@@ -67,7 +67,7 @@ def compile_library(num: int, n: int, k: int) -> None:
 def _blank(num: int, n: int, k: int) -> tuple[Fp8, Fp8]:
     zeros = functools.partial(torch.zeros, device=CUDA)
     x = Fp8(zeros(num, k).to(torch.float8_e4m3fn), zeros(k // BLOCK, num).t())
-    return x, Fp8(zeros(n, k, dtype=torch.uint8).view(torch.float8_e4m3fn), zeros(-(-n // BLOCK), k // BLOCK))
+    return x, blank(CUDA, n, k)
 
 
 def key(config: Fp8LinearConfig) -> Fp8LinearConfig:

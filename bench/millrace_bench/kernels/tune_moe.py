@@ -21,9 +21,10 @@ from millrace_kernels.triton.moe_route import Blocks, ExpertRoute, route
 from millrace_kernels.tuned import Key
 from torch import Tensor
 
+from millrace_bench.data import read_data
 from millrace_bench.kernels.moe import EP8, EP8_STEP, TP8_SHARED, Rank, draw_weights
 from millrace_bench.kernels.tuned_file import Entry
-from millrace_bench.kernels.tuning import GAIN, Clock, Found, times_of
+from millrace_bench.kernels.tuning import GAIN, Clock, Found, blank, times_of
 
 CUDA = torch.device("cuda")
 ROUTINGS = 4  # in turns, so that few tokens do not find their experts in the L2 cache
@@ -39,13 +40,9 @@ Routings = list[tuple[Tensor, Tensor]]
 Times = dict[Any, float]  # microseconds, ascending
 Option = tuple[int, Launch]  # height of a tile, configuration
 
-UPS = (
-    *(Launch(warps, stages, left=True) for warps, stages in ((4, 2), (4, 3), (4, 5), (8, 2), (8, 3), (8, 4), (8, 5))),
-    *(Launch(warps, stages) for warps, stages in ((4, 3), (4, 4), (8, 3), (8, 4))),
-)
-DOWNS = (
-    *(Launch(*shape, left=True) for shape in itertools.product((4, 8), (3, 4, 6), (64, 128))),
-    *(Launch(*shape) for shape in itertools.product((4, 8), (3, 4), (64, 128))),
+UPS, DOWNS = (
+    tuple(Launch(*shape)._replace(left=left) for left, shapes in of_sides.items() for shape in shapes)
+    for of_sides in read_data("moe-tiles.yaml").values()
 )
 
 
@@ -143,20 +140,9 @@ def compile_one(size: int, block_m: int, up: bool, launch: Launch) -> None:
     """On two experts of that size."""
     rank = Rank("blank", TP8_SHARED.dims, 2, size, folded=True)
     routings = [(torch.zeros(64, 8, device=CUDA), torch.zeros(64, 8, dtype=torch.int32, device=CUDA))]
-    plans = Plans(Job(rank, 64), routings, *blank_weights(2, rank.dims.hidden, size))
+    w13, w2 = blank(CUDA, 2, 2 * size, rank.dims.hidden), blank(CUDA, 2, rank.dims.hidden, size)
+    plans = Plans(Job(rank, 64), routings, w13, w2)
     (plans.ups if up else plans.downs)((block_m, launch))[0]()
-
-
-def blank_weights(held: int, dim: int, size: int) -> tuple[Fp8, Fp8]:
-    shapes = ((held, 2 * size, dim), (held, dim, size))
-    w13, w2 = (
-        Fp8(
-            torch.zeros(e, n, k, dtype=torch.uint8, device=CUDA).view(torch.float8_e4m3fn),
-            torch.zeros(e, n // BLOCK, k // BLOCK, device=CUDA),
-        )
-        for e, n, k in shapes
-    )
-    return w13, w2
 
 
 def others(plans: Plans) -> dict[str, list[Callable[[], Tensor]]]:

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from millrace_kernels.fp8 import BLOCK, Fp8
 from millrace_kernels.testing.tolerances import rms_error
 from millrace_load.record import Row
 from torch import Tensor
@@ -126,6 +127,13 @@ def times_of(
         except Exception as failure:  # too much shared memory, say
             print_failure(f"{what}: {option}", failure)
     return dict(sorted(times.items(), key=lambda item: item[1]))
+
+
+def blank(device: torch.device, *shape: int) -> Fp8:
+    """A weight of zeros [..., N, K], to compile for."""
+    *stack, n, k = shape
+    data = torch.zeros(shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    return Fp8(data, torch.zeros(*stack, -(-n // BLOCK), -(-k // BLOCK), device=device))
 
 
 def print_failure(what: object, failure: BaseException) -> None:

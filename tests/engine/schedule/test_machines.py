@@ -146,13 +146,14 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.served_pages())
     @rule(data=st.data())
     def repay(self, data: st.DataObject) -> None:
-        self.end_prefix_fetch(data.draw(st.sampled_from(self.served_pages())))
+        self.end(self.repaid, data.draw(st.sampled_from(self.served_pages())))
 
     def served_pages(self) -> list[RequestId]:
         return sorted(set(self.driver.served) - self.repaid) if hasattr(self, "driver") else []
 
-    def end_prefix_fetch(self, id: RequestId) -> None:
-        self.repaid.add(id)
+    def end(self, ended: set[RequestId], id: RequestId) -> None:
+        """Twice, of which the second time must change nothing."""
+        ended.add(id)
         self.driver.tell(LeaseEnded(id))
         self.driver.tell(LeaseEnded(id))
 
@@ -277,7 +278,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases())
     @rule(data=st.data())
     def lease_ends(self, data: st.DataObject) -> None:
-        self.end_lease(data.draw(st.sampled_from(self.leases())))
+        self.end(self.ended_leases, data.draw(st.sampled_from(self.leases())))
 
     @invariant()
     def published_pages_keep_their_content(self) -> None:
@@ -298,11 +299,6 @@ class Machine(RuleBasedStateMachine):
     def leases(self) -> list[RequestId]:
         return sorted(set(self.driver.parts) - self.ended_leases) if hasattr(self, "driver") else []
 
-    def end_lease(self, id: RequestId) -> None:
-        self.ended_leases.add(id)
-        self.driver.tell(LeaseEnded(id))
-        self.driver.tell(LeaseEnded(id))
-
     def settle_everything(self) -> None:
         for id in self.fetchers():
             self.driver.tell(KvFailed(id, Failure("WORKER_LOST", "the end")))
@@ -313,7 +309,7 @@ class Machine(RuleBasedStateMachine):
             for id in self.open_ids():
                 self.driver.tell(KvOffered(id))
             for id in self.leases():
-                self.end_lease(id)
+                self.end(self.ended_leases, id)
         self.driver.run()
 
     def teardown(self) -> None:
@@ -321,7 +317,7 @@ class Machine(RuleBasedStateMachine):
             return
         self.settle_everything()
         for id in self.served_pages():
-            self.end_prefix_fetch(id)
+            self.end(self.repaid, id)
         self.settle_everything()  # what waited for pages that were served
         self.failures_have_a_cause()
         self.driver.check_whole()
