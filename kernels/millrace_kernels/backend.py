@@ -129,7 +129,7 @@ TABLE: dict[str, tuple[KernelChoice, ...]] = {
     "indexer.index_store": _ours("indexer:index_store", on=E4M3),
     "indexer.masked": _ours("indexer:masked"),
     "indexer.chosen_rows": _ours("indexer:chosen_rows"),
-    "indexer.top_keys": (REFERENCE, KernelChoice("millrace_kernels.lib.flashinfer:top_keys", needs="flashinfer")),
+    "indexer.top_keys": (KernelChoice("millrace_kernels.lib.flashinfer:top_keys", needs="flashinfer"), REFERENCE),
     "indexer.plan": (KernelChoice("millrace_kernels.lib.deep_gemm_indexer:schedule", needs="deep_gemm"),),
     "indexer.index_logits": (KernelChoice("millrace_kernels.lib.deep_gemm_indexer:index_logits", needs="deep_gemm"),),
     "mla_sparse.mla_sparse": (

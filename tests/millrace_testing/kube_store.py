@@ -33,7 +33,7 @@ class Store:
         if parts == ["version"]:
             return 200, {"major": "1", "minor": "31", "gitVersion": "v1.31.0"}
         if parts in (["api"], ["apis"]):
-            return 200, _versions() if parts == ["api"] else _groups()
+            return 200, {"kind": "APIVersions", "versions": ["v1"]} if parts == ["api"] else _groups()
         version, rest = ("v1", parts[2:]) if parts[0] == "api" else ("/".join(parts[1:3]), parts[3:])
         if version not in KINDS:
             return _refusal(404, "NotFound")
@@ -64,10 +64,6 @@ class Store:
         wanted = dict(term.split("=") for term in query.get("labelSelector", [""])[0].split(",") if term)
         found = (item for (its, _), item in self.objects.items() if its == kind)
         return [item for item in found if wanted.items() <= item["metadata"].get("labels", {}).items()]
-
-
-def _versions() -> Object:
-    return {"kind": "APIVersions", "versions": ["v1"]}
 
 
 def _groups() -> Object:

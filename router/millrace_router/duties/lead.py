@@ -64,7 +64,11 @@ class Lead:
             await self._carry_out(flexible, await self._decided(workers, flexible))
 
     def _look(self, flexible: Sequence[Worker], routers: int) -> None:
-        self.demand.look({worker.epoch: _report(worker) for worker in flexible}, _expected_output(flexible), routers)
+        found = [
+            r.expected_output for worker in flexible for r in worker.replicas(frozenset(), "") if r.expected_output
+        ]
+        expected = round(statistics.median(found or [0]))
+        self.demand.look({worker.epoch: _report(worker) for worker in flexible}, expected, routers)
         self.metrics.duty.clear()
         for worker in flexible:
             self.metrics.duty.labels(worker.address, duty_name(worker.duty)).set(1)
@@ -148,11 +152,6 @@ def _report(worker: Worker) -> Report:
     replicas = worker.replicas(frozenset(), "")
     generated = sum(load.counters.get("output_tokens", 0.0) for load in _loads([worker]))
     return Report(worker.in_flight, sum(r.sequences for r in replicas), sum(r.held for r in replicas), generated)
-
-
-def _expected_output(workers: Iterable[Worker]) -> int:
-    found = [r.expected_output for worker in workers for r in worker.replicas(frozenset(), "") if r.expected_output]
-    return round(statistics.median(found)) if found else 0
 
 
 def measured(found: Iterable[tuple[worker_pb2.Duty, int, StepTimes]]) -> StepTimes | None:

@@ -34,21 +34,22 @@ KEEP_AFTER = 8  # tickets that have overtaken one, before room is kept for it
 LOOK_AHEAD = 8  # tickets that are tried while the first ones find no worker
 MEMORY_S = 10.0  # of the measured rate: older services count for less
 LEAST_SERVICES = 16  # that are remembered, however rare: several may come at once
-LEAST_BUSY_S = 0.5  # of measuring, before anything is concluded from it
 LEAST_RETRY_S, LONGEST_RETRY_S = 0.1, 60.0
 
 
 class ServiceRate:
     """Decayed tokens per second. Time counts only while the queue is not empty: an empty queue does not show the
-    capacity, and idle gaps must not erase the estimate.
+    capacity, and idle gaps must not erase the estimate. The time until the first service does not count: it shows how
+    long a request takes, and not how many end in a second.
     """
 
     def __init__(self, now: float) -> None:
         self._at = now
         self._tokens = 0.0  # both fade with the same speed
-        self._seconds = 0.0  # until the latest service
+        self._seconds = 0.0  # from the first service until the latest one
         self._since = 0.0  # seconds since then
         self._services = 0
+        self._left_s = 0.0  # of measuring
 
     def advance(self, now: float, waiting: bool) -> None:
         """Advance the clock; `waiting`: the queue was not empty since the last call."""
@@ -57,26 +58,30 @@ class ServiceRate:
 
     @property
     def measured(self) -> bool:
-        """Whether it is of several services. The first ones may have waited for nothing but a report."""
-        return self._services >= LEAST_SERVICES
+        """Of several services, over as long as the first one took: what begins at once may end at once."""
+        return self._services > LEAST_SERVICES and self._left_s <= 0
 
     def resume(self, now: float) -> None:
         """There are workers again: the time without any says nothing of their speed."""
         self._at, self._since = now, 0.0
 
     def served(self, tokens: int) -> None:
+        self._services += 1
+        if self._services == 1:
+            self._left_s, self._since = self._since, 0.0
+            return
+        self._left_s -= self._since
         fade = max(math.exp(-self._since / MEMORY_S), 1 - 1 / LEAST_SERVICES)
         self._tokens = self._tokens * fade + tokens
         self._seconds = self._seconds * fade + self._since
         self._since = 0.0
-        self._services += 1
 
     def seconds_for(self, tokens: float) -> float | None:
         """Until so many tokens are served; None: unknown. Before the first service it is the time waited so far."""
         seconds = self._seconds + self._since
-        if seconds < LEAST_BUSY_S:
+        if self._services and not self.measured:
             return None
-        return tokens * seconds / self._tokens if self._tokens else seconds
+        return tokens * seconds / self._tokens if self._tokens else seconds or None
 
 
 class WorkerCapacity(Protocol):

@@ -105,7 +105,9 @@ def row_unit(ranks: int) -> int:
 
 def machines(dims: ParallelDims) -> list[Machine]:
     """Of every rank, in rank order. Collective; imports the libraries."""
-    return [Machine(*json.loads(machine)) for machine in dims.exchange(json.dumps(_machine()).encode())]
+    drivers = [(adapter / "device/driver").resolve().name for adapter in ADAPTERS.glob("*")]
+    own = Machine(BOOT_ID.read_text().strip(), "mlx5_core" in drivers, _missing())
+    return [Machine(*json.loads(machine)) for machine in dims.exchange(json.dumps(own).encode())]
 
 
 def refusal(config: ModelConfig, dims: ParallelDims, where: Sequence[Machine], most_rows: int, *, fp8: bool) -> str:
@@ -146,11 +148,6 @@ def refusal(config: ModelConfig, dims: ParallelDims, where: Sequence[Machine], m
 
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def _machine() -> Machine:
-    drivers = [(adapter / "device/driver").resolve().name for adapter in ADAPTERS.glob("*")]
-    return Machine(BOOT_ID.read_text().strip(), "mlx5_core" in drivers, _missing())
 
 
 def _missing() -> str:
