@@ -27,7 +27,7 @@ from millrace_kernels.mla_prefill import Heads
 from millrace_kernels.triton import mla_prefill as ours
 
 QK_DIM, V_DIM, QUERIES_PER_TILE = 192, 128, 128
-MOST_CHOSEN = 2048  # FILTERED_TOPK_MAX_K in its topk.cuh
+MOST_CHOSEN, LEAST_ROWS = 2048, 1 << 15  # FILTERED_TOPK_MAX_K in its topk.cuh; rows of its zeros
 LEAST_WORKSPACE = 1 << 20
 LN_2 = math.log(2.0)
 
@@ -146,7 +146,8 @@ def _radix_select(logits: Tensor, lens: Tensor, topk: int) -> Tensor:
     """It reads no logits behind `lens`."""
     from flashinfer import TopKTieBreak, top_k_ragged_transform
 
-    offsets = _zeros(1 << len(lens).bit_length(), lens.device)[: len(lens)]  # to add to a row's keys
+    num = max(LEAST_ROWS, 1 << len(lens).bit_length())  # the same for all graphs: none may own what others read
+    offsets = _zeros(num, lens.device)[: len(lens)]  # to add to a row's keys
     return top_k_ragged_transform(logits, offsets, lens, topk, tie_break=TopKTieBreak.SMALL)
 
 
