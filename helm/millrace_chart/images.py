@@ -73,6 +73,8 @@ def lines(engine: str, device: str, registry: str) -> Iterator[str]:
         yield f"# model.source s3 and oci need a client there too: `make mirror REGISTRY={registry}` lists all images"
     else:
         yield "# Without REGISTRY=... there is nothing to push; the nodes must get the images in another way."
+    compiled = f"# sh services/compile-into-image.sh {engine} {_join(registry, images[1].reference)} DIR"
+    yield from [compiled] if device == "gpu" else []
     yield "# Install; presets for other clusters are beside this one:"
     yield shlex.join(install(device, registry))
 

@@ -119,17 +119,14 @@ def golden(name: str) -> str:
 
 def elided(item: Object) -> Object:
     if item["kind"] == "ConfigMap":
-        data = {key: f"(files/{key})" if _is_file(key) else text for key, text in item["data"].items()}
+        files = {key for key in item["data"] if key in ELIDED or key.endswith(".json")}
+        data = {key: f"(files/{key})" if key in files else text for key, text in item["data"].items()}
         return {**item, "data": data}
     if item["kind"] == "Secret":
         return {**item, "data": dict.fromkeys(item["data"], "(random)")}
     if item["kind"] == "PrometheusRule":
         return {**item, "spec": "(files/alerts.yaml)"}
     return item
-
-
-def _is_file(key: str) -> bool:
-    return key in ELIDED or key.endswith(".json")
 
 
 def written() -> Iterator[tuple[Path, str]]:

@@ -81,10 +81,6 @@ def test_exhausted_task_names_its_limit():
         TASKS["chat"].items(0, 5000)
 
 
-def _item(answer: str, match: Match) -> Item:
-    return Item("t", "k", (Message("user", "?"),), answer, match, 8)
-
-
 @pytest.mark.parametrize(
     ("answer", "match", "output", "verdict"),
     [
@@ -97,7 +93,7 @@ def _item(answer: str, match: Match) -> Item:
     ],
 )
 def test_judge(answer, match, output, verdict):
-    assert judge(_item(answer, match), output) is verdict
+    assert judge(Item("t", "k", (Message("user", "?"),), answer, match, 8), output) is verdict
 
 
 @pytest.mark.parametrize(

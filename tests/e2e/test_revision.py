@@ -7,15 +7,14 @@ docs/how-to/upgrade.md: `helm upgrade` with the new pools, then routers' `routin
 
 import asyncio
 import contextlib
+import functools
 import signal
 from pathlib import Path
 
 import pytest
-from millrace_serve.engine.core import SamplingParams
 from millrace_serve.engine.sim.runner import SimSettings
 from millrace_testing.cluster import ControlledCluster
 from millrace_testing.kube_server import KubeServer
-from millrace_testing.oracle import oracle_outputs
 from millrace_testing.pods import PRE_STOP_S, Pod, Pods
 from millrace_testing.prometheus import free_port
 from millrace_testing.rollout import WORKERS, Load, retries, routable, router_spec
@@ -26,10 +25,6 @@ pytestmark = [pytest.mark.long]
 LAYOUT = "limits.page_size=32"  # another fingerprint, the same model
 MODEL = SimSettings(vocab_size=16384)
 NEW = "routing.revision=b"
-
-
-def expected_of_new_model(prompt: list[int], length: int) -> list[int]:
-    return oracle_outputs(prompt, SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True), MODEL)
 
 
 def addresses(*pods: Pod) -> set[str]:
@@ -109,7 +104,7 @@ async def test_new_model_takes_over_without_a_failed_request(server: KubeServer,
             pods.start("decode-0", "decode", "served_name=chat-1"),
         )
         first = await stack.enter_async_context(ControlledCluster(router_spec(server, tmp_path, ports[0], names)))
-        oracles = expected, expected_of_new_model
+        oracles = expected, functools.partial(expected, settings=MODEL)
         load = await stack.enter_async_context(Load(target, oracles, models=("chat-1", "chat-2", "")))
         await load.more(5)
 

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from millrace_bench.preset import load
 from millrace_chart import images, mirror
 from millrace_chart.images import ROUTER, WORKERS, Image
 from millrace_chart.render import ROOT, objects, template
@@ -156,3 +157,17 @@ def test_what_make_mirror_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed[-1] == "registry.k8s.io/pause:3.10 reg.local/a/pause:3.10"
     assert mirror.main(["--set", "router.replicas=0"]) == 1
     assert "router.replicas: must be at least 1, not 0" in capsys.readouterr().err
+
+
+def test_compiled_for_are_the_workers_of_the_presets(tmp_path: Path) -> None:
+    engine = tmp_path / "engine"
+    engine.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\n')
+    engine.chmod(0o755)
+    script, image = ROOT / "services" / "compile-into-image.sh", f"{MIRROR}/worker:0.1.0-cuda13"
+    subprocess.run(["env", f"COMPILED={tmp_path}/compiled", "sh", script, engine, image, tmp_path], check=True)
+    *runs, build = (tmp_path / "calls").read_text().splitlines()
+    compiles = f"{tmp_path}/compiled:/var/cache/millrace/0.1.0-cuda13 {image} millrace compile"
+    assert all(compiles in call for call in runs) and f"--tag {image} {tmp_path}/compiled" in build
+    pools = [pool for file in (ROOT / "k8s" / "golden").glob("h200-*.yaml") for pool in load(file).pools]
+    wanted = {frozenset(pool.settings) & {"dp=8", "tp=8"} | {pool.config["goal"]} for pool in pools}
+    assert {frozenset(re.findall(r"--set ([dt]p=8) --set goal=(\w+)", call)[0]) for call in runs} == wanted

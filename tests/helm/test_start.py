@@ -116,3 +116,16 @@ def test_missing_python_is_an_error_and_not_a_leader_that_is_late(pod: dict[str,
     command = [shutil.which("sh") or "/bin/sh", str(SCRIPT), "run", "fake_worker"]
     done = subprocess.run(command, env={**pod, **group}, capture_output=True, text=True)
     assert done.returncode == 127 and "python3" in done.stderr and "waiting" not in done.stdout
+
+
+def test_new_cache_begins_with_what_the_image_has(pod: dict[str, str], tmp_path: Path) -> None:
+    (image := tmp_path / "image" / "triton").mkdir(parents=True)
+    (image / "kernel").write_text("compiled")
+    cache = tmp_path / "volume" / "0.1.0"
+    more = {"MILLRACE_COMPILED": str(image.parent), "MILLRACE_CACHE": str(cache), "POD_NAME": "pod-0"}
+    assert run(pod, "run", "fake_worker", **more) == ["worker [] ^tcp"], "no volume: the worker compiles"
+    cache.parent.mkdir()
+    for text in ("compiled", "of a pod"):
+        run(pod, "run", "fake_worker", **more)
+        assert (cache / "triton" / "kernel").read_text() == text and list(cache.parent.iterdir()) == [cache]
+        (cache / "triton" / "kernel").write_text("of a pod")

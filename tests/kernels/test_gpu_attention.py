@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.cases import DECODE_CASES, PREFILL_CASES, DecodeCase, PrefillCase
+from kernels.graphs import captured
 from millrace_kernels import backend, mla_decode, mla_prefill
 from millrace_kernels import mla_absorb as absorption
 from millrace_kernels.backend import SMALL_TOKENS
@@ -211,15 +212,9 @@ def test_graph_replays_with_other_lengths(kv_dtype: torch.dtype) -> None:
         latent, _ = mla_decode.mla_decode(**(call | {"q": q}), plan=plan)
         return project_v(latent.squeeze(1), w_uk)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, found = captured(step)
     for shorter in (0, 1, 30):
         call["seq_lens"].copy_(torch.tensor([max(n - shorter, 1) for n in lens], dtype=torch.int32))
         query.normal_(generator=draw.generator)
         graph.replay()
-        assert torch.equal(captured, step())
+        assert torch.equal(found, step())

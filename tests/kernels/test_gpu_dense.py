@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import pytest
 import torch
+from kernels.graphs import captured
 from millrace_kernels import backend, fp8, linear, rms_norm, silu_mul
 from millrace_kernels.backend import SMALL_TOKENS, forced
 from millrace_kernels.fp8 import Fp8, Operand
@@ -132,9 +133,7 @@ def test_graph_replays_what_eager_computes(num: int) -> None:
     x, gain = rows(num, 7168).contiguous(), torch.randn(7168, device="cuda").bfloat16()
     weights = stacked_weight(4608, 7168), stacked_weight(7168, 2304)
     wanted = layer(x, gain, *weights)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = layer(x, gain, *weights)
+    graph, found = captured(lambda: layer(x, gain, *weights))
     for part in found:
         part.fill_(torch.nan)
     graph.replay()

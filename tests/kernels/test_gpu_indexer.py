@@ -4,6 +4,7 @@ layer's decode step in a CUDA graph.
 
 import pytest
 import torch
+from kernels.graphs import captured
 from millrace_kernels import backend, indexer
 from millrace_kernels.indexer import IndexRows
 from millrace_kernels.lib import flashinfer
@@ -112,12 +113,7 @@ def test_graph_chooses_anew_for_other_lengths(top_keys: str) -> None:
             return indexer.chosen_rows(logits, lens, TOPK, table, 64, 64)
 
     lens.fill_(1)
-    for _ in range(2):
-        chosen()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = chosen()
+    graph, found = captured(chosen)
     lens.copy_(call["lens"])
     graph.replay()
     assert torch.equal(found.sort(1).values, chosen().sort(1).values)

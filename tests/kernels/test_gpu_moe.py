@@ -5,6 +5,7 @@ import importlib.util
 
 import pytest
 import torch
+from kernels.graphs import captured
 from millrace_kernels import backend, moe_gate
 from millrace_kernels.backend import SMALL_TOKENS, forced
 from millrace_kernels.expert_slots import expert_slots
@@ -152,13 +153,7 @@ def test_graph_follows_new_choices_and_its_padding(num: int, fp8: bool) -> None:
         weights, experts = moe_gate.moe_gate(moe_gate.gate_logits(x, router), bias, rule_of(dims), real)
         return moe_experts(x, weights, held_ids(experts, EP8_FIRST, EP8_HELD), w13, w2, num_experts=256)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     for seed, count in ((1, num), (2, -(-num // 2))):
         x.copy_(torch.randn(num, 7168, generator=seeded(seed), device=CUDA))
         real.fill_(count)

@@ -89,12 +89,9 @@ class Rows:
         total = torch.zeros(x.shape, device="cuda")
         for rank in range(SIZE):
             chosen = ((ids >= 0) & (ids // self.places.slots == rank)).any(1)
-            total += torch.where(chosen[:, None], _times(_form(x, quant), rank + 1).float(), 0.0)
+            sent = Operand(None, quant_groups(x)) if quant else Operand(x, None)
+            total += torch.where(chosen[:, None], _times(sent, rank + 1).float(), 0.0)
         return total.bfloat16()
-
-
-def _form(x: Tensor, quant: bool) -> Operand:
-    return Operand(None, quant_groups(x)) if quant else Operand(x, None)
 
 
 def _times(rows: Operand, factor: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kernels.graphs import captured
 from millrace_testing.sampling_rows import draw_inputs, kept, kept_by_bounds, sample
 from torch import Tensor
 
@@ -55,17 +56,11 @@ def test_ties_at_a_bound_go_to_the_smaller_ids() -> None:
 
 def test_graph_draws_what_it_finds() -> None:
     given = draw_inputs(22, V, device="cuda")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        sample(given)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = sample(given)
+    graph, found = captured(lambda: sample(given))
     for index in range(3):
         given["output_index"].fill_(index)
         graph.replay()
-        assert torch.equal(captured, sample(given))
+        assert torch.equal(found, sample(given))
     torch.cuda.set_sync_debug_mode("error")
     try:
         sample(given)

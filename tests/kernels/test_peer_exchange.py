@@ -107,12 +107,9 @@ def _check_received(case: Case, received: Received, sent: list[Sent], places: Ex
         assert torch.equal(received.slots[rows].long(), expected)
         assert torch.equal(received.weights[rows], gains)
         chosen, first = (expected >= 0).any(1), first + len(x)
-        for found, wanted in zip(_forms(received.rows), _forms(_form(case, x)), strict=True):
+        sent = Operand(None, quant_groups(x)) if case.quant else Operand(x, None)
+        for found, wanted in zip(_forms(received.rows), _forms(sent), strict=True):
             assert torch.equal(found[rows][chosen].float(), wanted[chosen].float())
-
-
-def _form(case: Case, x: Tensor) -> Operand:
-    return Operand(None, quant_groups(x)) if case.quant else Operand(x, None)
 
 
 def _forms(rows: Operand) -> list[Tensor]:

@@ -92,7 +92,7 @@ class Pod:
     async def start(self) -> None:
         own = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         mounts = ["sh", "-c", MOUNTS, "sh", str(self._folder), self.name]
-        command = [self._expand(word) for word in (*self._container["command"], *self._container["args"])]
+        command = [expand(word, self._env) for word in (*self._container["command"], *self._container["args"])]
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self._enter, *own, *mounts, *command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env
@@ -142,9 +142,6 @@ class Pod:
     def _first(self) -> psutil.Process:
         assert self._process is not None
         return psutil.Process(self._process.pid).children()[0]
-
-    def _expand(self, text: str) -> str:
-        return expand(text, self._env)
 
 
 class Group:

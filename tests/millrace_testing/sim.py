@@ -10,9 +10,9 @@ from millrace_testing.oracle import oracle_outputs
 SETTINGS = SimSettings()
 
 
-def expected(prompt: list[int], max_tokens: int) -> list[int]:
+def expected(prompt: list[int], max_tokens: int, settings: SimSettings = SETTINGS) -> list[int]:
     """Of a greedy request that ignores the end of sequence."""
-    return oracle_outputs(prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), SETTINGS)
+    return oracle_outputs(prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), settings)
 
 
 def prompt_of(length: int) -> list[int]:

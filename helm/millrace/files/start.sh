@@ -5,6 +5,7 @@
 set -eu
 ulimit -c 0 # a core dump would have prompts and keys, also of the processes of Ray
 trap "exit 143" TERM # the kernel drops signals without a handler for PID 1; the command at hand ends first
+compiled=${MILLRACE_COMPILED:-/opt/millrace/cache} # into the image, by services/compile-into-image.sh
 leader=${MILLRACE_RUN:?}/leader # the file with its address: its name is gone from DNS as soon as it terminates
 REFUSED=3 UNKNOWN=4 SILENCE=20
 
@@ -23,7 +24,14 @@ except OSError as error:
 ' "$1" "$RAY_PORT" "$REFUSED" "$UNKNOWN"
 }
 
+seed() { # a new cache begins with what the image has. Pods may share the volume, so the folder appears whole
+    [ -d "$compiled" ] && [ ! -e "$MILLRACE_CACHE" ] || return 0
+    part=$MILLRACE_CACHE.$POD_NAME
+    cp -Rp "$compiled" "$part" && mv -T "$part" "$MILLRACE_CACHE" || rm -rf "$part" # then the worker compiles
+}
+
 run() {
+    seed
     find /dev/shm -mindepth 1 -delete 2>/dev/null || true # what a container before this one has left
     if [ -f "$MILLRACE_RUN/fabric.env" ]; then
         set -a && . "$MILLRACE_RUN/fabric.env" && set +a

@@ -95,7 +95,7 @@ start.sh: |
   "device" (ternary "cuda" "cpu" (gt (int $pool.gpus) 0))
   "launcher" (ternary "ray" "local" (gt (int $pool.size) 1))
   "secret" (printf "/etc/millrace/secret/%s" $root.Values.secret.key)
-  "cache_dir" (printf "/var/cache/millrace/%s" $pool.image.version)
+  "cache_dir" (include "millrace.cacheDir" $pool)
   "tracing" (merge (dict "endpoint" (default "" $root.Values.tracing.endpoint)) $root.Values.tracing)
   "log_level" $root.Values.logLevel
   "timeouts" (dict "drain" $pool.drain.timeout) -}}

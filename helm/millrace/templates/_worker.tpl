@@ -135,10 +135,15 @@ spec:
   "millrace.workerAffinity" . | fromYaml) "tolerations" (include "millrace.gpuTolerations" . | fromYamlArray)) -}}
 {{- end -}}
 
+{{- define "millrace.cacheDir" -}}
+/var/cache/millrace/{{ .image.version }}
+{{- end -}}
+
 {{- define "millrace.workerEnv" -}}
 {{- $fabric := include "millrace.fabric" . | fromJson -}}
-{{- include "millrace.ownEnv" . }}
-{{- $own := print (include "millrace.ownEnv" .) "\n" (include "millrace.rayEnv" .) -}}
+{{- $own := printf "%s\n- {name: MILLRACE_CACHE, value: %s}" (include "millrace.ownEnv" .) (include "millrace.cacheDir" .pool) -}}
+{{- $own }}
+{{- $own = print $own "\n" (include "millrace.rayEnv" .) -}}
 {{- include "millrace.env" (dict "at" (print "workers." .pool.name) "own" $own "env" (include "millrace.variables" (list
   $fabric.env .pool.env) | fromJson)) }}
 {{- end -}}

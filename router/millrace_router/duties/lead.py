@@ -64,9 +64,7 @@ class Lead:
             await self._carry_out(flexible, await self._decided(workers, flexible))
 
     def _look(self, flexible: Sequence[Worker], routers: int) -> None:
-        found = [
-            r.expected_output for worker in flexible for r in worker.replicas(frozenset(), "") if r.expected_output
-        ]
+        found = [r.expected_output for one in flexible for r in one.replicas(frozenset(), "") if r.expected_output]
         expected = round(statistics.median(found or [0]))
         self.demand.look({worker.epoch: _report(worker) for worker in flexible}, expected, routers)
         self.metrics.duty.clear()

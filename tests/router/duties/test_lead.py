@@ -45,15 +45,11 @@ def ask(router: Router, rate: float, tokens: int = 4096, outputs: int = 256, slo
 
 
 async def tick(made: Cluster, *routers: Router) -> list[int]:
+    workers = made.router.registry.workers
     for router in routers or (made.router,):
         await router._lead.tick()
-        await made.until(lambda: all(w.load.duty == f.duty for w, f in fleet_of(made)))
+        await made.until(lambda: all(workers[fake.address].load.duty == fake.duty for fake in made.workers))
     return sorted(worker.duty for worker in made.workers)
-
-
-def fleet_of(made: Cluster) -> list[tuple]:
-    workers = made.router.registry.workers
-    return [(workers[fake.address], fake) for fake in made.workers]
 
 
 @contextlib.asynccontextmanager
