@@ -15,7 +15,7 @@ from millrace_bench.duel import aiperf, millrace, sglang
 from millrace_bench.duel.evidence import WORD, Judged
 from millrace_bench.duel.faults import TIMETABLE, timetable
 from millrace_bench.duel.judge import HUNG, Key, compare, conclude, error_free_s
-from millrace_bench.duel.load import NO_WORDS, QUOTE, Clients, write_model
+from millrace_bench.duel.load import JUDGED, NO_WORDS, Clients, write_model
 from millrace_bench.duel.parts import Layout, Part, Running
 from millrace_bench.pd_load import Load, Segment
 from millrace_cli.cluster import StartError
@@ -178,7 +178,8 @@ def test_a_prompt_is_its_token_ids(tmp_path: Path) -> None:
     assert len(ids) == 200 and min(ids) >= NO_WORDS and tokenizer.decode(ids) == text
     assert len(words) == 2048 - NO_WORDS and all(WORD.fullmatch(word) for word in words)
     answer = '["' + text[:60] + '","' + text[60:90]  # of strings
-    assert tokenizer.token_to_id('"') == QUOTE and len(tokenizer.encode(answer, add_special_tokens=False).ids) == 23
+    assert JUDGED["json"]["logit_bias"][str(tokenizer.token_to_id('"'))] == -50
+    assert len(tokenizer.encode(answer, add_special_tokens=False).ids) == 23
 
 
 # ------------------------------------------------------------------------------------- the shapes of SGLang

@@ -1,14 +1,12 @@
 """CUDA graphs of what is tested."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 import torch
 
-T = TypeVar("T")
 
-
-def captured(step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A graph of a step, and its result. The step ran before, so nothing is compiled in a capture."""
     with torch.cuda.stream(torch.cuda.Stream()):
         step()

@@ -9,7 +9,7 @@ import itertools
 import json
 import string
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,12 +34,11 @@ THINK_TIME = "1"  # seconds between turns
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
 LEAST_VOCABULARY = 2048
 NO_WORDS = 261  # ids of special tokens and of bytes, which are the first
-QUOTE = 6  # its id
 ONE = {"max_tokens": 1, "ignore_eos": True, "logprobs": TOP}  # token, and what is said of it
-ALLOWED = {"seeded": 8}  # words among which the options of a judged answer let the server choose; else one
-BODIES = read_data("duel.yaml.jinja", no_words=NO_WORDS, quote=QUOTE, allowed=ALLOWED)
-KINDS: Mapping[str, Mapping[str, Any]] = BODIES["kinds"]
-JUDGED: Mapping[str, Mapping[str, Any]] = BODIES["judged"]  # whose answers are sent back as text, so as token ids
+KINDS, BODIES = read_data("duel.yaml").values()
+WORDS = {str(index): -100 for index in range(NO_WORDS)}  # of an answer that is sent back as text, so as token ids
+JUDGED = {kind: body | {"logit_bias": WORDS | body.get("logit_bias", {})} for kind, body in BODIES.items()}
+ALLOWED = {"seeded": BODIES["seeded"]["top_k"]}  # words among which the server may choose; else one
 
 
 def write_model(folder: Path, widths: str, layers: int) -> list[str]:
