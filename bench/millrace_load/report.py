@@ -129,14 +129,14 @@ def by_turn(samples: Sequence[Sample], slo: Slo) -> list[Report]:
 
 
 def turn_table(reports: Sequence[Report]) -> Table:
-    columns = ("turn", "prompt", "cached", "TTFT p50", "p90", "p99", "TPOT p50", "gap p99", "tokens/s p50", "p90")
-    table = Table(*columns, title="Turns: mean prompt in tokens, milliseconds", title_justify="left")
+    columns = ("turn", "prompt", "cached", "TTFT p50", "p90", "p99", "TPOT p50", "gap p99", "tok/s p50", "p90")
+    table = Table(*columns, title="Turns: mean prompt in tokens, milliseconds", title_justify="left", box=None)
     for turn, report in enumerate(reports, 1):
         prompt = report.prompt_tokens / max(report.completed, 1)
-        times = (report.ttft.p50, report.ttft.p90, report.ttft.p99, report.tpot.p50, report.icl.p99)
+        firsts, rates = (report.ttft.p50, report.ttft.p90, report.ttft.p99), report.interactivity
         table.add_row(
-            *(str(turn), f"{prompt:.0f}", f"{report.cached_share:.1%}", *(f"{1000 * value:.2f}" for value in times)),
-            *(f"{value:.1f}" for value in (report.interactivity.p50, report.interactivity.p90)),
+            *(str(turn), f"{prompt:.0f}", f"{report.cached_share:.1%}", *(f"{1000 * value:.0f}" for value in firsts)),
+            *(f"{value:.1f}" for value in (1000 * report.tpot.p50, 1000 * report.icl.p99, rates.p50, rates.p90)),
         )
     return table
 
