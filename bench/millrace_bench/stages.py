@@ -99,9 +99,9 @@ def run_one(stage: Stage, out: Path, limit_s: float) -> Outcome:
         if gpus:  # under load; the bench itself reads them when it has ended
             record["gpus"] = gpus
         (out / f"{stage.name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    passed = code == 0
+    passed = code == 0 and not (record or {}).get("results", {}).get("errors")  # of requests
     result = last if record is None or not stage.figures else _figures(stage.figures, record)
-    if not passed:
+    if code != 0:
         result = f"{f'stopped at its limit of {limit_s:.0f} s' if code is None else f'exit code {code}'}; {result}"
     return Outcome(stage.name, seconds, passed, result, stage.target, record)
 
