@@ -34,6 +34,7 @@ KEEP_AFTER = 8  # tickets that have overtaken one, before room is kept for it
 LOOK_AHEAD = 8  # tickets that are tried while the first ones find no worker
 MEMORY_S = 10.0  # of the measured rate: older services count for less
 LEAST_SERVICES = 16  # that are remembered, however rare: several may come at once
+UNLIKE = 4.0  # times as long as all that was served lately: the rate says nothing of such a request
 LEAST_RETRY_S, LONGEST_RETRY_S = 0.1, 60.0
 
 
@@ -50,6 +51,7 @@ class ServiceRate:
         self._since = 0.0  # seconds since then
         self._services = 0
         self._left_s = 0.0  # of measuring
+        self._longest = 0.0  # tokens of a request that was served lately
 
     def advance(self, now: float, waiting: bool) -> None:
         """Advance the clock; `waiting`: the queue was not empty since the last call."""
@@ -66,22 +68,25 @@ class ServiceRate:
         self._at, self._since = now, 0.0
 
     def served(self, tokens: int) -> None:
-        self._services += 1
-        if self._services == 1:
-            self._left_s, self._since = self._since, 0.0
+        if tokens > UNLIKE * self._longest:  # the first one, or of another kind: measure anew
+            self._services, self._tokens, self._seconds = 1, 0.0, 0.0
+            self._left_s, self._since, self._longest = self._since, 0.0, tokens
             return
+        self._services += 1
         self._left_s -= self._since
         fade = max(math.exp(-self._since / MEMORY_S), 1 - 1 / LEAST_SERVICES)
-        self._tokens = self._tokens * fade + tokens
+        self._tokens, self._longest = self._tokens * fade + tokens, max(self._longest * fade, tokens)
         self._seconds = self._seconds * fade + self._since
         self._since = 0.0
 
-    def seconds_for(self, tokens: float) -> float | None:
-        """Until so many tokens are served; None: unknown. Before the first service it is the time waited so far."""
+    def seconds_for(self, tokens: float, mean: float) -> float | None:
+        """Until so many tokens are served; None: unknown. Before the first service it is the time waited so far.
+        Requests with a `mean` above all that were served lately count like the longest: they may take no longer.
+        """
         seconds = self._seconds + self._since
         if self._services and not self.measured:
             return None
-        return tokens * seconds / self._tokens if self._tokens else seconds or None
+        return tokens * min(1.0, self._longest / mean) * seconds / self._tokens if self._tokens else seconds or None
 
 
 class WorkerCapacity(Protocol):
@@ -159,7 +164,7 @@ class Admission:
             return 0.0
         now, before = self._clock(), self._queue.tokens_before(place, tokens)
         self._rate.advance(now, waiting=True)
-        seconds = self._rate.seconds_for(before)
+        seconds = self._rate.seconds_for(before, self._queue.tokens / len(self))
         if self._rate.measured:
             return seconds
         least, _ = self._first.look(self._queue.in_order(), before, self._places.pace(), now)
@@ -168,7 +173,7 @@ class Admission:
     def drained_in(self) -> float | None:
         """Seconds after which a refused client should retry: until the present queue is served. None: unknown."""
         self._rate.advance(self._clock(), waiting=len(self) > 0)
-        seconds = self._rate.seconds_for(self._queue.tokens)
+        seconds = self._rate.seconds_for(self._queue.tokens, self._queue.tokens / max(len(self), 1) or 1)
         return None if seconds is None else _bounded(seconds)
 
     def enter(self, ticket: Ticket) -> None:

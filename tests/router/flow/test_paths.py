@@ -443,7 +443,7 @@ async def test_a_cancellation_reaches_both_subs(pair: Cluster, after: int) -> No
 async def test_a_wait_without_room_ends_with_the_time_of_the_queue(cluster: Callable) -> None:
     made = await cluster(FakeWorker(PREFILL, capacity=0), FakeWorker(DECODE), timeouts={"queue": 0.1})
     rate = made.router.admission._rate
-    rate._tokens, rate._seconds = 1.0, 10.0  # as if a prompt token were served in ten seconds
+    rate._tokens, rate._seconds, rate._longest = 1.0, 10.0, 9.0  # as if a prompt token were served in ten seconds
     assert 30 <= (await told(made, Reason.OVERLOADED)).retry_after_s < 40
 
 

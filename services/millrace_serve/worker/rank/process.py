@@ -27,7 +27,6 @@ from millrace_common import deployment_secret
 from millrace_common import log as logs
 from millrace_common.process_start import no_core_dumps
 
-from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import GIB
 from millrace_serve.engine.health.heartbeat import HeartbeatThread
 from millrace_serve.engine.start.memory import check_host_tier, check_pages, host_memory
@@ -111,7 +110,9 @@ def _serve(spec: RankSpec, context: Context, key: bytes, report: Callable[[Repor
     inbox: Receiver[ToEngine] = Receiver(
         context, spec.bind.format(name="engine"), ToEngine, key, lambda: report(Dropped())
     )
-    buffer = _buffer(parts.pool, config)
+    pool, on_gpu = parts.pool, config.device == "cuda"
+    where = ("VRAM", pool.buffer.device.index) if on_gpu else ("DRAM", 0)
+    buffer = PageBuffer(pool.address, pool.layout.page_bytes, pool.num_pages, *where)
     source = NixlSource(buffer)
     sink = NixlSink(buffer) if parts.check is None else CheckedSink(NixlSink(buffer), parts.check)
     endpoint, reader = _reader_thread(spec, context, key, sink)
@@ -195,12 +196,6 @@ def _add_disk_tier(parts: Parts, config: WorkerConfig, secret: bytes, *, starts:
         parts.engine.keep_in(limits.disk_cache, int(limits.disk_cache_gib * GIB), secret, patient=starts)
     except (OSError, TransferError) as error:
         raise StartRefused(error) from error
-
-
-def _buffer(pool: KvPool, config: WorkerConfig) -> PageBuffer:
-    on_gpu = config.device == "cuda"
-    device_id = pool.buffer.device.index if on_gpu else 0
-    return PageBuffer(pool.address, pool.layout.page_bytes, pool.num_pages, "VRAM" if on_gpu else "DRAM", device_id)
 
 
 def _reader_thread(spec: RankSpec, context: Context, key: bytes, sink: KvSink) -> tuple[str, threading.Thread]:
