@@ -52,10 +52,10 @@ class PrefixFetches(ImportUse):
         self._timers: dict[RequestId, asyncio.TimerHandle] = {}  # each ends its prefix fetch
 
     def prepare(self, message: prefill_pb2.PrefillRequest) -> Import | None:
-        """The prefix fetch that a request of a router asks for, if there is any; a reference that is wrong is only
-        counted.
-        """
-        prefix, token_ids, size = message.prefix, convert.token_ids(message.request), self._page_size
+        """The prefix fetch that a request asks for, if there is any; a reference that is wrong is only counted."""
+        if not (prefix := message.prefix).num_pages:
+            return None  # before the prompt is unpacked
+        token_ids, size = convert.token_ids(message.request), self._page_size
         num_pages = min(prefix.num_pages, (len(token_ids) - 1) // size)  # at least one token is computed
         if num_pages <= 0:
             return None

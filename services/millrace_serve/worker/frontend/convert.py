@@ -67,9 +67,9 @@ def request(wire: worker_pb2.EngineRequest, route: core.Route, fetches_prefix: b
 
 
 def token_ids(wire: worker_pb2.EngineRequest) -> core.TokenIds:
-    if len(wire.prompt) % core.TOKEN_BYTES:
-        raise FieldError("prompt", f"has {len(wire.prompt)} bytes; a token id has {core.TOKEN_BYTES}")
-    return array("I", wire.prompt or wire.token_ids)
+    if len(prompt := wire.prompt) % core.TOKEN_BYTES:  # each read makes bytes anew
+        raise FieldError("prompt", f"has {len(prompt)} bytes; a token id has {core.TOKEN_BYTES}")
+    return array("I", prompt or wire.token_ids)
 
 
 def sampling_params(wire: common_pb2.SamplingParams) -> core.SamplingParams:
