@@ -76,8 +76,7 @@ class ServiceRate:
         self._left_s -= self._since
         fade = max(math.exp(-self._since / MEMORY_S), 1 - 1 / LEAST_SERVICES)
         self._tokens, self._longest = self._tokens * fade + tokens, max(self._longest * fade, tokens)
-        self._seconds = self._seconds * fade + self._since
-        self._since = 0.0
+        self._seconds, self._since = self._seconds * fade + self._since, 0.0
 
     def seconds_for(self, tokens: float, mean: float) -> float | None:
         """Until so many tokens are served; None: unknown. Before the first service it is the time waited so far.
@@ -86,7 +85,8 @@ class ServiceRate:
         seconds = self._seconds + self._since
         if self._services and not self.measured:
             return None
-        return tokens * min(1.0, self._longest / mean) * seconds / self._tokens if self._tokens else seconds or None
+        share = min(1.0, self._longest / mean) if mean else 1.0
+        return tokens * share * seconds / self._tokens if self._tokens else seconds or None
 
 
 class WorkerCapacity(Protocol):
@@ -173,7 +173,7 @@ class Admission:
     def drained_in(self) -> float | None:
         """Seconds after which a refused client should retry: until the present queue is served. None: unknown."""
         self._rate.advance(self._clock(), waiting=len(self) > 0)
-        seconds = self._rate.seconds_for(self._queue.tokens, self._queue.tokens / max(len(self), 1) or 1)
+        seconds = self._rate.seconds_for(self._queue.tokens, self._queue.tokens / max(len(self), 1))
         return None if seconds is None else _bounded(seconds)
 
     def enter(self, ticket: Ticket) -> None:

@@ -275,7 +275,7 @@ def test_in_an_overload_most_are_in_time_and_nobody_waits_in_vain() -> None:
     assert {error.reason for error in gate.refused.values()} == {Reason.QUEUE_FULL}
 
 
-@given(st.integers(0, 900), st.sampled_from([1, 512, 8000]), st.floats(0.1, 5), st.floats(0.01, 0.05), st.booleans())
+@given(st.integers(0, 900), st.sampled_from([0, 1, 512, 8000]), st.floats(0.1, 5), st.floats(0.01, 0.05), st.booleans())
 def test_burst_that_ends_in_time_is_answered(num: int, before: int, first_s: float, every_s: float, late: bool) -> None:
     """Workers are full. The first of their requests ends after a while, then many in each second, of any length."""
     gate, sizes = Gate(size=1000), [*[before] * 40, *[512] * num]
