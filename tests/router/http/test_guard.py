@@ -128,7 +128,7 @@ async def test_a_deadline_shorter_than_the_queue_is_refused_at_once(cluster: Cal
     running = [asyncio.create_task(made.generate([1, 2, 3])) for _ in range(2)]
     await made.until(lambda: len(made.router.admission) == 2)
     rate = made.router.admission._rate
-    rate._tokens, rate._seconds = 6.0, HANG_S + 55  # of the prompt tokens that wait
+    rate._tokens, rate._seconds, rate._longest = 6.0, HANG_S + 55, 3  # of the prompt tokens that wait
     result = await made.generate([1, 2, 3])
     error = from_rpc_error(result.error)
     assert error.reason is Reason.DEADLINE_TOO_SHORT and 50 <= error.retry_after_s <= 60
