@@ -68,13 +68,13 @@ def lines(engine: str, device: str, registry: str) -> Iterator[str]:
     images = (ROUTER, WORKERS[device])
     yield "# In the root of the source tree:"
     yield from (shlex.join(image.build(engine, registry)) for image in images)
+    script = f"sh services/compile-into-image.sh {engine} {_join(registry, images[1].reference)} DIR"
+    yield from [f"# With the kernels of the presets, on a node with 8 GPUs: {script}"] if device == "gpu" else []
     if registry:
         yield from (shlex.join([engine, "push", _join(registry, image.reference)]) for image in images)
         yield f"# model.source s3 and oci need a client there too: `make mirror REGISTRY={registry}` lists all images"
     else:
         yield "# Without REGISTRY=... there is nothing to push; the nodes must get the images in another way."
-    compiled = f"# sh services/compile-into-image.sh {engine} {_join(registry, images[1].reference)} DIR"
-    yield from [compiled] if device == "gpu" else []
     yield "# Install; presets for other clusters are beside this one:"
     yield shlex.join(install(device, registry))
 

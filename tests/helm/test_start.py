@@ -124,7 +124,7 @@ def test_new_cache_begins_with_what_the_image_has(pod: dict[str, str], tmp_path:
     cache = tmp_path / "volume" / "0.1.0"
     more = {"MILLRACE_COMPILED": str(image.parent), "MILLRACE_CACHE": str(cache), "POD_NAME": "pod-0"}
     assert run(pod, "run", "fake_worker", **more) == ["worker [] ^tcp"], "no volume: the worker compiles"
-    cache.parent.mkdir()
+    (cache.parent / "0.1.0.pod-0").mkdir(parents=True)  # of a container that was killed
     for text in ("compiled", "of a pod"):
         run(pod, "run", "fake_worker", **more)
         assert (cache / "triton" / "kernel").read_text() == text and list(cache.parent.iterdir()) == [cache]

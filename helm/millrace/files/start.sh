@@ -27,6 +27,7 @@ except OSError as error:
 seed() { # a new cache begins with what the image has. Pods may share the volume, so the folder appears whole
     [ -d "$compiled" ] && [ ! -e "$MILLRACE_CACHE" ] || return 0
     part=$MILLRACE_CACHE.$POD_NAME
+    rm -rf "$part" # of a container that was killed
     cp -Rp "$compiled" "$part" && mv -T "$part" "$MILLRACE_CACHE" || rm -rf "$part" # then the worker compiles
 }
 
