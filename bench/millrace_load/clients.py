@@ -37,6 +37,8 @@ class Sample:
     arrivals: list[float] = field(default_factory=list)  # of messages with tokens
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    host_cached_tokens: int = 0  # of these, from the host tier
+    fetched_tokens: int = 0  # of these, from another worker
     output_tokens: int = 0
     drafted_tokens: int = 0  # drafts that workers verified
     accepted_tokens: int = 0  # of these
@@ -116,6 +118,8 @@ class GrpcClient:
                 sample.text += response.text
                 sample.prompt_tokens = response.usage.prompt_tokens
                 sample.cached_tokens = response.usage.cached_prompt_tokens
+                sample.host_cached_tokens = response.usage.host_cached_prompt_tokens
+                sample.fetched_tokens = response.usage.fetched_prompt_tokens
                 sample.drafted_tokens = response.usage.drafted_tokens
                 sample.accepted_tokens = response.usage.accepted_draft_tokens
         except grpc.RpcError as error:

@@ -18,6 +18,7 @@ from millrace_load.record import Summary
 
 OF_TURN = (
     *("completed", "errors", "prompt_tokens", "cached_tokens", "cached_share", "output_tokens"),
+    *("host_cached_tokens", "fetched_tokens"),
     *("ttft", "tpot", "itl", "icl", "request_latency", "interactivity"),
 )
 LIMITS = ("ttft", "tpot", "request_latency")
@@ -61,6 +62,8 @@ class Report:
     prompt_tokens: int
     cached_tokens: int
     cached_share: float  # of the prompt tokens
+    host_cached_tokens: int  # of the cached ones, from the host tier; only gRPC says it
+    fetched_tokens: int  # of the cached ones, from another worker; only gRPC says it
     output_tokens: int
     drafted_tokens: int
     accepted_tokens: int  # of these
@@ -95,6 +98,8 @@ class Report:
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
             cached_share=cached_tokens / prompt_tokens if prompt_tokens else 0.0,
+            host_cached_tokens=sum(sample.host_cached_tokens for sample in good),
+            fetched_tokens=sum(sample.fetched_tokens for sample in good),
             output_tokens=output_tokens,
             drafted_tokens=sum(sample.drafted_tokens for sample in good),
             accepted_tokens=sum(sample.accepted_tokens for sample in good),
@@ -129,13 +134,15 @@ def by_turn(samples: Sequence[Sample], slo: Slo) -> list[Report]:
 
 
 def turn_table(reports: Sequence[Report]) -> Table:
-    columns = ("turn", "prompt", "cached", "TTFT p50", "p90", "p99", "TPOT p50", "gap p99", "tok/s p50", "p90")
-    table = Table(*columns, title="Turns: mean prompt in tokens, milliseconds", title_justify="left", box=None)
+    columns = "turn", "prompt", "cached", "host", "fetched", "TTFT p50", "p90", "p99", "TPOT", "gap p99", "tok/s", "p90"
+    table = Table(*columns, title="Turns: tokens, milliseconds", title_justify="left", box=None, padding=(0, 1, 0, 0))
     for turn, report in enumerate(reports, 1):
-        prompt = report.prompt_tokens / max(report.completed, 1)
+        tiers = report.cached_tokens, report.host_cached_tokens, report.fetched_tokens
         firsts, rates = (report.ttft.p50, report.ttft.p90, report.ttft.p99), report.interactivity
         table.add_row(
-            *(str(turn), f"{prompt:.0f}", f"{report.cached_share:.1%}", *(f"{1000 * value:.0f}" for value in firsts)),
+            *(str(turn), f"{report.prompt_tokens / max(report.completed, 1):.0f}"),
+            *(f"{tokens / max(report.prompt_tokens, 1):.0%}" for tokens in tiers),
+            *(f"{1000 * value:.0f}" for value in firsts),
             *(f"{value:.1f}" for value in (1000 * report.tpot.p50, 1000 * report.icl.p99, rates.p50, rates.p90)),
         )
     return table

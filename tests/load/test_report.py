@@ -74,10 +74,17 @@ def test_turns_are_reported_apart() -> None:
     assert (first.completed, first.cached_share) == (2, 0.0)
     assert (second.completed, second.errors, second.cached_share) == (1, {"QUEUE_FULL": 1}, 0.5)
     assert second.of_turn()["ttft"]["p50"] == pytest.approx(0.2) and "goodput" not in second.of_turn()
-    second = replace(second, ttft=Summary(*[123.4] * 5), icl=Summary(*[12.3] * 5), prompt_tokens=158_148)
+    second = replace(
+        second,
+        ttft=Summary(*[123.4] * 5),
+        icl=Summary(*[12.3] * 5),
+        prompt_tokens=158_148,
+        host_cached_tokens=79_074,
+        fetched_tokens=15_815,
+    )
     with (console := Console(width=80)).capture() as capture:
         console.print(turn_table([first, second]))
-    assert {"158148", "50.0%", "123400", "12300.0"} <= set(capture.get().split()) and "…" not in capture.get()
+    assert {"158148", "50%", "10%", "123400", "12300.0"} <= set(capture.get().split()) and "…" not in capture.get()
 
 
 def test_tables_show_figures_and_errors() -> None:

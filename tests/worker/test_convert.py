@@ -70,7 +70,7 @@ def test_a_room_is_needed() -> None:
 @pytest.mark.parametrize(
     "output",
     [
-        SequenceOutput(ID, 0, [TokenOutput(1)], None, None, 128),
+        SequenceOutput(ID, 0, [TokenOutput(1)], None, None, 128, num_host_cached=64, num_fetched=63),
         SequenceOutput(ID, 7, [], FinishReason.ERROR, Failure("KV_EXPIRED", "too late")),
         SequenceOutput(ID, 7, [], FinishReason.ABORT),
         SequenceOutput(ID, 7, [TokenOutput(1)], FinishReason.STOP, num_drafted=9, num_accepted=4),

@@ -286,10 +286,10 @@ class Generation:
         pair = [placed[sub].address if sub in placed else NO_WORKER for sub in (SubRequest.PREFILL, SubRequest.DECODE)]
         metrics.drafted_tokens.labels(*pair).inc(out.drafted_tokens)
         metrics.accepted_draft_tokens.labels(*pair).inc(out.accepted_draft_tokens)
-        self.usage = inference_pb2.Usage(  # deltas share the one before
-            drafted_tokens=self.usage.drafted_tokens + out.drafted_tokens,
-            accepted_draft_tokens=self.usage.accepted_draft_tokens + out.accepted_draft_tokens,
-        )
+        before, self.usage = self.usage, inference_pb2.Usage()  # deltas share the one before
+        self.usage.MergeFrom(before)
+        self.usage.drafted_tokens += out.drafted_tokens
+        self.usage.accepted_draft_tokens += out.accepted_draft_tokens
 
     # ------------------------------------------------------------------------------------- afterwards
 
@@ -382,6 +382,8 @@ class _LinkedSubRequest:
                 return
             generation.tokens_at = now
             generation.cached_tokens = out.cached_tokens
+            generation.usage.host_cached_prompt_tokens = out.host_cached_tokens
+            generation.usage.fetched_prompt_tokens = out.fetched_tokens
         if out.finish_reason:
             generation.attempt_ended(out)
         actions = flow.output(self._sub, out, now)

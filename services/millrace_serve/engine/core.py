@@ -145,6 +145,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     num_drafted: int = 0  # drafts that this engine verified for the sequence; set on the last output
     num_accepted: int = 0  # of these
     drafts: tuple[int, ...] = ()  # of the tokens behind; set where another worker goes on
+    num_host_cached: int = 0  # of num_cached_tokens, from the host tier
+    num_fetched: int = 0  # of num_cached_tokens, from another worker
 
 
 class KvChunk(msgspec.Struct, frozen=True):

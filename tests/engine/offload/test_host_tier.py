@@ -55,6 +55,10 @@ class Tiered(Driver):
     def cached(self, room: int) -> int:
         return self.firsts[RequestId(room, 0)].num_cached_tokens
 
+    def tiers(self, room: int) -> tuple[int, int]:
+        """Cached tokens from the host tier and from another worker."""
+        return (first := self.firsts[RequestId(room, 0)]).num_host_cached, first.num_fetched
+
     def _take(self, output: SequenceOutput) -> None:
         self.firsts.setdefault(output.id, output)
         super()._take(output)
@@ -94,7 +98,7 @@ def test_evicted_prefix_comes_back(role, overlap):
     driver.ask(2, PROMPT)
     driver.end_leases()
     counters = driver.engine.load().counters
-    assert driver.cached(2) == counters["cached_tokens"] == counters["host_cached_tokens"] == 12
+    assert driver.cached(2) == counters["cached_tokens"] == counters["host_cached_tokens"] == driver.tiers(2)[0] == 12
     assert counters["host_bytes/load"] == 3 * driver.engine.pool.layout.page_bytes < counters["host_bytes/store"]
     assert counters["host_seconds/store"] > 0 and counters["host_seconds/load"] > 0
     driver.end()
@@ -198,7 +202,8 @@ def test_pages_come_from_another_worker_if_it_has_more(here, offered):
     if fetched:
         fill_pages(driver, reserved.page_ids, PROMPT[:12], 0)
     driver.run(KvArrived(id))
-    assert driver.cached(2) == 12 and driver.engine.load().counters["host_cached_tokens"] == (0 if fetched else 12)
+    counted = tuple(driver.engine.load().counters[f"{source}_tokens"] for source in ("host_cached", "fetched"))
+    assert driver.cached(2) == 12 and driver.tiers(2) == counted == ((0, 12) if fetched else (12, 0))
     driver.end()
 
 

@@ -56,14 +56,23 @@ def counted(made: Cluster, prefill: str, decode: str) -> tuple[float, float]:
     return made.metric(names[0], **pair), made.metric(names[1], **pair)
 
 
+@behaviour
+async def cached(worker: FakeWorker, request: worker_pb2.EngineRequest, host: int, fetched: int) -> Outputs:
+    async for out in normal(worker, request):
+        out.host_cached_tokens, out.fetched_tokens = host, fetched
+        yield out
+
+
 async def test_usage_sums_over_the_attempts(cluster: Callable) -> None:
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), FakeWorker(DECODE))
+    made.prefills[0].script.append(cached(2, 1))
     made.decodes[1].script = made.decodes[0].script
     made.decodes[0].script.extend([drafts(4, 1, fails_after=3), drafts(9, 5)])
     result = await made.generate(PROMPT)
     assert result.error is None and result.tokens() == expected(PROMPT, 8)
     usage = [response.usage for response in result.responses]
     assert (usage[-1].drafted_tokens, usage[-1].accepted_draft_tokens) == (13, 6)
+    assert {(u.host_cached_prompt_tokens, u.fetched_prompt_tokens) for u in usage} == {(2, 1)}
     assert [u.drafted_tokens for u in usage] == sorted(u.drafted_tokens for u in usage), "usage is cumulative"
     first, second = sorted(made.decodes, key=lambda worker: worker.submitted[0].id.attempt)
     prefill = made.prefills[0].address

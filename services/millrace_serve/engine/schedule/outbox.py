@@ -10,6 +10,7 @@ COUNTED = (
     "prompt_tokens",  # accepted, cached ones included
     "cached_tokens",  # prompt tokens served from a prefix cache, on whatever tier
     "host_cached_tokens",  # of these, from the host tier
+    "fetched_tokens",  # of these, from another worker
     "output_tokens",
 )
 
@@ -27,16 +28,19 @@ class Outbox:
         if seq.silent and not seq.preempted:
             seq.queued_s = now - seq.arrived
             self.counters["prompt_tokens"] += len(seq.tokens)
-        self.filled(seq, from_host=False)
+        self.filled(seq)
 
-    def filled(self, seq: Sequence, from_host: bool) -> None:
+    def filled(self, seq: Sequence, from_host: bool = False, fetched: bool = False) -> None:
         """More tokens of `seq` are computed than it ever had; its own, computed before a preemption, are not cached."""
         gained = seq.num_computed - seq.num_known
         if seq.silent and gained > 0:
             seq.num_known = seq.num_computed
             seq.num_cached_tokens += gained
             self.counters["cached_tokens"] += gained
+            seq.num_host_cached += gained * from_host
             self.counters["host_cached_tokens"] += gained * from_host
+            seq.num_fetched += gained * fetched
+            self.counters["fetched_tokens"] += gained * fetched
 
     def put(self, output: SequenceOutput) -> None:
         self.events.outputs.append(output)

@@ -175,5 +175,5 @@ class Prompts(Leaving):
         if num_pages * self.pages.size > seq.num_computed:
             seq.set_computed(num_pages * self.pages.size)
             seq.trust = Trust.UNPROVEN
-            self.outbox.filled(seq, from_host)
+            self.outbox.filled(seq, from_host, fetched=not from_host)
         self._joined.append(seq)

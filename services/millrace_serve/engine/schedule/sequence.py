@@ -102,6 +102,8 @@ class Sequence:
     num_reserved: int = 0  # tokens that have their KV then, at most
     inflight: int = 0  # launched steps that name this sequence and are not committed; 1 more while it is filling
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_host_cached: int = 0  # of these, from the host tier
+    num_fetched: int = 0  # of these, from another worker
     preempted: bool = False  # and not computing again yet
     num_known: int = 0  # tokens whose KV was found or filled, or was here when the sequence was preempted
     due_s: float = math.nan  # token n is due at `due_s` + n x AIM x the TPOT limit; nan: it has not decoded yet
@@ -173,8 +175,9 @@ class Sequence:
             return SequenceOutput(self.id, first, tokens)
         cached, queued_s = (self.num_cached_tokens, self.queued_s) if self.silent else (0, 0.0)
         drafts = (self.num_drafted, self.num_accepted) if finish is not None else (0, 0)
+        tiers = (self.num_host_cached, self.num_fetched) if self.silent else (0, 0)
         self.silent = False
-        return SequenceOutput(self.id, first, tokens, finish, error, cached, queued_s, *drafts)
+        return SequenceOutput(self.id, first, tokens, finish, error, cached, queued_s, *drafts, (), *tiers)
 
     def extend(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
         """Append outputs up to the one that ends the sequence. Returns these outputs, and why the sequence ends."""
