@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from millrace_kernels import backend
 from millrace_kernels.int8 import Matrix
 from millrace_load.options import CommandLine, form
 from millrace_load.record import Record, Row, busiest_gpus, print_record
@@ -305,9 +306,10 @@ def measure(
 def runs(model: DeepseekV3, args: argparse.Namespace) -> list[Row]:
     rows = []
     for kind, sizes in (("decode", args.decode), ("prefill", args.prefill)):
-        for size, kv_dtype in itertools.product(sizes, args.kv_dtype):
+        for size, kv_dtype, op in itertools.product(sizes, args.kv_dtype, ("", *args.reference)):
             count, length = map(int, size.split("x"))
-            rows.append(row := measure(model, kind, count, length, kv_dtype, args))
+            with backend.forced(**({op: ""} if op else {})):
+                rows.append(row := {"reference": op} | measure(model, kind, count, length, kv_dtype, args))
             torch.cuda.empty_cache()
             print({key: value for key, value in row.items() if not key.startswith("kernels")}, flush=True)
     return rows
@@ -321,6 +323,7 @@ def main() -> None:
     parser.add_argument("--prefill", nargs="*", default=[], **form("PROMPTSxLENGTH", keep=True))
     parser.add_argument("--kv-dtype", nargs="+", default=["bfloat16"], choices=["bfloat16", "float8_e4m3fn"])
     parser.add_argument("--attention", nargs="+", default=["dense"], choices=["dense", "sparse"])
+    parser.add_argument("--reference", nargs="+", default=[], metavar="OP", help="once more with this op's reference")
     parser.add_argument("--tiny", action="store_true", help="small widths on a CPU, to see that it runs")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="one more step under the profiler, by kernel")
