@@ -10,6 +10,7 @@
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
@@ -31,6 +32,8 @@ ROLES = PREFILL, DECODE, UNIFIED, FLEXIBLE
 
 class OutputReceiver(Protocol):
     attempt: int
+    replica: int  # of its worker
+    exports: bool  # another worker reads the KV and goes on
     heard: bool  # it has had tokens
     waits: bool  # at its worker, by its word
 
@@ -48,6 +51,8 @@ class Link:
         self._stub = prefill_pb2_grpc.PrefillServiceStub if role == PREFILL else decode_pb2_grpc.DecodeServiceStub
         self._stale = metrics.stale.labels(kind="output")
         self._subs: dict[int, OutputReceiver] = {}
+        self.open: Counter[int] = Counter()  # sub-requests of each replica that do not export
+        self.ended = object()  # another object after each end of one
         self._outgoing: asyncio.Queue[prefill_pb2.PrefillLinkRequest | decode_pb2.DecodeLinkRequest] = asyncio.Queue()
         self._call: grpc.aio.StreamStreamCall | None = None
         self._writer: asyncio.Task[None] | None = None
@@ -96,17 +101,15 @@ class Link:
                     with survived(log, "a wait at %s cannot be noted", self.address):
                         sub.on_wait(wait.over, now)
 
-    def submit(
-        self, request: worker_pb2.EngineRequest, source: Source, sub: OutputReceiver, *, exports: bool = False
-    ) -> None:
-        """`exports`: another worker reads the KV. `source` has KV for the request: then cached pages, else all of the
-        prompt.
-        """
+    def submit(self, request: worker_pb2.EngineRequest, source: Source, sub: OutputReceiver) -> None:
+        """`source` has KV for the request: cached pages where `sub` exports, else all of the prompt."""
         if self._closed is not None:
             sub.on_failure(self._closed)
             return
+        self.forget(request.id.room)
         self._subs[request.id.room] = sub
-        self._outgoing.put_nowait(self._submission(request, source, exports))
+        self.open[sub.replica] += not sub.exports
+        self._outgoing.put_nowait(self._submission(request, source, sub.exports))
 
     def _submission(
         self, request: worker_pb2.EngineRequest, source: Source, exports: bool
@@ -120,10 +123,12 @@ class Link:
 
     def forget(self, room: int) -> None:
         """Drop a sub-request whose last output has arrived."""
-        self._subs.pop(room, None)
+        if sub := self._subs.pop(room, None):
+            self.open[sub.replica] -= not sub.exports
+            self.ended = object()
 
     def abort(self, room: int, attempt: int, reason: str) -> None:
-        self._subs.pop(room, None)
+        self.forget(room)
         identity = common_pb2.AttemptId(room=room, attempt=attempt)
         self._outgoing.put_nowait(self._message(abort=worker_pb2.AbortRequest(id=identity, reason=reason)))
 

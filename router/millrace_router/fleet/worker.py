@@ -15,7 +15,7 @@ import asyncio
 import logging
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import fields
 
@@ -84,6 +84,7 @@ class Worker:
         self._stuck: worker_pb2.LoadSnapshot | None = None  # what it said when it made no progress, as long as it does
         self._claims: deque[tuple[float, int, int]] = deque()  # when sent, to which replica, tokens of its room
         self._sent: dict[int, tuple[int, int, int]] = {}  # replica: what was sent since the latest load, see note_sent
+        self._others: Counter[int] = Counter()  # replica: its sequences that are not this router's
 
     @property
     def role(self) -> worker_pb2.Role:
@@ -174,9 +175,17 @@ class Worker:
         self._claims.append((time.monotonic(), replica, tokens + held + outputs))
         self._made_from = None
 
+    def note_load(self, load: worker_pb2.LoadSnapshot) -> None:
+        self.load = load
+        self._sent.clear()
+        for index, one in enumerate(load.replicas):
+            self._others[index] = max(_sequences(one) - self._open(index), 0)
+        while self._claims and self._claims[0][0] < time.monotonic() - CLAIM_S:
+            self._claims.popleft()
+
     def replicas(self, sources: frozenset[str], ejected: str) -> tuple[Replica, ...]:
         """A snapshot of each replica for the policy; the same objects until something changes."""
-        made_from = (self.load, self.target, sources, ejected)
+        made_from = (self.load, self.target, sources, ejected, self.link and self.link.ended)
         if self._made_from is None or any(a is not b for a, b in zip(made_from, self._made_from, strict=True)):
             loads = enumerate(self.load.replicas if self.load else ())
             self._replicas = tuple(self._replica(index, load, sources, ejected) for index, load in loads)
@@ -187,7 +196,11 @@ class Worker:
         requests, tokens, held = self._sent.get(index, (0, 0, 0))
         filled = load.pages_running * self.info.layout.page_size - load.begun_tokens
         room = load.room if load.HasField("room") else UNLIMITED
-        sequences = load.running + load.waiting + load.importing + requests
+        sequences, capacity = _sequences(load) + requests, load.capacity - requests
+        if load.max_running:  # what it was asked and has answered counts at once, whatever the report knows of it
+            sequences = self._open(index) + self._others[index]
+            without_pages = not load.capacity and _sequences(load) < load.max_running
+            capacity = 0 if without_pages else load.capacity + _sequences(load) - sequences
         streams = sequences
         if self.serves_as == PREFILL:  # it has at most streams from before
             streams = load.running if self.flexible else 0
@@ -196,7 +209,7 @@ class Worker:
             index=index,
             epoch=self.epoch,
             fingerprint=self.info.layout.fingerprint,
-            capacity=load.capacity - requests,
+            capacity=capacity,
             tokens=load.waiting_tokens + tokens,
             sequences=sequences,
             sources=sources,
@@ -215,7 +228,12 @@ class Worker:
             times=StepTimes(*(getattr(load.step_times, part.name) for part in fields(StepTimes))),
             streams=streams,
             flexible=self.flexible,
+            seats=load.max_running - sequences if load.max_running else UNLIMITED,
         )
+
+    def _open(self, replica: int) -> int:
+        """Sub-requests of this router."""
+        return self.link.open[replica] if self.link is not None else 0
 
     async def run(self) -> None:
         """Keep the connection. Ends by cancellation, or with the connection when it is leaving."""
@@ -282,10 +300,7 @@ class Worker:
             news = self._moves_again(load) or self.load is None or load.state != self.load.state
             if self.long_operation:
                 self.resumed_at = asyncio.get_running_loop().time()
-            self.load = load
-            self._sent.clear()
-            while self._claims and self._claims[0][0] < time.monotonic() - CLAIM_S:
-                self._claims.popleft()
+            self.note_load(load)
             if load.state == READY:
                 ready.set()
             if news:
@@ -343,3 +358,7 @@ async def _first_end(*calls: Coroutine[None, None, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _sequences(load: worker_pb2.ReplicaLoad) -> int:
+    return load.running + load.waiting + load.importing

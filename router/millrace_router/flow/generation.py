@@ -241,7 +241,7 @@ class Generation:
             )
             assert worker.link is not None, "the policy chose a worker that is not linked"
             self._links[sub] = link = worker.link
-            link.submit(request, source, _LinkedSubRequest(self, sub, link), exports=sub is SubRequest.PREFILL)
+            link.submit(request, source, _LinkedSubRequest(self, sub, link, replica.index))
             source = worker.source()
 
     def _prefix(self, found: PrefixFetch | None) -> prefill_pb2.KvPrefixRef | None:
@@ -360,10 +360,10 @@ class Generation:
 class _LinkedSubRequest:
     """One sub-request of one attempt, registered on its Link."""
 
-    __slots__ = ("_flow", "_generation", "_link", "_sub", "attempt", "heard", "waits")
+    __slots__ = ("_flow", "_generation", "_link", "_sub", "attempt", "exports", "heard", "replica", "waits")
 
-    def __init__(self, generation: Generation, sub: SubRequest, link: Link) -> None:
-        self.attempt = generation.flow.attempt
+    def __init__(self, generation: Generation, sub: SubRequest, link: Link, replica: int) -> None:
+        self.attempt, self.replica, self.exports = generation.flow.attempt, replica, sub is SubRequest.PREFILL
         self._generation = generation
         self._flow = generation.flow
         self.heard = self.waits = False

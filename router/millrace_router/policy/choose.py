@@ -18,6 +18,7 @@ choosing once more with notes explains it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -26,13 +27,14 @@ from millrace.v1.admin_pb2 import Candidate, Selection
 
 from millrace_router.config import Policy, Routing
 from millrace_router.policy.holders import Process
-from millrace_router.policy.predict import HANDOVER_S, Predictor, measured
+from millrace_router.policy.predict import HANDOVER_S, MOST_CHUNK, Predictor, measured
 from millrace_router.policy.prefix_fetches import PrefixSources, best_prefix_fetch, prefix_sources
 from millrace_router.policy.scoring import KEY, SCORERS, Inputs, Score, Scorer, best, far
 from millrace_router.policy.snapshot import Key, Placement, PlacementRequest, PrefixFetch, Replica, View
 
 CLOSED = "no capacity"
 TOO_SMALL = "its context is too small"
+FULL = "its batch is full"
 QUEUE_S = 4.0  # of prompts at a flexible worker, as prefill workers allow: the rest waits in the fair queue
 PREDICTED = "predicted"  # in the place of a policy's name
 NO_SCORE: Score = (0.0, 0.0)
@@ -257,6 +259,8 @@ class _Attempt:
             within = [i for i, why in enumerate(excluded) if not why]
             for i in far(near, [everyone[i] for i in within], routing):
                 excluded[within[i]] = "a nearer worker has room"
+        if role != "prefill" and policy != Policy.SESSION:  # which waits for the worker that knows the conversation
+            self._leave_full(everyone, excluded, pages)
         candidates = [replica for replica, why in zip(everyone, excluded, strict=True) if not why]
         turn = role if role in ("prefill", "decode") else "whole"
         last = situation.last.get(turn) if self.predictor is None else None  # predicted times are hardly ever equal
@@ -271,6 +275,19 @@ class _Attempt:
                 found[everyone.index(candidates[at])].chosen = True
             self.note(Selection(role=role, policy=policy, candidates=found))
         return None if at is None else (candidates[at], scores[at])
+
+    def _leave_full(self, everyone: tuple[Replica, ...], excluded: list[str], pages: Mapping[Process, float]) -> None:
+        """Exclude replicas where the request would wait for a sequence's end, if it would run elsewhere at once and
+        compute at most a chunk of the prompt more there.
+        """
+        want, within = self.situation.want, [i for i, why in enumerate(excluded) if not why]
+        if all(everyone[i].seats > 0 for i in within):  # nearly always
+            return
+        have = {i: want.cached(pages.get(everyone[i].process, 0)) for i in within}
+        most = max((have[i] for i in within if everyone[i].seats > 0), default=-math.inf)
+        for i in within:
+            if everyone[i].seats <= 0 and have[i] <= most + MOST_CHUNK:
+                excluded[i] = FULL
 
     def _candidate(self, role: str, replica: Replica, why: str, score: Score, inputs: Inputs) -> Candidate:
         first_s, each_s = self.predictor.times(role, score) if self.predictor is not None and score else (0.0, 0.0)

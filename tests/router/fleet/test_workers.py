@@ -192,7 +192,7 @@ async def test_a_stop_at_the_moment_of_a_loss_stops() -> None:
     """Before Python 3.13, a task group that is ending with an error swallows a cancellation."""
 
     class SubRequest:
-        attempt = 0
+        attempt, replica, exports = 0, 0, False
 
         def on_output(self, out: worker_pb2.SequenceOutput, now: float) -> None: ...
 
@@ -228,7 +228,7 @@ async def test_a_fault_of_ours_does_not_lose_the_worker_for_ever(cluster: Callab
     made.router.registry.health.keep = Mock(wraps=keep, side_effect=chain([KeyError] * 2, repeat(DEFAULT)))
     worker = made.router.registry.workers[made.workers[0].address]
     worker.link.on_message = Mock(side_effect=KeyError("a fault"))
-    sub = SimpleNamespace(attempt=0, on_failure=lambda error: None)
+    sub = SimpleNamespace(attempt=0, replica=0, exports=False, on_failure=lambda error: None)
     worker.link.submit(worker_pb2.EngineRequest(id={"room": 1}, sampling={"max_tokens": 1}), None, sub)
     await made.until(lambda: "KeyError" in worker.trouble)
     await made.until(lambda: made.router.registry.ready)
@@ -327,12 +327,45 @@ def test_work_of_a_begun_prompt_counts_once() -> None:
     assert (other.tokens, other.room, other.capacity) == (967, 900 - 8, 2), "of each replica what was sent there"
 
 
+def test_a_batch_has_what_this_router_knows_of_it() -> None:
+    """Reports are late: of four sequences, one is another router's, and two of ours have ended or come since."""
+    worker = Worker(Target("w", "w:1"), "r", Timeouts(), build(), lambda: None, lambda: None)
+    worker.link = link = Link(UNIFIED, "w:1", build())
+
+    def seats(report: int | None = None, **load: int) -> tuple[int, int]:
+        if report is not None:
+            one = worker_pb2.ReplicaLoad(max_running=4, running=report, **({"capacity": 6 - report} | load))
+            worker.note_load(worker_pb2.LoadSnapshot(replicas=[one]))
+        replica = worker.replicas(frozenset(), "")[0]
+        return replica.seats, replica.capacity
+
+    def submit(room: int, exports: bool = False) -> None:
+        sub = SimpleNamespace(attempt=0, replica=0, exports=exports)
+        link.submit(worker_pb2.EngineRequest(id={"room": room}), None, sub)  # type: ignore[arg-type]
+        worker.note_sent(0, 1, 0, 1)
+
+    assert seats(1) == (3, 5), "another router's"
+    for room in range(3):
+        submit(room)
+    assert seats() == (0, 2) == seats(4) and seats(2) == (1, 3), "a late report hides another router's sequence"
+    assert seats(4) == (0, 2)
+    link.forget(0)
+    link.abort(1, 0, "the client has left")
+    assert seats() == (2, 4), "before the report"
+    submit(3, exports=True)
+    assert seats() == (2, 4) and seats(2) == (2, 4), "its KV goes elsewhere"
+    link.forget(3)
+    submit(2)
+    assert seats() == (2, 4), "the next attempt of the same request"
+    assert seats(3, capacity=0) == (1, 0), "it has no pages"
+
+
 def linked_subs(heard: list[object], **broken: Callable) -> Link:
     """A Link with the sub-requests of two rooms, the first of which has the `broken` methods."""
     link = Link(UNIFIED, "a:1", build())
     for room in (1, 2):
         told = {name: lambda what, *_: heard.append(what) for name in ("on_output", "on_wait", "on_failure")}
-        sub = SimpleNamespace(attempt=0, **(told | broken if room == 1 else told))
+        sub = SimpleNamespace(attempt=0, replica=0, exports=False, **(told | broken if room == 1 else told))
         link.submit(worker_pb2.EngineRequest(id={"room": room}), None, sub)  # type: ignore[arg-type]
     return link
 

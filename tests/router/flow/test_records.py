@@ -63,16 +63,21 @@ async def cached(worker: FakeWorker, request: worker_pb2.EngineRequest, host: in
         yield out
 
 
+async def test_usage_says_where_cached_tokens_came_from(cluster: Callable) -> None:
+    made = await cluster(FakeWorker(UNIFIED))
+    made.workers[0].script.append(cached(2, 1))
+    usage = [response.usage for response in (await made.generate(PROMPT)).responses]
+    assert {(u.host_cached_prompt_tokens, u.fetched_prompt_tokens) for u in usage} == {(2, 1)}
+
+
 async def test_usage_sums_over_the_attempts(cluster: Callable) -> None:
     made = await cluster(FakeWorker(PREFILL), FakeWorker(DECODE), FakeWorker(DECODE))
-    made.prefills[0].script.append(cached(2, 1))
     made.decodes[1].script = made.decodes[0].script
     made.decodes[0].script.extend([drafts(4, 1, fails_after=3), drafts(9, 5)])
     result = await made.generate(PROMPT)
     assert result.error is None and result.tokens() == expected(PROMPT, 8)
     usage = [response.usage for response in result.responses]
     assert (usage[-1].drafted_tokens, usage[-1].accepted_draft_tokens) == (13, 6)
-    assert {(u.host_cached_prompt_tokens, u.fetched_prompt_tokens) for u in usage} == {(2, 1)}
     assert [u.drafted_tokens for u in usage] == sorted(u.drafted_tokens for u in usage), "usage is cumulative"
     first, second = sorted(made.decodes, key=lambda worker: worker.submitted[0].id.attempt)
     prefill = made.prefills[0].address

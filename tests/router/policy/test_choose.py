@@ -241,6 +241,23 @@ def decode(**fields: object) -> Replica:
     return replica("d1", sources=D1.sources, **fields)
 
 
+@pytest.mark.parametrize("policy", Policy)
+def test_a_full_batch_is_left_unless_it_has_the_prompt(policy: Policy) -> None:
+    full, free = replica("a", seats=0), replica("b", seats=1, tokens=50, sequences=9)
+    for view in (
+        View((), (), (full, free)),
+        View((P1,), (replace(full, sources=D1.sources), replace(free, sources=D1.sources))),
+    ):
+        for draw in range(4):
+            want = PlacementRequest(5000, draw=draw, session="s")
+            decode = choose(view, want, policy).decode
+            assert decode.address == "b" or policy is Policy.SESSION
+    assert choose(View((), (), (full,)), policy=policy).decode == full, "nobody else"
+    cached = Situation(View((), (), (full, free)), PlacementRequest(5000), decode_pages={full.process: 3000 / 64})
+    least = Chooser(policy, Policy.PREFIX_AWARE, Routing()).choose(cached)
+    assert least.placement.decode == full, "2,048 tokens are a chunk"
+
+
 @pytest.mark.parametrize("role", ["decode", "unified"])
 @pytest.mark.parametrize(
     ("want", "fields", "chosen"),

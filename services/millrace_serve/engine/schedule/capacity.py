@@ -20,6 +20,7 @@ class ReplicaCapacity:
     ) -> None:
         self._config, self._requests, self._pages, self._outputs = config, requests, pages, outputs
         self._decodes = role is not Role.PREFILL
+        self.max_running = config.max_running if self._decodes else 0
         self._room, self._room_of, self._room_at = 0, -1, 0.0  # tokens, beside so many live requests, when
 
     @property

@@ -368,6 +368,7 @@ class Scheduler(Streams):
             drafted=tuple(self._drafts.drafted),
             accepted=tuple(self._drafts.accepted),
             capacity=0 if self._blocked else self._capacity.capacity,
+            max_running=self._capacity.max_running,
             host_pages_total=self.host.total,
             host_pages_used=self.host.used,
             prompt_tokens_per_s=self.speeds.prompt_tokens_per_s,
