@@ -15,7 +15,7 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import fields
 
@@ -84,7 +84,8 @@ class Worker:
         self._stuck: worker_pb2.LoadSnapshot | None = None  # what it said when it made no progress, as long as it does
         self._claims: deque[tuple[float, int, int]] = deque()  # when sent, to which replica, tokens of its room
         self._sent: dict[int, tuple[int, int, int]] = {}  # replica: what was sent since the latest load, see note_sent
-        self._others: Counter[int] = Counter()  # replica: its sequences that are not this router's
+        self._others: list[int] = []  # of each replica: its sequences that are not this router's
+        self._found: list[int] = []  # the same by the latest report alone
 
     @property
     def role(self) -> worker_pb2.Role:
@@ -178,8 +179,9 @@ class Worker:
     def note_load(self, load: worker_pb2.LoadSnapshot) -> None:
         self.load = load
         self._sent.clear()
-        for index, one in enumerate(load.replicas):
-            self._others[index] = max(_sequences(one) - self._open(index), 0)
+        found = [max(one.active - self._open(index), 0) for index, one in enumerate(load.replicas)]
+        before = self._found if len(self._found) == len(found) else found
+        self._others, self._found = list(map(min, found, before)), found  # one late report counts what has ended
         while self._claims and self._claims[0][0] < time.monotonic() - CLAIM_S:
             self._claims.popleft()
 
@@ -196,11 +198,13 @@ class Worker:
         requests, tokens, held = self._sent.get(index, (0, 0, 0))
         filled = load.pages_running * self.info.layout.page_size - load.begun_tokens
         room = load.room if load.HasField("room") else UNLIMITED
-        sequences, capacity = _sequences(load) + requests, load.capacity - requests
+        sequences = load.running + load.waiting + load.importing + requests
+        capacity, seats = load.capacity - requests, UNLIMITED
         if load.max_running:  # what it was asked and has answered counts at once, whatever the report knows of it
-            sequences = self._open(index) + self._others[index]
-            without_pages = not load.capacity and _sequences(load) < load.max_running
-            capacity = 0 if without_pages else load.capacity + _sequences(load) - sequences
+            active = self._open(index) + self._others[index]
+            seats = load.max_running - active
+            if load.capacity or load.active >= load.max_running:  # else it has no pages
+                capacity = load.capacity + load.active - active
         streams = sequences
         if self.serves_as == PREFILL:  # it has at most streams from before
             streams = load.running if self.flexible else 0
@@ -228,7 +232,7 @@ class Worker:
             times=StepTimes(*(getattr(load.step_times, part.name) for part in fields(StepTimes))),
             streams=streams,
             flexible=self.flexible,
-            seats=load.max_running - sequences if load.max_running else UNLIMITED,
+            seats=seats,
         )
 
     def _open(self, replica: int) -> int:
@@ -358,7 +362,3 @@ async def _first_end(*calls: Coroutine[None, None, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _sequences(load: worker_pb2.ReplicaLoad) -> int:
-    return load.running + load.waiting + load.importing

@@ -287,6 +287,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     accepted: tuple[int, ...] = ()  # of these
     capacity: int = 0  # further requests this replica is willing to take now
     max_running: int = 0  # sequences that run at a time; 0: of a prefill worker
+    active: int = 0  # requests that this engine still has work with
     paused: bool = False  # it begins no step, and no step and no copy of pages is under way
     # Of the whole worker, where experts are balanced (model/eplb/moving.py):
     expert_imbalance: tuple[float, ...] = ()  # of each MoE layer lately: choices on the busiest rank over the mean

@@ -334,7 +334,7 @@ def test_a_batch_has_what_this_router_knows_of_it() -> None:
 
     def seats(report: int | None = None, **load: int) -> tuple[int, int]:
         if report is not None:
-            one = worker_pb2.ReplicaLoad(max_running=4, running=report, **({"capacity": 6 - report} | load))
+            one = worker_pb2.ReplicaLoad(max_running=4, active=report, **({"capacity": 6 - report} | load))
             worker.note_load(worker_pb2.LoadSnapshot(replicas=[one]))
         replica = worker.replicas(frozenset(), "")[0]
         return replica.seats, replica.capacity

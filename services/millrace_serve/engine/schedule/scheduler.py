@@ -369,6 +369,7 @@ class Scheduler(Streams):
             accepted=tuple(self._drafts.accepted),
             capacity=0 if self._blocked else self._capacity.capacity,
             max_running=self._capacity.max_running,
+            active=requests.num_active,
             host_pages_total=self.host.total,
             host_pages_used=self.host.used,
             prompt_tokens_per_s=self.speeds.prompt_tokens_per_s,
