@@ -97,16 +97,24 @@ class Link:
                         sub.on_wait(wait.over, now)
 
     def submit(
-        self, request: worker_pb2.EngineRequest, source: Source, sub: OutputReceiver, *, exports: bool = False
+        self,
+        request: worker_pb2.EngineRequest,
+        source: Source,
+        sub: OutputReceiver,
+        prompt: bytes = b"",
+        *,
+        exports: bool = False,
     ) -> None:
         """`exports`: another worker reads the KV. `source` has KV for the request: then cached pages, else all of the
-        prompt.
+        prompt. `prompt`: that of the request, packed.
         """
         if self._closed is not None:
             sub.on_failure(self._closed)
             return
         self._subs[request.id.room] = sub
-        self._outgoing.put_nowait(self._submission(request, source, exports))
+        message = self._submission(request, source, exports)
+        getattr(message, message.WhichOneof("message")).request.prompt = prompt  # nesting would copy it
+        self._outgoing.put_nowait(message)
 
     def _submission(
         self, request: worker_pb2.EngineRequest, source: Source, exports: bool
