@@ -23,11 +23,11 @@ def first_link(salt: bytes) -> bytes:
 def page_hashes(
     tokens: Iterable[int], page_size: int = 64, *, salt: bytes = b"", prev: bytes | None = None
 ) -> list[bytes]:
-    """Return the block of each page of `tokens`, a partial last page included. Those of an array (I) are not copied.
+    """Return the block of each page of `tokens`, a partial last page included. Arrays and views (I) are packed already.
 
     prev: the block of the page before `tokens`, in which case `salt` is not used; None: they begin the prompt
     """
-    packed, step = tokens if isinstance(tokens, array) else array("I", tokens), 4 * page_size
+    packed, step = tokens if isinstance(tokens, array | memoryview) else array("I", tokens), 4 * page_size
     data = packed.tobytes()
     blocks, link, digest = [], first_link(salt) if prev is None else prev, hashlib.blake2b
     for start in range(0, len(data), step):

@@ -72,7 +72,7 @@ MUTANTS = (
     *of(f"{ENGINE}/cache/radix.py", CACHE,
         ("radix-evicts-the-youngest", "next(iter(self._idle[min(self._idle)]))",
          "next(reversed(self._idle[min(self._idle)]))"),
-        ("radix-ignores-the-salt", "return tuple(page) if index else (salt, *page)", "return tuple(page)"),
+        ("radix-ignores-the-salt", "return page if index else (salt, page)", "return page"),
         ("radix-forgets-anothers-block", "if self._by_block.get(node.block) is node:", "if True:")),
     *of(f"{ENGINE}/cache/radix.py", ("engine/schedule/test_served_pages.py", *CACHE),
         ("radix-ignores-the-parent", "if node is None or node.parent is not (path[-1] if path else self.root):",

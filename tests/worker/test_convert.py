@@ -39,31 +39,30 @@ def test_request_keeps_every_value_and_absent_ones_take_their_defaults() -> None
     given = wire(temperature=0.0, top_k=0, seed=2**64 - 1, logit_bias={7: -1.5}, logprobs=0, stop_token_ids=[9])
     given.num_prior_outputs, given.priority, given.timeout_ms, given.keep_s = 1, -5, 1500, 300
     given.tpot_limit_ms, given.ttft_limit_ms = 40, 700
-    request = convert.request(given, Route.IMPORT)
+    request = convert.request(given, Route.IMPORT, 100)
     assert (request.id, list(request.token_ids), request.route) == (ID, [5, 6, 7], Route.IMPORT)
     assert (request.num_prior_outputs, request.priority, request.timeout_s, request.keep_s) == (1, -5, 1.5, 300)
     assert (request.tpot_limit_s, request.ttft_limit_s) == (0.04, 0.7)
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.logprobs) == (0.0, 1.0, 2**64 - 1, 0)
     assert (sampling.logit_bias, sampling.stop_token_ids) == ({7: -1.5}, (9,))
-    assert convert.request(wire(), Route.LOCAL).sampling.temperature == 1.0
-    assert convert.request(wire(), Route.LOCAL).timeout_s is None
+    assert (plain := convert.request(wire(), Route.LOCAL, 100)).timeout_s is None and plain.sampling.temperature == 1.0
 
 
 def test_a_prompt_comes_packed_or_as_numbers() -> None:
     """Routers of an earlier version send numbers."""
     packed = worker_pb2.EngineRequest(prompt=struct.pack("<3I", 5, 6, 2**31))
-    assert list(convert.token_ids(packed)) == [5, 6, 2**31]
-    assert list(convert.token_ids(wire())) == [5, 6, 7] and not len(convert.token_ids(worker_pb2.EngineRequest()))
+    assert convert.token_ids(packed, 3).tolist() == [5, 6, 2**31]
+    assert convert.token_ids(wire(), 3).tolist() == [5, 6, 7] and not convert.token_ids(worker_pb2.EngineRequest(), 3)
     with pytest.raises(MillraceError, match="prompt has 13 bytes; a token id has 4"):
-        convert.token_ids(worker_pb2.EngineRequest(prompt=packed.prompt + b"x"))
+        convert.token_ids(worker_pb2.EngineRequest(prompt=packed.prompt + b"x"), 3)
 
 
 def test_a_room_is_needed() -> None:
     given = wire()
     given.id.Clear()
     with pytest.raises(MillraceError, match="room") as caught:
-        convert.request(given, Route.LOCAL)
+        convert.request(given, Route.LOCAL, 100)
     assert caught.value.reason is Reason.INVALID_ARGUMENT and caught.value.param == "room"
 
 
@@ -154,9 +153,10 @@ def test_every_list_of_a_request_is_counted_before_it_is_read() -> None:
             *parents, name = path.split(".")
             fill(functools.reduce(getattr, parents, wire), MOST[path] + more)
             with pytest.raises(MillraceError) if more else contextlib.nullcontext() as caught:
-                convert.check_counts(wire, MOST["token_ids"])
+                convert.check_counts(wire.sampling)
+                convert.token_ids(wire, MOST["token_ids"])
             if more:
                 named = {"token_ids": "prompt"}.get(name, name)
                 assert named in caught.value.message and str(MOST[path]) in caught.value.message
     with pytest.raises(MillraceError, match="prompt has 101 tokens; this engine has max_model_len=100"):
-        convert.check_counts(worker_pb2.EngineRequest(prompt=bytes(404)), 100)
+        convert.token_ids(worker_pb2.EngineRequest(prompt=bytes(404)), 100)

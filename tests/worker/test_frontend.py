@@ -12,6 +12,7 @@ from millrace_common.reasons import Reason
 from millrace_common.spans import OFF
 from millrace_rpc.errors import MillraceError
 from millrace_serve.engine.core import Abort, Failure, RequestId, Route, SequenceOutput, Submit, TokenOutput
+from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend.frontend import Frontend
 from millrace_serve.worker.frontend.lifecycle import Lifecycle, State
 from millrace_serve.worker.frontend.links import Links, RouterLink
@@ -92,9 +93,8 @@ class Bench:
     def __init__(self, metrics: Metrics) -> None:
         self.engine: list[Any] = []
         self.readers: list[tuple[RequestId, Failure]] = []
-        info = SimpleNamespace(vocab_size=100)
-        ranks: Any = SimpleNamespace(ready_info=info, send=lambda replica, message: self.engine.append(message))
-        self.requests = Requests(2, at(State.READY), ranks, WorkerSpans(OFF), metrics)
+        ranks: Any = SimpleNamespace(send=lambda replica, message: self.engine.append(message))
+        self.requests = Requests(WorkerConfig(engine="sim"), at(State.READY), ranks, WorkerSpans(OFF), metrics)
         self.requests.on_abort = lambda id, why: bool(self.readers.append((id, why)))
 
     def submit(self, room: int, owner: RouterLink, token_ids: tuple[int, ...] = (5, 6)) -> RequestId:

@@ -101,15 +101,21 @@ class Link:
                     with survived(log, "a wait at %s cannot be noted", self.address):
                         sub.on_wait(wait.over, now)
 
-    def submit(self, request: worker_pb2.EngineRequest, source: Source, sub: OutputReceiver) -> None:
-        """`source` has KV for the request: cached pages where `sub` exports, else all of the prompt."""
+    def submit(
+        self, request: worker_pb2.EngineRequest, source: Source, sub: OutputReceiver, prompt: bytes = b""
+    ) -> None:
+        """`source` has KV for the request: cached pages where `sub` exports, else all of the prompt. `prompt`: that of
+        the request, packed.
+        """
         if self._closed is not None:
             sub.on_failure(self._closed)
             return
         self.forget(request.id.room)
         self._subs[request.id.room] = sub
         self.open[sub.replica] += not sub.exports
-        self._outgoing.put_nowait(self._submission(request, source, sub.exports))
+        message = self._submission(request, source, sub.exports)
+        getattr(message, message.WhichOneof("message")).request.prompt = prompt  # nesting would copy it
+        self._outgoing.put_nowait(message)
 
     def _submission(
         self, request: worker_pb2.EngineRequest, source: Source, exports: bool

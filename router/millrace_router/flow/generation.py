@@ -63,7 +63,7 @@ class AnswerWeights:
 class Job:
     """A validated continuation. `sampling` has seed and max_tokens set."""
 
-    token_ids: list[int]
+    token_ids: "array[int]"  # u32
     sampling: common_pb2.SamplingParams
     place: Place  # over all of its attempts
     request_id: str
@@ -84,6 +84,7 @@ class Generation:
         self.wake = wake
         self.stage = Stage.QUEUED  # as `_settle` saw it last
         self._tokens = len(job.token_ids) + job.sampling.max_tokens  # at the end, at most
+        self._prompt = job.token_ids  # of the latest attempt: with the outputs so far
         self.room = secrets.randbits(64) or 1
         self.cached_tokens = 0
         self.usage = inference_pb2.Usage()  # what attempts have reported that have ended
@@ -168,10 +169,10 @@ class Generation:
 
     def _want(self) -> PlacementRequest:
         job, flow, registry = self.job, self.flow, self._backend.registry
-        token_ids = job.token_ids + flow.outputs if flow.outputs else job.token_ids
+        self._prompt = job.token_ids + array("I", flow.outputs) if flow.outputs else job.token_ids
         page_size = max(registry.model.layout.page_size, 1)
         return PlacementRequest(
-            tokens=len(token_ids),
+            tokens=len(self._prompt),
             outputs=flow.remaining,
             slo=self.slo,
             least=max(job.least_outputs - len(flow.outputs), 0),
@@ -179,7 +180,7 @@ class Generation:
             weights=job.answer.weights,
             version=job.answer.version,
             session=job.session_id,
-            pages=registry.placer.indexes.blocks(token_ids, page_size, self._cache_salt),
+            pages=registry.placer.indexes.blocks(self._prompt, page_size, self._cache_salt),
             page_size=page_size,
             draw=(self.room + flow.attempt) % 2**64,
             request_id=job.request_id,
@@ -214,8 +215,7 @@ class Generation:
         """Send the attempt to its sub-requests. A Link that is gone fails its sub-request at once, which ends the
         attempt half-way.
         """
-        prompt = array("I", self.job.token_ids)
-        prompt.extend(self.flow.outputs)
+        length, prompt = len(self._prompt), self._prompt.tobytes()
         # the prefill sub-request comes first and is the decode sub-request's source
         source: Source = self._prefix(decision.prefix_fetch)
         for sub, replica in self._placed.items():
@@ -230,18 +230,16 @@ class Generation:
                 request.ttft_limit_ms = max(round(left_s * 1000), 1)
             if sub is SubRequest.DECODE and self.slo.tpot_s < math.inf:
                 request.tpot_limit_ms = max(round(self.slo.tpot_s * 1000), 1)
-            if worker.info.packed_prompts:
-                request.prompt = prompt.tobytes()
-            else:  # a worker of an earlier version
-                request.token_ids.extend(prompt)
-            length = len(prompt)
+            if not (packed := worker.info.packed_prompts):  # a worker of an earlier version
+                request.token_ids.extend(self._prompt)
             outputs = 0 if sub is SubRequest.PREFILL else min(self.flow.remaining, replica.expected_output)
             worker.note_sent(
                 replica.index, *((length - decision.cached_tokens, 0) if computes else (0, length)), outputs
             )
             assert worker.link is not None, "the policy chose a worker that is not linked"
             self._links[sub] = link = worker.link
-            link.submit(request, source, _LinkedSubRequest(self, sub, link, replica.index))
+            own = _LinkedSubRequest(self, sub, link, replica.index)
+            link.submit(request, source, own, prompt if packed else b"")
             source = worker.source()
 
     def _prefix(self, found: PrefixFetch | None) -> prefill_pb2.KvPrefixRef | None:

@@ -11,6 +11,7 @@ import functools
 import math
 import secrets
 import time
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -128,7 +129,7 @@ class Inference:
 
     async def _admit(
         self, ask: Ask, tenant: Tenant, received: float
-    ) -> tuple[list[int], common_pb2.SamplingParams, list[Place]]:
+    ) -> tuple["array[int]", common_pb2.SamplingParams, list[Place]]:
         """The prompt's tokens, the resolved parameters, and the continuations' places in the queue, of a request that
         may begin. Raises MillraceError.
         """
@@ -139,7 +140,7 @@ class Inference:
         places = [admission.place(priority, tenant.name, tenant.weight) for _ in range(ask.n)]
         admission.check_room(ask.n, places[0])
         ask = await self._grammars.settle(ask, self.tokenizer.added_token, tenant.name)
-        token_ids = await self.tokenize(ask.prompt, model, ask.large, model.max_context)
+        token_ids = array("I", await self.tokenize(ask.prompt, model, ask.large, model.max_context))
         sampling = validate.fit(ask, len(token_ids), model)
         self.tokenizer.after_reasoning(sampling, token_ids)
         passed = asyncio.get_running_loop().time() - received

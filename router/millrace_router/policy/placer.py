@@ -37,14 +37,13 @@ class Indexes:
 
     def blocks(self, token_ids: Sequence[int], page_size: int, salt: bytes) -> tuple[bytes, ...]:
         """Return the blocks of the full pages of a prompt; empty without an index. The continuations of a request share
-        its list of tokens, so the latest answer is kept.
+        its ids, so the latest answer is kept.
         """
         if (self.prefix is None and self.kv is None) or page_size < 1:
             return ()
         known, size, its_salt, blocks = self._latest
         if known is not token_ids or (size, its_salt) != (page_size, salt):
-            full = len(token_ids) // page_size * page_size
-            blocks = tuple(page_hashes(token_ids[:full], page_size, salt=salt))
+            blocks = tuple(page_hashes(token_ids, page_size, salt=salt)[: len(token_ids) // page_size])
             self._latest = token_ids, page_size, salt, blocks
         return blocks
 

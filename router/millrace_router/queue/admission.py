@@ -182,7 +182,7 @@ class Admission:
         self._queue.add(ticket)
         self._on_size(len(self))
         if not self._pumping and not (self.due and len(self) > 1):  # else the pump comes to it
-            self._run(lambda: self._serve_one(ticket))
+            self._run(ticket)
 
     def leave(self, ticket: Ticket) -> None:
         if ticket.waiting:
@@ -202,7 +202,7 @@ class Admission:
         """Serve the tickets for which workers have room. Serving may call this again: the outer call goes on."""
         self.due = False
         if not self._pumping and len(self):
-            self._run(self._serve_one)
+            self._run()
             if len(self):
                 self._refuse_late()
 
@@ -220,10 +220,10 @@ class Admission:
                 self._on_size(len(self))
                 _refuse(ticket, _too_late(seconds, max(left, 0.0)))
 
-    def _run(self, serve_one: Callable[[], bool]) -> None:
+    def _run(self, first: Ticket | None = None) -> None:
         self._pumping = True
         try:
-            if serve_one():
+            if self._serve_one(first):
                 while self._serve_one():
                     pass
         finally:

@@ -198,7 +198,8 @@ class Tokenizer:
         first = [self.bos] if add_bos and self.bos is not None else []
         if count > most:
             raise TooManyTokens(count + len(first))
-        return first + ids
+        ids[:0] = first
+        return ids
 
 
 def _with_system(messages: Sequence[Mapping[str, Json]], text: str) -> list[Mapping[str, Json]]:

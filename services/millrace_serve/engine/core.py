@@ -16,22 +16,11 @@ structs because they cross from the frontend process to the rank processes uncha
 """
 
 import enum
-from array import array
-from collections.abc import Iterator, Sequence
-from typing import Protocol, runtime_checkable
 
 import msgspec
 
 TOKEN_BYTES = 4
-
-
-@runtime_checkable
-class TokenIds(Protocol):
-    """Token ids below 2^32: an array (I), which crosses processes as bytes that nobody on its way reads, or a list."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[int]: ...
-    def __getitem__(self, index: slice, /) -> Sequence[int]: ...
+TokenIds = memoryview | list[int]  # below 2^32; a view (I) crosses processes as bytes that nobody on its way reads
 
 
 class RequestId(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -112,6 +101,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     ttft_limit_s: float = 0.0  # from arrival at this worker to its first token, which is late then; 0: never
     # EXPORT: its leading pages may come from another worker; it waits for KvOffered or KvFailed
     fetches_prefix: bool = False
+
+    def __post_init__(self) -> None:
+        """Ids that were sent come as bytes, of which msgspec makes no copy."""
+        if isinstance(self.token_ids, memoryview) and self.token_ids.format == "B":
+            msgspec.structs.force_setattr(self, "token_ids", self.token_ids.cast("I"))
 
 
 class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -319,15 +313,3 @@ class Events(msgspec.Struct, tag=True):
 
 SchedulerInput = Submit | Abort | KvOffered | KvArrived | KvFailed | KvLate | ServePrefix | LeaseEnded | FlushCache
 EngineInput = SchedulerInput | Pause
-
-
-def pack_ids(value: object) -> bytes:
-    """The encoders' hook, called with whatever msgspec does not know. Raises TypeError."""
-    if isinstance(value, array):
-        return value.tobytes()
-    raise TypeError(f"{type(value).__name__} is in no message")
-
-
-def unpack_ids(kind: type, value: bytes | list[int]) -> TokenIds:
-    """The decoders' hook."""
-    return array("I", value)

@@ -47,7 +47,7 @@ class PrefixFetches(ImportUse):
     def __init__(self, frontend: Frontend, peers: Peers, imports: Imports) -> None:
         self._imports, self._peers, self._ranks = imports, peers, frontend.ranks
         self._metrics, self._spans, self._board = frontend.metrics, frontend.spans, frontend.board
-        self._page_size, self._stall_s = frontend.config.limits.page_size, frontend.config.timeouts.stall
+        self._limits, self._stall_s = frontend.config.limits, frontend.config.timeouts.stall
         self._times: dict[RequestId, PrefixFetchTimes] = {}
         self._timers: dict[RequestId, asyncio.TimerHandle] = {}  # each ends its prefix fetch
 
@@ -55,7 +55,7 @@ class PrefixFetches(ImportUse):
         """The prefix fetch that a request asks for, if there is any; a reference that is wrong is only counted."""
         if not (prefix := message.prefix).num_pages:
             return None  # before the prompt is unpacked
-        token_ids, size = convert.token_ids(message.request), self._page_size
+        token_ids, size = convert.token_ids(message.request, self._limits.max_model_len), self._limits.page_size
         num_pages = min(prefix.num_pages, (len(token_ids) - 1) // size)  # at least one token is computed
         if num_pages <= 0:
             return None

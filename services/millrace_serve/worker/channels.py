@@ -19,8 +19,6 @@ import zmq
 from millrace_common import deployment_secret
 from zmq.utils import z85
 
-from millrace_serve.engine.core import pack_ids, unpack_ids
-
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -48,7 +46,7 @@ class Sender(Generic[T]):
         self._socket = _socket(context, zmq.PUSH, endpoint, key)
         self._socket.set(zmq.LINGER, 500)  # ms; last words of a rank
         self._socket.connect(endpoint)
-        self._encode = msgspec.msgpack.Encoder(enc_hook=pack_ids).encode
+        self._encode = msgspec.msgpack.Encoder().encode
 
     def send(self, message: T) -> None:
         self._socket.send(self._encode(message), zmq.NOBLOCK)
@@ -72,7 +70,7 @@ class Receiver(Generic[T]):
         self._socket = _socket(context, zmq.PULL, bind, key)
         self._socket.bind(bind)
         self.endpoint: str = self._socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
-        self._decode = msgspec.msgpack.Decoder(kind, dec_hook=unpack_ids).decode
+        self._decode = msgspec.msgpack.Decoder(kind).decode
         self._on_undecodable = on_undecodable
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[T], None] | None = None

@@ -11,7 +11,7 @@ from millrace_serve.engine.core import Grammar, GrammarKind, Request, RequestId,
 from millrace_serve.engine.schedule.limits import ModelFacts, refusal
 
 V = 1000
-GOOD = Request(id=RequestId(1, 0), token_ids=array("I", [5, 6, V - 1]), sampling=SamplingParams(max_tokens=4))
+GOOD = Request(id=RequestId(1, 0), token_ids=[5, 6, V - 1], sampling=SamplingParams(max_tokens=4))
 GRAMMAR = Grammar(GrammarKind.REGEX, "a", V - 1, (3,), ("<a>",))
 SAMPLING = [
     *(("temperature", value) for value in (math.nan, math.inf, -0.1, 100.5)),
@@ -28,8 +28,8 @@ GRAMMARS = [
     ("grammar.after_token_id", {"after_token_id": V}),
 ]
 REQUESTS = [
-    ("token_ids", {"token_ids": array("I")}),
-    *(("token_ids", {"token_ids": array("I", ids)}) for ids in ([1, 2**32 - 1], [V, 1], [1, V, 2])),
+    ("token_ids", {"token_ids": memoryview(array("I"))}),
+    *(("token_ids", {"token_ids": memoryview(array("I", ids))}) for ids in ([1, 2**32 - 1], [V, 1], [1, V, 2])),
     ("num_prior_outputs", {"num_prior_outputs": 3}),
     ("priority", {"priority": 101}),
     ("cache_salt", {"cache_salt": b"s" * 65}),

@@ -8,12 +8,13 @@ became idle, but those that are kept come last, the one whose time ends first be
 its parents too, keeps them as long, and leaves the deepest first; so a parent is never evicted before its children.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from millrace_serve.engine.cache.changes import TierChanges
 
-Key = tuple[int | bytes, ...]
+Key = bytes | tuple[bytes, bytes]
 
 
 class Node:
@@ -21,7 +22,7 @@ class Node:
 
     def __init__(self, parent: "Node | None", key: Key, page: int, block: bytes, salt: bytes) -> None:
         self.parent = parent
-        self.key = key  # the page's tokens, after the salt on a first page
+        self.key = key  # the page's tokens (u32), after the salt on a first page
         self.page = page
         self.block = block  # millrace_common/page_hash.py; of the root: empty
         self.salt = salt  # of its prompts
@@ -34,7 +35,7 @@ class RadixTree:
         """`changes` hears of every block that comes and goes. Salts that keep pages share `most_kept` of them."""
         self.page_size = page_size
         self.most_kept = most_kept
-        self.root = Node(None, (), 0, b"", b"")
+        self.root = Node(None, b"", 0, b"", b"")
         self.changes = changes
         self._by_page: dict[int, Node] = {}
         self._by_block: dict[bytes, Node] = {}
@@ -138,5 +139,5 @@ class RadixTree:
 
     def _key(self, tokens: Sequence[int], index: int, salt: bytes) -> Key:
         start = index * self.page_size
-        page = tokens[start : start + self.page_size]
-        return tuple(page) if index else (salt, *page)
+        page = array("I", tokens[start : start + self.page_size]).tobytes()
+        return page if index else (salt, page)

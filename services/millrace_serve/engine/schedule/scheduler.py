@@ -136,7 +136,7 @@ class Scheduler(Streams):
             return
         held = seq.phase is Phase.IMPORTING
         tokens = [token.token_id for token in first.tokens]
-        seq.tokens += tokens
+        seq.tokens.fromlist(tokens)
         seq.drafts = usable(first.drafts, self.requests.vocab_size)
         finish = first.finish or (FinishReason.LENGTH if len(seq.tokens) >= seq.limit else None)
         if finish is not None:

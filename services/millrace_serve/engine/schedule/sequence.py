@@ -21,9 +21,11 @@ The bounds of a running sequence (docs/explanation/engine.md) hold for the time 
 
 import enum
 import math
+from array import array
 from dataclasses import dataclass, field
 from typing import Self
 
+import numpy as np
 from millrace_common.page_hash import page_hashes
 from millrace_common.transitions import Transitions
 
@@ -85,7 +87,7 @@ class Sequence:
     deadline: float = math.inf  # on the same clock
     grammar: Walk | None = None  # where `tokens` stand in the request's grammar
     id: RequestId = field(init=False)
-    tokens: list[int] = field(init=False)
+    tokens: "array[int]" = field(init=False)
     num_prompt: int = field(init=False)
     exports: bool = field(init=False)  # other workers read its pages
     tpot_limit_s: float = field(init=False)
@@ -119,7 +121,8 @@ class Sequence:
         return self.order < other.order
 
     def __post_init__(self) -> None:
-        self.id, self.tokens = self.request.id, list(self.request.token_ids)
+        self.id, self.tokens = self.request.id, array("I")
+        self.tokens.frombytes(np.asarray(self.request.token_ids, np.uint32).data.cast("B"))
         self.num_prompt = len(self.tokens) - self.request.num_prior_outputs
         self.exports = self.request.route is Route.EXPORT
         self.tpot_limit_s = self.request.tpot_limit_s or math.inf
@@ -183,7 +186,7 @@ class Sequence:
         """Append outputs up to the one that ends the sequence. Returns these outputs, and why the sequence ends."""
         known, limit = self.tokens, self.limit
         if len(known) + len(tokens) < limit and self.stop_ids.isdisjoint(tokens):  # nearly always
-            known += tokens
+            known.fromlist(tokens)
             return tokens, None
         for count, token in enumerate(tokens, start=1):
             known.append(token)

@@ -11,7 +11,7 @@ real device, the simulated one keeps the state of each slot, and the host learns
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated
 
 import numpy as np
@@ -61,7 +61,7 @@ class SimHandle:
         return self._output
 
 
-def prompt_hash(prompt: list[int]) -> int:
+def prompt_hash(prompt: Collection[int]) -> int:
     """Return the u64 from which all outputs of a prompt follow."""
     [block] = page_hashes(prompt, len(prompt))
     return int.from_bytes(block[:8], "little")

@@ -12,7 +12,7 @@ S sampling sequences, R their sampled rows: q of a decode sequence, 1 of a chunk
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -242,7 +242,7 @@ class BatchBuilder:
             slots=slots,
             cu_q=cu_q,
             num_rows=num_rows,
-            chunk_tokens=_tokens(chunks, 0),
+            chunk_tokens=_tokens(chunks),
             next_tokens=_tokens(chunks, 1) if self._config.most_queries > 1 else np.zeros(0, np.int64),
             chunk_lens=chunk_lens,
             chunk_ends=tuple([chunk.end for chunk in chunks]),
@@ -263,23 +263,21 @@ class BatchBuilder:
         return -(-(longest + self._config.most_queries - 1) // self._config.page_size)
 
 
-def _tokens(chunks: list[Chunk], ahead: int) -> np.ndarray:
+def _tokens(chunks: list[Chunk], ahead: int = 0) -> np.ndarray:
     """The tokens `ahead` places behind those of the chunks; 0 behind the end of a sequence."""
-    parts = [_padded(chunk.seq.tokens, chunk.start + ahead, chunk.end + ahead) for chunk in chunks]
-    return np.concatenate((_int64([]), *parts))
+    tokens, first = np.zeros(sum(chunk.end - chunk.start for chunk in chunks), np.int64), 0
+    for chunk in chunks:
+        known = memoryview(chunk.seq.tokens)[chunk.start + ahead : chunk.end + ahead]
+        tokens[first : first + len(known)] = known
+        first += chunk.end - chunk.start
+    return tokens
 
 
 def _shared(split: Split, chunk: Chunk | None) -> ContextParallelChunk[np.ndarray]:
     """`chunk`: None where another replica has the sequence."""
     if chunk is None:
         return ContextParallelChunk(split, _int64([]), _int64([]))
-    return ContextParallelChunk(split, _padded(chunk.seq.tokens, chunk.start, chunk.end + 1), _int64([chunk.seq.slot]))
-
-
-def _padded(tokens: list[int], start: int, end: int) -> np.ndarray:
-    """tokens[start:end], with 0 behind the end of the sequence."""
-    known = tokens[start:end]
-    return np.pad(_int64(known), (0, end - start - len(known)))
+    return ContextParallelChunk(split, _tokens([replace(chunk, end=chunk.end + 1)]), _int64([chunk.seq.slot]))
 
 
 def _int64(values: list[int]) -> np.ndarray:

@@ -34,25 +34,25 @@ def attempt_id(id: core.RequestId) -> common_pb2.AttemptId:
     return common_pb2.AttemptId(room=id.room, attempt=id.attempt)
 
 
-def check_counts(wire: worker_pb2.EngineRequest, max_tokens: int) -> None:
+def check_counts(wire: common_pb2.SamplingParams) -> None:
     """Raises MillraceError for more entries than an engine takes, before lists are made of them."""
-    if (tokens := len(wire.prompt) // core.TOKEN_BYTES or len(wire.token_ids)) > max_tokens:
-        message = f"has {tokens} tokens; this engine has max_model_len={max_tokens}"
-        raise FieldError("prompt", message, reason=Reason.CONTEXT_TOO_LONG)
-    sampling, grammar = wire.sampling, wire.sampling.grammar
-    check_count("stop_token_ids", len(sampling.stop_token_ids), limits.MAX_STOP_TOKEN_IDS)
-    check_count("logit_bias", len(sampling.logit_bias), limits.MAX_LOGIT_BIAS)
+    grammar = wire.grammar
+    check_count("stop_token_ids", len(wire.stop_token_ids), limits.MAX_STOP_TOKEN_IDS)
+    check_count("logit_bias", len(wire.logit_bias), limits.MAX_LOGIT_BIAS)
     check_count("grammar.forbidden_before", len(grammar.forbidden_before), limits.MAX_MARKS)
     check_count("grammar.marks", len(grammar.marks), limits.MAX_MARKS)
 
 
-def request(wire: worker_pb2.EngineRequest, route: core.Route, fetches_prefix: bool = False) -> core.Request:
-    """The engine checks the values (engine/schedule/limits.py). Raises MillraceError (INVALID_ARGUMENT): there is no
-    such message.
+def request(
+    wire: worker_pb2.EngineRequest, route: core.Route, max_tokens: int, fetches_prefix: bool = False
+) -> core.Request:
+    """The engine checks the values (engine/schedule/limits.py). Raises MillraceError: there is no such message, or it
+    has more tokens or entries than an engine takes.
     """
+    check_counts(wire.sampling)
     return core.Request(
         id=request_id(wire.id),
-        token_ids=token_ids(wire),
+        token_ids=token_ids(wire, max_tokens),
         sampling=sampling_params(wire.sampling),
         route=route,
         num_prior_outputs=wire.num_prior_outputs,
@@ -66,10 +66,13 @@ def request(wire: worker_pb2.EngineRequest, route: core.Route, fetches_prefix: b
     )
 
 
-def token_ids(wire: worker_pb2.EngineRequest) -> core.TokenIds:
+def token_ids(wire: worker_pb2.EngineRequest, max_tokens: int) -> memoryview:
     if len(prompt := wire.prompt) % core.TOKEN_BYTES:  # each read makes bytes anew
         raise FieldError("prompt", f"has {len(prompt)} bytes; a token id has {core.TOKEN_BYTES}")
-    return array("I", prompt or wire.token_ids)
+    if (tokens := len(prompt) // core.TOKEN_BYTES or len(wire.token_ids)) > max_tokens:
+        message = f"has {tokens} tokens; this engine has max_model_len={max_tokens}"
+        raise FieldError("prompt", message, reason=Reason.CONTEXT_TOO_LONG)
+    return memoryview(prompt).cast("I") if prompt else memoryview(array("I", wire.token_ids))
 
 
 def sampling_params(wire: common_pb2.SamplingParams) -> core.SamplingParams:

@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from millrace.v1 import worker_pb2
 from millrace_common import deployment_secret, loop_lag, tracing
@@ -30,10 +29,10 @@ from millrace_serve.engine.core import Events, Failure, FlushCache
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.phases import table as phase_table
 from millrace_serve.worker.config import WorkerConfig
-from millrace_serve.worker.frontend import convert, warmup
+from millrace_serve.worker.frontend import warmup
 from millrace_serve.worker.frontend.cache_board import CacheBoard
 from millrace_serve.worker.frontend.lifecycle import Lifecycle, State
-from millrace_serve.worker.frontend.links import Links, RouterLink
+from millrace_serve.worker.frontend.links import Links
 from millrace_serve.worker.frontend.load import LoadBoard
 from millrace_serve.worker.frontend.profiling import Profiling
 from millrace_serve.worker.frontend.ranks import Handler, Ranks
@@ -73,10 +72,10 @@ class Frontend:
         self.board = LoadBoard(config.dp, epoch, self._state)
         self.caches = CacheBoard(config.dp, epoch)
         self.spans = WorkerSpans(tracing.make(config.tracing, f"millrace-{config.role}", epoch))
-        self.requests = Requests(config.dp, self.lifecycle, self.ranks, self.spans, self.metrics)
+        self.requests = Requests(config, self.lifecycle, self.ranks, self.spans, self.metrics)
         self.role = make_role(self)
         self.ranks.handlers.update(self.role.handlers)
-        self.links = Links(epoch, self.requests, self._submit, self.board.linked)
+        self.links = Links(epoch, self.requests, self.role.submit, self.board.linked)
         self.version = ""  # of the weights; empty: the checkpoint's hash stands for it
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.leaving: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -85,10 +84,6 @@ class Frontend:
         self.startup_seconds: dict[str, float] = {}  # by phase
         self.profiling = Profiling(config, epoch, self.ranks)
         self._lag = asyncio.create_task(loop_lag.measure("frontend", self.metrics))
-
-    def _submit(self, link: RouterLink, message: Any) -> None:  # of the role's own kind
-        convert.check_counts(message.request, self.config.limits.max_model_len)
-        self.role.submit(link, message)
 
     # ------------------------------------------------------------------------------------------------ life
 

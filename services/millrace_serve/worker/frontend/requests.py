@@ -27,6 +27,7 @@ from millrace_serve.engine.core import (
     Submit,
     Wait,
 )
+from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.frontend import convert, warmup
 from millrace_serve.worker.frontend.lifecycle import Lifecycle, State
 from millrace_serve.worker.frontend.ranks import Ranks
@@ -55,13 +56,15 @@ class Attempt(NamedTuple):
 
 
 class Requests:
-    def __init__(self, replicas: int, lifecycle: Lifecycle, ranks: Ranks, spans: WorkerSpans, metrics: Metrics) -> None:
+    def __init__(
+        self, config: WorkerConfig, lifecycle: Lifecycle, ranks: Ranks, spans: WorkerSpans, metrics: Metrics
+    ) -> None:
         self.changed = Wakeup()  # fires when an attempt ends
         # what a role does for an attempt besides the engine's work; `on_abort` gets why the attempt ends, for whoever
         # reads or serves its pages, and returns whether there was anything
         self.on_start: Callable[[Request, int], None] = lambda request, replica: None
         self.on_abort: Callable[[RequestId, Failure], bool] = lambda id, why: False
-        self._replicas = replicas
+        self._replicas, self._max_tokens = config.dp, config.limits.max_model_len
         self._lifecycle = lifecycle
         self._ranks = ranks
         self._spans = spans
@@ -95,7 +98,7 @@ class Requests:
         self.check_admission()
         if wire.replica >= self._replicas:
             raise FieldError("replica", f"is {wire.replica}; the worker has {self._replicas}")
-        request = convert.request(wire, route, fetches_prefix)
+        request = convert.request(wire, route, self._max_tokens, fetches_prefix)
         known = self._live.get(request.id)
         if known is not None and known.owner is owner:
             self.count_stale("submit")

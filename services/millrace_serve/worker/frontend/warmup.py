@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from array import array
 
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
@@ -44,7 +43,7 @@ def tiny_request(length: int, vocab_size: int, route: Route) -> Request:
     """A unique prompt, so that no prefix cache answers it."""
     return Request(
         id=RequestId(random.getrandbits(64) | 1, 0),
-        token_ids=array("I", (random.randrange(vocab_size) for _ in range(length))),
+        token_ids=[random.randrange(vocab_size) for _ in range(length)],
         sampling=SamplingParams(max_tokens=WARM_UP_OUTPUTS, temperature=0.0, ignore_eos=True),
         route=route,
         warms=True,

@@ -103,7 +103,12 @@ class EngineLoop:
         with engine.progress.waits():
             messages = self._inbox.receive(wait_s, engine.wake_fds)
         for message in messages:
-            self._take(message)
+            if isinstance(message, Stop):
+                engine.stop()
+            elif isinstance(message, ToProcess):
+                self._upkeep.handle(message)
+            else:
+                engine.submit(message)
         self._check_when_quiet(bool(messages) or engine.has_work())
 
     def _wait_s(self) -> float | None:
@@ -120,14 +125,6 @@ class EngineLoop:
         elif not self._checked and now - self._active_at >= QUIET_S:
             self._engine.check_idle()
             self._checked = True
-
-    def _take(self, message: ToEngine) -> None:
-        if isinstance(message, Stop):
-            self._engine.stop()
-        elif isinstance(message, ToProcess):
-            self._upkeep.handle(message)
-        else:
-            self._engine.submit(message)
 
     def _ship_early(self) -> None:
         """What somebody waits for goes out before the step under way ends."""
