@@ -235,7 +235,7 @@ def neighbours(size: Sizes, device: torch.device) -> Iterator[Pair]:
             plan, blocks = route(experts, held, False, alignment)
             return plan.rows, plan.ends, plan.total, blocks.tokens, blocks.experts
 
-        return on, functools.partial(_rows, experts, held, alignment, num_rows)
+        return on, functools.partial(_sorted_rows, experts, held, alignment, num_rows)
 
     for num, alignment in ((128, 16), (4096, 128)) if size is FULL else ((20, 16), (300, 16)):
         shape = f"T={num} E={held}"
@@ -243,18 +243,20 @@ def neighbours(size: Sizes, device: torch.device) -> Iterator[Pair]:
         yield Pair("M1", shape, functools.partial(make, num, alignment), 4 * num * size.dims.top_k, 0.0, of)
 
 
-def _rows(experts: Tensor, held: int, alignment: int, num_rows: int) -> Tensors:
+def _sorted_rows(experts: Tensor, held: int, alignment: int, num_rows: int) -> Tensors:
     """As `route` of tokens whose choices differ, all of them held here."""
-    chosen = experts.long()
-    named = torch.zeros(len(chosen), held, dtype=torch.int32, device=experts.device).scatter_(1, chosen, 1)
-    counts = named.sum(0)
+    flat = experts.flatten().long()
+    order = flat.argsort(stable=True)
+    counts = torch.zeros(held, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
     room = (counts + alignment - 1) // alignment * alignment
     until = room.cumsum(0)
-    rows = (until - room)[chosen] + (named.cumsum(0) - 1).gather(1, chosen)
-    tokens = rows.new_empty(num_rows)
-    tokens[rows] = torch.arange(len(rows), device=rows.device)[:, None]
-    owners = torch.searchsorted(until, torch.arange(0, num_rows, alignment, device=rows.device), right=True)
-    return rows, until - room + counts, until[-1:], tokens, owners
+    starts, chosen = until - room, flat[order]
+    rank = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[chosen]
+    rows, tokens = torch.empty_like(flat), flat.new_empty(num_rows)
+    rows[order] = starts[chosen] + rank
+    tokens[rows] = torch.arange(len(flat), device=flat.device) // experts.shape[1]
+    owners = torch.searchsorted(until, torch.arange(0, num_rows, alignment, device=flat.device), right=True)
+    return rows.view_as(experts), starts + counts, until[-1:], tokens, owners
 
 
 def _places(alignment: int, rows: Tensor, ends: Tensor, total: Tensor, tokens: Tensor, owners: Tensor) -> Tensors:

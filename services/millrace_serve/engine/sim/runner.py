@@ -12,7 +12,7 @@ real device, the simulated one keeps the state of each slot, and the host learns
 
 import time
 from collections.abc import Callable, Collection
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from millrace_common.config import Config, Count, Seconds
@@ -36,12 +36,13 @@ class SimSettings(Config):
     """Costs in seconds. With `eos_lengths` (shortest, longest) each prompt's output ends by EOS at its own length."""
 
     vocab_size: Count = Field(32768, gt=SPECIAL_TOKENS)
-    eos_token_id: int = Field(1, ge=0, lt=SPECIAL_TOKENS)
+    eos_token_id: ClassVar[int] = 1
     eos_lengths: tuple[Annotated[Count, Field(ge=1)], Annotated[Count, Field(ge=1)]] | None = None
     step_s: Seconds = 0.0
     token_s: Seconds = 0.0
     sequence_s: Seconds = 0.0
     key_s: Seconds = 0.0
+    pair_s: Seconds = 0.0  # of each prompt token and token before it in its prompt
     acceptance: float = Field(0.7, ge=0, le=1)  # probability that a draft token is accepted
     page_kv_bytes: Count = Field(4096, ge=2, multiple_of=2)  # bytes of a transferred page, without its canary
 
@@ -131,7 +132,11 @@ class SimRunner:
         s = self._settings
         tokens = int(batch.num_rows[0])
         keys = int(self._lengths[batch.slots].sum()) + tokens if s.key_s else 0
-        return s.step_s + s.token_s * tokens + s.sequence_s * len(batch.slots) + s.key_s * keys
+        known = self._lengths[batch.slots[batch.num_decode :]]
+        lens = np.array(batch.chunk_lens[: len(known)], np.int64)
+        pairs = float((lens * (known + lens / 2)).sum())
+        seconds = s.step_s + s.token_s * tokens + s.sequence_s * len(batch.slots)
+        return seconds + s.key_s * keys + s.pair_s * pairs
 
     def _sample(self, batch: HostBatch, corrupt: dict[int, Failure]) -> StepOutput:
         """Row i of a decode sequence samples output `index` + i."""
