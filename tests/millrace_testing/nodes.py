@@ -5,8 +5,6 @@ async with System(folder, prefill=2, decode=2, routers=2) as system:
     await system.workers[0].kill(); await system.workers[0].start(); await system.whole()
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -16,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import grpc
 import psutil
@@ -138,7 +137,7 @@ class System:
         self.routers: list[Node] = []
         self._stack = contextlib.AsyncExitStack()
 
-    async def __aenter__(self) -> System:
+    async def __aenter__(self) -> Self:
         try:
             if self.disk is not None:
                 self._stack.callback(self.disk.close)
