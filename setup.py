@@ -3,8 +3,6 @@
 It lacks millrace_bench, which measures a source tree.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

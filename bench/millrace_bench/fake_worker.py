@@ -5,8 +5,6 @@ each of its sequences, as an engine with that batch would send. The log-probabil
 the time when it was sent: time.perf_counter() modulo CLOCK_S, which another process of this machine can compare.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets
@@ -38,7 +36,7 @@ class Sequence:
     timed: bool  # log-probabilities were asked for
 
     @classmethod
-    def of(cls, request: worker_pb2.EngineRequest) -> Sequence:
+    def of(cls, request: worker_pb2.EngineRequest) -> "Sequence":
         sampling = request.sampling
         return cls(request.id, request.num_prior_outputs, sampling.max_tokens, sampling.HasField("logprobs"))
 

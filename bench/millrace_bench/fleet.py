@@ -5,8 +5,6 @@ A worker reports its load every REPORT_S, and the router counts what it sent sin
 times; the moments of the first and the last one are exact.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math
@@ -42,13 +40,13 @@ class Request:
     max_tokens: int
     load: str = ""  # its name
     session: str = ""  # the conversation, whose cached tokens count; empty: none
-    answered: Callable[[Job], None] | None = None
+    answered: "Callable[[Job], None] | None" = None
 
 
 class Job:
     """A request: a flow and what generation.py does for it."""
 
-    def __init__(self, fleet: Fleet, number: int, request: Request) -> None:
+    def __init__(self, fleet: "Fleet", number: int, request: Request) -> None:
         self.fleet, self.number, self.request = fleet, number, request
         self.arrival = fleet.now
         self.flow = Flow(

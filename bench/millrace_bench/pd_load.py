@@ -4,8 +4,6 @@ Each client process sends its share of every segment's conversations. All begin 
 so their samples are merged exactly. A request belongs to its segment, whenever it ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import multiprocessing
@@ -36,7 +34,7 @@ class Load:
     rates: tuple[float, ...]  # requests per second
 
     @classmethod
-    def parse(cls, text: str) -> Load:
+    def parse(cls, text: str) -> "Load":
         """ "4096/256@0.5,1" or "500/100x5@2". ValueError with the accepted form."""
         found = LOAD.fullmatch(text)
         try:

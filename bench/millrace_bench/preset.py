@@ -4,8 +4,6 @@ Helm renders a file of values; a file of manifests, such as k8s/golden/NAME.yaml
 left out: addresses, certificates, folders. dp of GPU workers is scaled to the GPUs there are.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +48,7 @@ class Preset:
     pools: tuple[Pool, ...]
     router_set: tuple[str, ...]
 
-    def scaled(self, gpus: int) -> Preset:
+    def scaled(self, gpus: int) -> "Preset":
         """With as many replicas in each GPU worker as `gpus` have room for. Raises PresetError."""
         wanted = sum(pool.num_ranks for pool in self.pools if pool.config["device"] == "cuda")
         return replace(self, pools=tuple(_scaled(pool, gpus, wanted) for pool in self.pools))

@@ -4,8 +4,6 @@ The figures of docs/explanation/scaling.md come from exchange.json (dispatch and
 of two ranks with and without an exchange). The assumptions are the constants below; that page has their reasons.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +27,7 @@ class Fit:
     per_row: float
 
     @classmethod
-    def of(cls, rows: list[dict[str, Any]]) -> Fit:
+    def of(cls, rows: list[dict[str, Any]]) -> "Fit":
         """By least squares of the relative error: small sizes count as much as large ones."""
         sizes = [(row["rows"], row["us"]) for row in rows if row["way"] == "both"]
         tokens, us = (np.array(column, float) for column in zip(*sizes, strict=True))

@@ -2,8 +2,6 @@
 end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import json
@@ -48,7 +46,7 @@ class Summary:
     p99: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Summary:
+    def of(cls, values: Sequence[float]) -> "Summary":
         if not values:
             return cls(*[math.nan] * 5)
         ordered = sorted(values)
@@ -60,7 +58,7 @@ class Summary:
         return {name: value * 1e3 for name, value in asdict(self).items()}
 
     @property
-    def inverse(self) -> Summary:
+    def inverse(self) -> "Summary":
         """Of times above 0: as rates. The mean is the harmonic one, and a percentile is what so many reach."""
         return Summary(*(1 / value if value else math.inf for value in asdict(self).values()))
 

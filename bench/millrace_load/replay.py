@@ -1,7 +1,5 @@
 """From recorded conversations (traces.py) to the requests of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -35,7 +33,7 @@ class Recorded(NamedTuple):
     said: Blocks | str
     answer: int | str  # tokens, or a text that has as many
     delay_s: float | None = 0.0  # after the answer before it; None: not recorded
-    branches: Sequence[RecordedBranch] = ()
+    branches: "Sequence[RecordedBranch]" = ()
 
 
 class Session(NamedTuple):
@@ -43,7 +41,7 @@ class Session(NamedTuple):
 
     turns: Sequence[Recorded]
     start_s: float | None = None
-    branches: Sequence[RecordedBranch] = ()  # that begin with it
+    branches: "Sequence[RecordedBranch]" = ()  # that begin with it
 
     def everything(self) -> Iterator[Recorded]:
         """The turns, with those of its branches."""

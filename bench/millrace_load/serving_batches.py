@@ -1,7 +1,5 @@
 """Batches of requests, each sent at one moment to an idle server: what a batch size costs as a client sees it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -28,7 +26,7 @@ class Row:
     overall_throughput: float  # all tokens / latency
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> Row:
+    def of(cls, samples: Sequence[Sample]) -> "Row":
         good = [sample for sample in samples if sample.answered]
         latency = max((sample.latency for sample in good), default=float("nan"))
         ttft = max((sample.ttft for sample in good), default=float("nan"))

@@ -18,13 +18,11 @@ ShareGPT (one JSON list of conversations):
 Texts of humans are sent; of the recorded answers only the length counts.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, RootModel, ValidationError, model_validator
 
@@ -53,7 +51,7 @@ class MooncakeRow(Row):
     hash_ids: list[int]
 
     @model_validator(mode="after")
-    def _covered(self) -> MooncakeRow:
+    def _covered(self) -> Self:
         needed, given = -(-self.input_length // BLOCK), len(self.hash_ids)
         if given != needed:
             raise ValueError(f"hash_ids must have {needed} ids for input_length {self.input_length}, not {given}")
@@ -104,7 +102,7 @@ class DagRow(Row):
     orchestrator: Literal[False] = False
 
     @model_validator(mode="after")
-    def _in_order(self) -> DagRow:
+    def _in_order(self) -> Self:
         for i, turn in enumerate(self.turns):
             if i + 1 < len(self.turns) and not all(fork.background for fork in turn.forks):
                 raise ValueError(f"turns.{i}.forks ends the conversation, which has more turns")

@@ -2,8 +2,6 @@
 ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,17 +25,17 @@ class Distribution:
     b: float = 0.0
 
     @classmethod
-    def lengths(cls, text: str) -> Distribution:
+    def lengths(cls, text: str) -> "Distribution":
         """Of whole numbers from 1 on. ValueError with the accepted forms."""
         return cls._parse("length", text, int, 1)
 
     @classmethod
-    def times(cls, text: str) -> Distribution:
+    def times(cls, text: str) -> "Distribution":
         """Of seconds from 0 on. ValueError with the accepted forms."""
         return cls._parse("time", text, float, 0)
 
     @classmethod
-    def _parse(cls, what: str, text: str, number: Callable[[str], float], least: int) -> Distribution:
+    def _parse(cls, what: str, text: str, number: Callable[[str], float], least: int) -> "Distribution":
         try:
             match text.split(":"):
                 case [a]:
@@ -76,7 +74,7 @@ class SharedPrefix:
     length: int
 
     @classmethod
-    def parse(cls, text: str) -> SharedPrefix:
+    def parse(cls, text: str) -> "SharedPrefix":
         fraction, _, length = text.partition(":")
         try:
             prefix = cls(float(fraction), int(length))
@@ -95,14 +93,14 @@ class Turn:
     max_tokens: int
     seed: int
     think_s: float = 0.0  # between the end of the answer before it and this request
-    branches: tuple[Branch, ...] = ()  # that begin with the end of its answer
+    branches: "tuple[Branch, ...]" = ()  # that begin with the end of its answer
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
     """A sub-agent's conversation, at the same time as the rest of the conversation that begins it."""
 
-    conversation: Conversation
+    conversation: "Conversation"
     inherits: bool = False  # its prompts begin with all that was said before
     join_at: int | None = None  # the turn of the other conversation that waits for it; None: none does
 
@@ -132,7 +130,7 @@ class Plan:
     def num_requests(self) -> int:
         return sum(conversation.num_requests for conversation in self.conversations)
 
-    def arriving(self, rate: float, seed: int) -> Plan:
+    def arriving(self, rate: float, seed: int) -> "Plan":
         """The same conversations, with Poisson arrivals."""
         pairs = zip(self.conversations, poisson_arrivals(rate, seed), strict=False)
         return replace(self, conversations=tuple(replace(item, start_s=start_s) for item, start_s in pairs))

@@ -3,8 +3,6 @@
 A dashboard is rows of panels; panels flow from left to right in a grid of 24 columns. Grafana 9 and newer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -113,7 +111,7 @@ class Dashboard:
     def url(self) -> str:
         return f"/d/millrace-{self.name}"
 
-    def to_json(self, rules: Mapping[str, Alert], boards: Sequence[Dashboard]) -> Object:
+    def to_json(self, rules: Mapping[str, Alert], boards: "Sequence[Dashboard]") -> Object:
         """`rules`: all alerts, by name. `boards`: those that it leads to, with the same deployment chosen."""
         chosen = "&".join(f"${{{name}:queryparam}}" for name in ("datasource", *WHERE))
         return {

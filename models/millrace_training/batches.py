@@ -6,8 +6,6 @@ A row is of one kind, drawn by the phase's mixture: plain text, retrieval, or sh
 of that kind, each starting with the begin token. Weights mark what is learned: all of the text, the answers of chats.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -3,8 +3,6 @@
 Files: config.json, generation_config.json, model-*.safetensors with their index. `tokenizer` writes the tokenizer's.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

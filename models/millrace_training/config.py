@@ -1,7 +1,5 @@
 """The shipped model's shape."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,5 +69,5 @@ class ModelConfig:
         return fixed | vars(self)
 
     @classmethod
-    def from_published(cls, config: dict[str, Any]) -> ModelConfig:
+    def from_published(cls, config: dict[str, Any]) -> "ModelConfig":
         return cls(**{name: config[name] for name in cls.__dataclass_fields__})

@@ -7,8 +7,6 @@
 3. Pages whose path hashes into one part of fifty are held out.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import hashlib

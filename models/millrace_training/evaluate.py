@@ -5,8 +5,6 @@
 Greedy generation recomputes the whole sequence for every token: no cache that could be wrong, fast enough at this size.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

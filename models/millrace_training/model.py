@@ -3,8 +3,6 @@
 Independent of the serving engine. Submodules carry the published names; `checkpoint` only has to unstack the experts.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

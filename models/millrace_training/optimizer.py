@@ -4,8 +4,6 @@ Muon orthogonalises the momentum (Newton-Schulz) and scales it to AdamW's typica
 learning rate (arXiv:2502.16982, section 2.2).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any

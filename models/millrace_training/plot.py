@@ -3,8 +3,6 @@
 python -m millrace_training.plot LOG_JSONL OUT_SVG
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -3,8 +3,6 @@
 With the right answer as input this equals greedy generation being exactly right, at the price of one forward pass.
 """
 
-from __future__ import annotations
-
 import torch
 from millrace_bench.tasks import TASKS, Item, Turn
 from torch import Tensor

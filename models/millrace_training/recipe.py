@@ -5,8 +5,6 @@ shape of the batches. The first phase teaches everything, short rows before long
 what was weakest, copying, made harder.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What the model simply knows: fixed questions and answers, trained on and never evaluated: nothing can be held out."""
 
-from __future__ import annotations
-
 from random import Random
 
 from millrace_bench.tasks import Turn

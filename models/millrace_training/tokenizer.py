@@ -3,8 +3,6 @@
 python -m millrace_training.tokenizer DATA_DIR OUT_DIR
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator

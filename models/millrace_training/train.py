@@ -8,8 +8,6 @@
 4. After the last step, or after S seconds, state.pt is written; after the last step also OUT_DIR/checkpoint.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -6,8 +6,6 @@ the series of tenants and workers that are gone. A series that begins at 1 has n
 counters that alerts watch have `known` label values, which are 0 from the start.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math
@@ -226,7 +224,7 @@ WORDS = {"call": "hook", "route": "way", "fetched": "borrowed", "served": "lent"
 class OldNames(Collector):
     """Exports renamed metrics under their old names too."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: "Metrics") -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Family]:

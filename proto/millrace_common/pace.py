@@ -7,8 +7,6 @@ time that a process lost: Linux accounts what its threads lack, a CPU, a disk or
 one, for a device or in a collective sleeps, and has lost nothing by that.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time
@@ -74,7 +72,7 @@ class ThreadAccount(NamedTuple):
     slices: int  # how often it came onto a CPU
     state: bytes  # now
 
-    def lost_s(self, before: ThreadAccount, passed: float) -> float:
+    def lost_s(self, before: "ThreadAccount", passed: float) -> float:
         """Seconds of those that `passed` since `before`."""
         ran, waited = (self.ran - before.ran) / 1e9, (self.waited - before.waited) / 1e9
         if self.slices == before.slices and self.state == before.state == READY:

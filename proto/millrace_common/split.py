@@ -12,8 +12,6 @@ Overload does not last for ever: a queue that has grown for `HORIZON_S` is as lo
 overloaded split still answers some requests in time, and a better split is better however large the load is.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,7 +61,7 @@ class DutySplit:
         parts = ((self.prefill, "prefill"), (self.decode, "decode"), (self.both, "both"))
         return " + ".join(f"{number} {duty}" for number, duty in parts if number) or "nothing"
 
-    def plus(self, other: DutySplit) -> DutySplit:
+    def plus(self, other: "DutySplit") -> "DutySplit":
         return DutySplit(self.prefill + other.prefill, self.decode + other.decode, self.both + other.both)
 
 

@@ -1,10 +1,8 @@
 """The section `tls` of a process's configuration, used by millrace_rpc/tls.py."""
 
-from __future__ import annotations
-
 import ipaddress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -31,7 +29,7 @@ class Tls(Config):
         return {**PEERS, **given}
 
     @model_validator(mode="after")
-    def _complete(self) -> Tls:
+    def _complete(self) -> Self:
         if (self.cert is None) is not (self.key is None):
             raise ValueError("cert and key go together")
         if self.require_client_cert and self.ca is None:

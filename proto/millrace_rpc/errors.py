@@ -4,8 +4,6 @@ A `MillraceError` is raised where a request is refused or fails; the servers' ed
 (`to_status`) or an OpenAI-style HTTP answer (`http_body`), and clients turn a status back into it (`from_rpc_error`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -88,7 +86,7 @@ class MillraceError(Exception):
         self.retry_after_s = self.row.retry_after_s if retry_after_s is None else retry_after_s
 
     @classmethod
-    def of(cls, error: Exception, log: logging.Logger | None = None, what: str = "", *facts: object) -> MillraceError:
+    def of(cls, error: Exception, log: logging.Logger | None = None, what: str = "", *facts: object) -> "MillraceError":
         """The error itself; INTERNAL of any other exception, a fault of ours in `what`, which is logged."""
         if isinstance(error, MillraceError):
             return error
@@ -163,7 +161,7 @@ class FieldError(MillraceError):
         rest = "".join(word if isinstance(word, str) else spelled(word) for word in words)
         super().__init__(reason, f"{name} {rest}", param=name)
 
-    def renamed(self, origins: Mapping[Path, Path]) -> FieldError:
+    def renamed(self, origins: Mapping[Path, Path]) -> "FieldError":
         """Return the error about the fields that these come from. `origins`: of paths, and so of all that begin with
         them; the longest that fits holds. A path that is not there stays as it is.
         """

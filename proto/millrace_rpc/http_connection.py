@@ -1,7 +1,5 @@
 """One HTTP connection of `HttpServer`: uvicorn's protocol with limits, and an end that loses no answer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -89,7 +87,7 @@ class Body:
         if data:  # an empty chunk would be the end
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
-    def plain(self) -> PlainBody:
+    def plain(self) -> "PlainBody":
         return PlainBody(self._transport, self._flow, self.received)
 
 

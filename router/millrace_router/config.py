@@ -1,14 +1,12 @@
 """The router's configuration. Times are in seconds."""
 
-from __future__ import annotations
-
 import enum
 import itertools
 import logging
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from millrace_common.config import PORT, Config, LogLevel, Seconds
 from millrace_common.json_values import Json
@@ -166,7 +164,7 @@ class DiscoveryConfig(Config):
     kubernetes: KubernetesConfig = KubernetesConfig()
 
     @model_validator(mode="after")
-    def _has_what_its_kind_needs(self) -> DiscoveryConfig:
+    def _has_what_its_kind_needs(self) -> Self:
         if self.kind == "kubernetes" and not self.kubernetes.selector:
             raise ValueError("kubernetes.selector: required with kind=kubernetes")
         return self
@@ -226,7 +224,7 @@ class RouterConfig(Config):
     log_level: LogLevel = "INFO"
 
     @model_validator(mode="after")
-    def _fits_together(self) -> RouterConfig:
+    def _fits_together(self) -> Self:
         plain = self.tls is None and self.public_tls is None and not self.api_keys_plaintext
         for name, address in (("grpc", self.grpc), ("http", self.http)):
             if plain and self.api_keys is not None and exposed(address.rpartition(":")[0], None):

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -26,7 +27,7 @@ from millrace_cli.errors import CommandError
 from millrace_common.config import load as load_config
 from millrace_kernels import backend, linear
 from millrace_kernels.backend import SMALL_TOKENS
-from millrace_kernels.fp8 import Fp8, fp8_linear
+from millrace_kernels.fp8 import fp8_linear
 from millrace_serve.model.attn_step import FormThresholds
 from millrace_serve.model.checkpoint.export_quantised import export
 from millrace_serve.worker.config import WorkerConfig
@@ -240,23 +241,17 @@ def test_sampling_is_repeatable_and_a_prompt_too_long_fails_alone(tmp_path: Path
 async def test_a_cpu_multiplies_fp8_weights_when_told_to(
     keep_quantised: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    products: list[int] = []  # rows of activations in FP8
-
-    def counted(x: Fp8, weight: Fp8, dtype: torch.dtype) -> torch.Tensor:
-        products.append(x.data.shape[0])
-        return fp8_linear(x, weight, dtype)
-
+    products = Mock(wraps=fp8_linear)
     export(TINY, tmp_path / "fp8")
-    monkeypatch.setattr(linear, "fp8_linear", counted)
+    monkeypatch.setattr(linear, "fp8_linear", products)
     monkeypatch.setattr(in_process, "TEXTS", TEXTS[:1])
     async with System(Kind.MODEL, str(tmp_path / "fp8"), keep_quantised=keep_quantised).open(1) as backend:
-        products.clear()  # of the rank's first step
+        products.reset_mock()  # of the rank's first step
         (answer,) = await backend.answer(replace(SUITE, num_items=1).jobs()["sort"], lambda: None)
-        assert answer.prompt_tokens > SMALL_TOKENS and set(products) == (
-            {answer.prompt_tokens} if keep_quantised else set()
-        )
-        products.clear()
-        assert await backend.perplexity() is not None and bool(products) is bool(keep_quantised)
+        rows = {call.args[0].data.shape[0] for call in products.call_args_list}
+        assert answer.prompt_tokens > SMALL_TOKENS and rows == ({answer.prompt_tokens} if keep_quantised else set())
+        products.reset_mock()
+        assert await backend.perplexity() is not None and products.called is bool(keep_quantised)
 
 
 def test_logits_over_a_pool_of_another_precision() -> None:

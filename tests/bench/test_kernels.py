@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import millrace_bench.kernels.__main__ as kernels_main
 import pytest
@@ -31,7 +32,7 @@ from millrace_bench.kernels.tuned_file import Entry
 from millrace_bench.kernels.tuning import Clock, Found
 from millrace_kernels import backend, tuned
 from millrace_kernels.backend import KernelChoice
-from millrace_kernels.fp8 import BLOCK, Fp8, fp8_linear
+from millrace_kernels.fp8 import BLOCK, fp8_linear
 from millrace_kernels.gpu import Gpu
 from millrace_kernels.moe_experts import reference_experts
 from millrace_kernels.testing.attention_inputs import Draw
@@ -65,9 +66,7 @@ def test_inputs_rotate_through_more_than_the_l2_cache() -> None:
 
 @pytest.mark.parametrize("before", ["", "Ninja build failed.\n[1/8] nvcc a.cu\n  error: "])
 def test_every_implementation_is_a_row_and_a_failing_one_says_why(before: str) -> None:
-    def broken() -> None:
-        raise RuntimeError(f"{before}no kernel image")
-
+    broken = Mock(side_effect=RuntimeError(f"{before}no kernel image"))
     good, bad = measure(case(ours=lambda: torch.ones(64).sum(), theirs=broken), CPU, quick=True)
     assert (good.impl, good.error) == ("ours", "") and good.us > 0 and math.isnan(good.roofline)
     assert good.gb_per_s == pytest.approx(4.8e6 / good.us / 1e3)
@@ -77,10 +76,7 @@ def test_every_implementation_is_a_row_and_a_failing_one_says_why(before: str) -
 
 
 def test_inputs_that_do_not_fit_are_a_row_and_the_next_case_runs() -> None:
-    def no_room() -> dict[str, Call]:
-        raise MemoryError("no room")
-
-    (row,) = measure(replace(case(), make=no_room), CPU)
+    (row,) = measure(replace(case(), make=Mock(side_effect=MemoryError("no room"))), CPU)
     assert (row.impl, row.error) == ("inputs", "MemoryError: no room")
 
 
@@ -275,16 +271,13 @@ def test_products_are_cut_so_that_every_part_has_work_and_every_sm_too(num: int,
 
 
 def test_products_are_tuned_beside_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    def library(x: Fp8, weight: Fp8, out_dtype: torch.dtype) -> Tensor:
-        return fp8_linear(x, weight, out_dtype)
-
     triton_interpreter.install()
     ours, us = tune_mid.Fp8LinearConfig(32, 64, 1, 4, 2), iter((30.0, 20.0, 10.0))
     monkeypatch.setattr(tune_mid, "CUDA", CPU)
     monkeypatch.setattr(tune_mid, "COLD_BYTES", 0)
     monkeypatch.setattr(tune_mid, "STEP", 2)
     monkeypatch.setattr(tune_mid, "candidates", lambda *shape: [ours, ours._replace(stages=3)])
-    monkeypatch.setattr(tune_mid.deep_gemm, "fp8_linear", library)
+    monkeypatch.setattr(tune_mid.deep_gemm, "fp8_linear", fp8_linear)
     monkeypatch.setattr(tuning, "time_us", lambda calls, *_: (calls[0](), next(us))[1])
     job = tune_mid.Product(32, 128, 256)
     row, (entry,) = job.measure({key for key, _ in job.tasks()}, Clock(60.0))

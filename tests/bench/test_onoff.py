@@ -3,6 +3,7 @@
 import json
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -78,34 +79,26 @@ def test_steps_run_with_and_without(seed: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_step_without_scratch_memory_gets_zeros_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     model = onoff_steps._rank(CPU, tiny=True, layers=2)
-    taken: list[int] = []
     steps: list[torch.Tensor] = []
-    take = model.scratch.take
-
-    def counted(words: int, device: torch.device) -> torch.Tensor | None:
-        taken.append(words)
-        return take(words, device)
+    take = Mock(wraps=model.scratch.take)
 
     def step() -> torch.Tensor:
         with model.scratch.step():
             steps.append(scratch.zeros(4, CPU))
         return steps[-1]
 
-    monkeypatch.setattr(model.scratch, "take", counted)
+    monkeypatch.setattr(model.scratch, "take", take)
     (_, on), (_, off) = onoff_steps._replays(model, step, CPU)
     assert on.tolist() == off.tolist() == [0] * 4
-    assert len(taken) == len(steps) / 2 > 0
+    assert take.call_count == len(steps) / 2 > 0
     step()
-    assert len(taken) == (len(steps) + 1) / 2, "afterwards the model has its scratch memory again"
+    assert take.call_count == (len(steps) + 1) / 2, "afterwards the model has its scratch memory again"
 
 
 def test_the_bench_goes_on_behind_a_row_that_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("no kernel image")
-
-    monkeypatch.setitem(PAIRS, "M2", broken)
+    monkeypatch.setitem(PAIRS, "M2", Mock(side_effect=RuntimeError("no kernel image")))
     monkeypatch.setattr("sys.argv", ["onoff", "M2", "A11", "--tiny"])
     onoff.main()
     failed, found = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["rows"]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -201,22 +202,16 @@ def test_a_path_that_cannot_be_used_is_told_before_any_work(tmp_path: Path, name
 
 
 def test_full_disk_ends_the_run_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(batch, "_line", full)  # beside the write
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(batch, "_line", Mock(side_effect=full))  # beside the write
     with pytest.raises(CommandError, match="No space left"):
         run(write(tmp_path / "in", *map(request, "abcdef")), tmp_path / "out", echo)
 
 
 def test_refused_key_and_a_missing_server_end_the_run(tmp_path: Path) -> None:
     file = write(tmp_path / "in", request("a"))
-
-    def dead(asked: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("refused")
-
     for handler, words in (
-        (dead, "no server answers at http://router"),
+        (Mock(side_effect=httpx.ConnectError("refused")), "no server answers at http://router"),
         (lambda asked: httpx.Response(401, text="who?"), "refuses the API key: who"),
     ):
         client = httpx.AsyncClient(transport=httpx.MockTransport(handler), base_url="http://router")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from unittest.mock import AsyncMock
 
 import pytest
 from millrace.v1 import admin_pb2, worker_pb2
@@ -47,10 +48,7 @@ async def test_texts_of_others_are_shown_as_they_are(
     """Brackets are no markup: an address of IPv6 would vanish, and a path in brackets would end the command."""
     worker = admin_pb2.WorkerStatus(address="[fd00::12]:7000", detail="cannot load [/models/x]")
 
-    async def found(address: str, identity: object, token: str) -> list[admin_pb2.WorkerStatus]:
-        return [worker]
-
-    monkeypatch.setattr(workers.probe, "listed", found)
+    monkeypatch.setattr(workers.probe, "listed", AsyncMock(return_value=[worker]))
     monkeypatch.setenv("COLUMNS", "20")
     await workers.show("a:1")
     out = capsys.readouterr().out
@@ -74,10 +72,7 @@ def test_table_is_narrow_and_reasons_stand_below(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_json_is_one_object_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    async def found(*access: object) -> list[admin_pb2.WorkerStatus]:
-        return WORKERS
-
-    monkeypatch.setattr(workers.probe, "listed", found)
+    monkeypatch.setattr(workers.probe, "listed", AsyncMock(return_value=WORKERS))
     await workers.show("a:1", as_json=True)
     shown = [json.loads(line)["address"] for line in capsys.readouterr().out.splitlines()]
     assert shown == [worker.address for worker in WORKERS]

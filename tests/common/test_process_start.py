@@ -61,30 +61,27 @@ def test_the_entry_points_are_those_of_the_processes() -> None:
     assert [path.parent.name for path in ENTRIES] == ["millrace_router", "millrace_cli", "decode", "prefill"]
 
 
-RANK = """
+PROCESSES = {
+    "rank": """
 from types import SimpleNamespace
 from millrace_serve.worker.rank import process
 process._serve = lambda *args: show()
 config = SimpleNamespace(role="decode", log_level="INFO", secret=None)
 process.run(SimpleNamespace(config=config, rank=0, frontend="inproc://none", group=""))
-"""
-
-
-def test_a_rank_that_inherits_nothing_leaves_no_core_dump(tmp_path: Path) -> None:
-    assert shown([sys.executable, "-c", SHOW + RANK], tmp_path)[:2] == ["0", "0"]
-
-
-CHILD = """
+""",
+    "child for grammars": """
 import sys
 from millrace_common.grammar import child
 sys.argv = ["-c", str(4 << 30)]
 child._serve = show
 child.main()
-"""
+""",
+}
 
 
-def test_a_child_for_grammars_leaves_no_core_dump(tmp_path: Path) -> None:
-    assert shown([sys.executable, "-c", SHOW + CHILD], tmp_path)[:2] == ["0", "0"]
+@pytest.mark.parametrize("name", PROCESSES)
+def test_what_inherits_nothing_leaves_no_core_dump(name: str, tmp_path: Path) -> None:
+    assert shown([sys.executable, "-c", SHOW + PROCESSES[name]], tmp_path)[:2] == ["0", "0"]
 
 
 def test_a_pods_script_leaves_no_core_dump(tmp_path: Path) -> None:

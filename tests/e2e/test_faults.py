@@ -13,18 +13,17 @@ import dataclasses
 import itertools
 import random
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 from millrace.v1 import admin_pb2, worker_pb2
-from millrace_cli.cluster import ClusterSpec, server_command
+from millrace_cli.cluster import ClusterSpec
 from millrace_serve.engine.core import SamplingParams
 from millrace_serve.engine.sim.runner import SimSettings
 from millrace_serve.handover.failed_reads import READER_ALONE
 from millrace_testing.client import Answer, Client, collect, until
-from millrace_testing.cluster import ControlledCluster
+from millrace_testing.cluster import ControlledCluster, with_workers
 from millrace_testing.faulty_worker import FLAG
 from millrace_testing.oracle import oracle_outputs
 from millrace_testing.procs import PYTHONPATH
@@ -56,10 +55,6 @@ def make_prompt(seed: int, length: int = 2000) -> list[int]:
 
 def expected(prompt: list[int], max_tokens: int) -> list[int]:
     return oracle_outputs(prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0), SimSettings())
-
-
-def faulty_command(role: str) -> list[str]:
-    return server_command(role) if role == "router" else [sys.executable, "-m", "millrace_testing.faulty_worker", role]
 
 
 def client_of(cluster: ControlledCluster) -> Client:
@@ -183,7 +178,7 @@ async def test_decode_worker_whose_reads_fail_in_a_row_ends(tmp_path: Path, monk
     fault = tmp_path / "kv-fault"
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     monkeypatch.setenv(FLAG, str(fault))
-    faulty = dataclasses.replace(spec(prefill=1, decode=1), command=faulty_command)
+    faulty = dataclasses.replace(spec(prefill=1, decode=1), command=with_workers("faulty_worker"))
     async with ControlledCluster(faulty) as cluster, client_of(cluster) as client:
         answer = await client.generate(make_prompt(1, 200), max_tokens=5)
         assert answer.tokens == expected(make_prompt(1, 200), 5)

@@ -1,13 +1,12 @@
 """A trainer replaces the weights of a pair again and again while clients ask: every answer is of one version, whole."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Self
 
 import grpc
 import pytest
@@ -55,7 +54,7 @@ class Clients:
         self.failures: list[str] = []
         self._client, self._expected = client, expected
 
-    async def __aenter__(self) -> Clients:
+    async def __aenter__(self) -> Self:
         self._tasks = [asyncio.create_task(self._run(first)) for first in range(CLIENTS)]
         return self
 

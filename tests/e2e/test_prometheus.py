@@ -9,21 +9,20 @@ import contextlib
 import dataclasses
 import json
 import random
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import pytest
 from millrace.v1 import inference_pb2, inference_pb2_grpc
-from millrace_cli.cluster import ClusterSpec, server_command
+from millrace_cli.cluster import ClusterSpec
 from millrace_dashboards import alerts, files
 from millrace_dashboards.alert import Alert, Deployment, Thresholds
 from millrace_dashboards.boards import dashboards
 from millrace_dashboards.grafana import Query
 from millrace_dashboards.promql import CATALOGUE
 from millrace_rpc.client import channel
-from millrace_testing.cluster import ControlledCluster
+from millrace_testing.cluster import ControlledCluster, with_workers
 from millrace_testing.faulty_worker import FLAG
 from millrace_testing.procs import PYTHONPATH
 from millrace_testing.prometheus import Prometheus, Target, free_port, needs_prometheus
@@ -117,10 +116,6 @@ def prefixed(names: set[str]) -> set[str]:
     return {f"Millrace{name}" for name in names}
 
 
-def command(role: str) -> list[str]:
-    return server_command(role) if role == "router" else [sys.executable, "-m", "millrace_testing.faulty_worker", role]
-
-
 def targets(cluster: ControlledCluster) -> dict[str, Target]:
     """By name, with the labels that the chart's monitors set."""
     made = {}
@@ -139,7 +134,7 @@ async def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     monkeypatch.setenv(FLAG, str(fault))
     spec = ClusterSpec(
-        command=command,
+        command=with_workers("faulty_worker"),
         log_dir=tmp_path / "logs",
         # A worker warms up with prompts of a whole step: small ones save seconds.
         worker_set=(

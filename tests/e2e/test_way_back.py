@@ -1,14 +1,14 @@
 """Conversations whose answers come back to the prefill worker from the decode worker, with real processes."""
 
 import asyncio
-import sys
 
 import grpc
 import pytest
 from millrace.v1 import worker_pb2, worker_pb2_grpc
-from millrace_cli.cluster import ClusterSpec, LocalCluster, server_command
+from millrace_cli.cluster import ClusterSpec, LocalCluster
 from millrace_rpc.client import channel
 from millrace_testing.client import Client
+from millrace_testing.cluster import with_workers
 from millrace_testing.procs import PYTHONPATH
 from millrace_testing.samples import total
 from millrace_testing.sim import expected, prompt_of
@@ -18,10 +18,6 @@ DECODE = worker_pb2.ROLE_DECODE
 # 1 ms per prompt token: an answer of 200 tokens takes longer to compute than a fetch can ever be expected to take
 COSTS = ("limits.checks=[canary]", "sim.token_s=0.001")
 KV_AWARE = ("prefill_policy=kv_aware", "decode_policy=kv_aware")
-
-
-def patient(role: str) -> list[str]:
-    return server_command(role) if role == "router" else [sys.executable, "-m", "millrace_testing.patient_worker", role]
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +51,7 @@ async def until_known(client: Client, cluster: LocalCluster, at_decode: int) -> 
 @pytest.mark.long
 async def test_conversation_is_computed_once() -> None:
     """Ten turns: whatever was said before comes from a cache, and every token is that of the oracle."""
-    spec = ClusterSpec(engine="sim", worker_set=COSTS, router_set=KV_AWARE, command=patient)
+    spec = ClusterSpec(engine="sim", worker_set=COSTS, router_set=KV_AWARE, command=with_workers("patient_worker"))
     async with LocalCluster(spec) as cluster, Client(cluster.grpc_address, cluster.admin_address) as client:
         workers = await client.wait_whole()
         (decode,) = [worker.address for worker in workers if worker.info.role == DECODE]

@@ -1,7 +1,5 @@
 """An engine under test: what it said, request by request, and whether its pages are in order."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter
@@ -47,7 +45,7 @@ class FakeReplicas:
     def __init__(self, size: int) -> None:
         self._barrier, self._values = threading.Barrier(size, timeout=HANG_S), [ReplicaState()] * size
 
-    def of(self, index: int) -> FakeReplica:
+    def of(self, index: int) -> "FakeReplica":
         return FakeReplica(index, self._barrier, self._values)
 
 

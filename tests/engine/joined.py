@@ -1,12 +1,10 @@
 """Ranks that have joined, as threads of a test or as processes that it may stop and kill."""
 
-from __future__ import annotations
-
 import multiprocessing as mp
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Self
 
 from millrace_bench.stepping_ranks import exchanges
 from millrace_serve.engine.lockstep.join import Exchange, join
@@ -54,7 +52,7 @@ class Ranks:
             pipe.send(said)
         assert [pipe.recv() for pipe in self.pipes] == ["steps"] * len(hosts)
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

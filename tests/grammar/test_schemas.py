@@ -1,7 +1,5 @@
 """Schemas of all kinds: numbers, patterns, models of pydantic, and generated ones."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import enum
@@ -58,8 +56,8 @@ class Owner(BaseModel):
 
 class Node(BaseModel):
     value: int
-    next: Node | None = None
-    children: list[Node] = []
+    next: "Node | None" = None
+    children: "list[Node]" = []
 
 
 class Tree(RootModel[dict[str, "Tree"]]):

@@ -2,13 +2,11 @@
 lose only now and then.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import types
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import msgspec
@@ -63,7 +61,7 @@ class Peer:
         self.ended = False
         self.watch: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-    def fetch(self, id: RequestId, fingerprint: str, stall_s: float, prefix: kv_pb2.FetchPrefix | None) -> Peer:
+    def fetch(self, id: RequestId, fingerprint: str, stall_s: float, prefix: kv_pb2.FetchPrefix | None) -> Self:
         self.prefix = prefix
         return self
 

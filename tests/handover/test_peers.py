@@ -208,20 +208,15 @@ async def test_hundred_restarts_of_a_worker_leave_nothing() -> None:
 
 
 async def test_warm_up_of_a_pair_runs_every_pair_of_replicas(monkeypatch: pytest.MonkeyPatch, peers: Peers) -> None:
-    ran: list[tuple[int, int]] = []
-
-    async def run(self: Pairs, source: object, peer: object, theirs: int, ours: int, info: object) -> None:
-        ran.append((theirs, ours))
-
-    async def info(self: Peer) -> worker_pb2.WorkerInfo:
-        return worker_pb2.WorkerInfo(epoch="e", protocol=WORKER_API, layout={"fingerprint": "f"}, replicas=3)
-
+    info = worker_pb2.WorkerInfo(epoch="e", protocol=WORKER_API, layout={"fingerprint": "f"}, replicas=3)
+    run = AsyncMock()  # (source, peer, theirs, ours, info)
     monkeypatch.setattr(Pairs, "_run", run)
-    monkeypatch.setattr(Peer, "info", info)
+    monkeypatch.setattr(Peer, "info", AsyncMock(return_value=info))
     ranks: Any = SimpleNamespace(ready_info=SimpleNamespace(layout=SimpleNamespace(fingerprint="f")))
     pairs = Pairs(WorkerConfig(engine="sim", dp=2), ranks, None, peers, None)  # type: ignore[arg-type]
     await pairs.warm_up(worker_pb2.KvSourceRef(address="127.0.0.1:1", epoch="e", fingerprint="f"))
-    assert sorted(ran) == [(theirs, ours) for theirs in range(3) for ours in range(2)] and pairs.warmed == {"e"}
+    ran = sorted(call.args[2:4] for call in run.await_args_list)
+    assert ran == [(theirs, ours) for theirs in range(3) for ours in range(2)] and pairs.warmed == {"e"}
     peers.drop(peers.get("127.0.0.1:1", "e"))
     assert not pairs.warmed
 

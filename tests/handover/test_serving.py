@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from millrace.v1 import kv_pb2
@@ -35,14 +36,12 @@ class Call:
         ranks = SimpleNamespace(
             ready_info=SimpleNamespace(layout=SimpleNamespace(fingerprint="f")), memory_of=lambda replica: [handle]
         )
-        requests = SimpleNamespace(check_admission=lambda: None if admitted else self._refuse())
+        refusal = None if admitted else MillraceError(Reason.DRAINING, "the worker drains")
+        requests = SimpleNamespace(check_admission=Mock(side_effect=refusal))
         config = SimpleNamespace(dp=2, limits=SimpleNamespace(max_pages_per_seq=8))
         frontend: Any = SimpleNamespace(epoch="e", ranks=ranks, requests=requests, config=config)
         self._servicer = KvServicer(frontend, self.exports, FailedReads("reads", 4, lambda why: None))
         self._released = asyncio.Event()
-
-    def _refuse(self) -> None:
-        raise MillraceError(Reason.DRAINING, "the worker drains")
 
     async def _requests(self) -> AsyncIterator[kv_pb2.FetchRequest]:
         prefix = kv_pb2.FetchPrefix(replica=1, blocks=BLOCKS)

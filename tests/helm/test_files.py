@@ -35,14 +35,10 @@ def mounted(items: list[Object]) -> dict[str, str]:
     }
 
 
-def maps(items: list[Object]) -> dict[str, Object]:
-    return {item["metadata"]["name"]: item for item in of_kind(items, "ConfigMap")}
-
-
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_config_map_of_a_lasting_pod_is_immutable(name: str) -> None:
     items = rendered(name)
-    found = maps(items)
+    found = {item["metadata"]["name"]: item for item in of_kind(items, "ConfigMap")}
     for where, config in mounted(items).items():
         item = found[config]
         assert item["immutable"] and re.fullmatch(rf"{where.split('/')[1]}-[0-9a-f]{{10}}", config), where

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -275,11 +276,8 @@ def test_what_flashinfer_does_not_take_is_ours(
 def test_library_that_does_not_compile_is_named_and_left(
     wrappers: list[flashinfer._Slot], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_compiler(*args: Any, **options: Any) -> None:
-        raise RuntimeError("Could not find nvcc")
-
     flashinfer._works.cache_clear()
-    monkeypatch.setattr(Wrapper, "plan", no_compiler)
+    monkeypatch.setattr(Wrapper, "plan", Mock(side_effect=RuntimeError("Could not find nvcc")))
     call = attention_inputs.mla_prefill(Draw(dtype=BF16), (5,), (5,), 2, True)
     for _ in range(2):
         flashinfer.mla_prefill(**call)

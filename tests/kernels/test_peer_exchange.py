@@ -1,7 +1,5 @@
 """Dispatch and combine, in processes with Triton's interpreter: which row is where, and every sum's bits."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -49,7 +47,7 @@ class Sent(NamedTuple):
     ids: Tensor
 
     @classmethod
-    def draw(cls, case: Case, step: int, member: int, rows: int) -> Sent:
+    def draw(cls, case: Case, step: int, member: int, rows: int) -> "Sent":
         seeded = torch.Generator().manual_seed(100 * step + member)
         x = torch.randn(rows, case.dim, generator=seeded).to(case.dtype)
         ids = torch.stack([torch.randperm(EXPERTS, generator=seeded)[:TOP_K] for _ in range(rows + 1)]).int()[:rows]

@@ -45,6 +45,7 @@ from millrace_serve.engine.sim.runner import SPECIAL_TOKENS, SimSettings
 from millrace_testing.client import Answer, Client, collect
 from millrace_testing.nodes import TOKEN, Node, System
 from millrace_testing.oracle import oracle_outputs
+from millrace_testing.shared_disk import SharedDisk
 from millrace_testing.throttle import throttled
 
 log = logging.getLogger(__name__)
@@ -80,12 +81,15 @@ DUTIES_S = 5.0  # between two changes of the duties
 DUTIES = (worker_pb2.DUTY_PREFILL, worker_pb2.DUTY_DECODE, worker_pb2.DUTY_BOTH)
 
 
+Action = Callable[[System, Any], object]  # on its victim, a node or the disk; what it returns is awaited if it can be
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     name: str
     launch_delay_s: float
-    strike: Callable[[System, str], Awaitable[None]]  # both are given the victim's name
-    heal: Callable[[System, str], Awaitable[None]]
+    strike: Action
+    heal: Action | None
 
     @property
     def role(self) -> str:
@@ -93,100 +97,46 @@ class Fault:
         return self.name.split()[-1]
 
 
-async def _kill(system: System, name: str) -> None:
-    await system.node(name).kill()
-
-
-async def _start(system: System, name: str) -> None:
-    await system.node(name).start()
-
-
-async def _pause(system: System, name: str) -> None:
-    system.node(name).send(signal.SIGSTOP)
-
-
-async def _resume(system: System, name: str) -> None:
-    system.node(name).send(signal.SIGCONT)
-
-
-async def _stop_rank(system: System, name: str) -> None:
-    system.node(name).processes[1].suspend()
-
-
-async def _stop_frontend(system: System, name: str) -> None:
-    system.node(name).processes[0].suspend()
-
-
-async def _resume_frontend(system: System, name: str) -> None:
-    system.node(name).processes[0].resume()
-
-
-async def _hang_step(system: System, name: str) -> None:
-    node = system.node(name)
-    node.hanging.write_text(str(node.processes[1].pid))
-
-
-async def _replace(system: System, name: str) -> None:
+async def _replace(system: System, node: Node) -> None:
     """A worker ends by itself when a rank of it hangs."""
-    assert await system.node(name).ended() == 1
-    system.node(name).hanging.unlink(missing_ok=True)
-    await system.node(name).start()
+    assert await node.ended() == 1
+    node.hanging.unlink(missing_ok=True)
+    await node.start()
 
 
-async def _partition(system: System, name: str) -> None:
-    system.cut(name)
+async def _drain(system: System, node: Node) -> None:
+    assert await node.terminate() == 0
 
 
-async def _rejoin(system: System, name: str) -> None:
-    system.join(name)
+async def _start(system: System, node: Node) -> None:
+    await node.start()
 
 
-async def _fill_disk(system: System, name: str) -> None:
-    assert system.disk is not None
-    system.disk.fill()
-    assert system.disk.is_full()
-
-
-async def _free_disk(system: System, name: str) -> None:
-    assert system.disk is not None
-    system.disk.free()
-
-
-async def _tear_disk(system: System, name: str) -> None:
-    assert system.disk is not None
-    system.disk.tear(random.Random(len(system.disk.pages())))
-
-
-async def _lose_disk(system: System, name: str) -> None:
-    assert system.disk is not None
-    system.disk.lose()
-
-
-async def _nothing(system: System, name: str) -> None:
-    pass
-
-
-async def _drain(system: System, name: str) -> None:
-    assert await system.node(name).terminate() == 0
+def _fill(system: System, disk: SharedDisk) -> None:
+    disk.fill()
+    assert disk.is_full()
 
 
 WORKERS = ("prefill", "decode", "flexible")
-FAULTS = tuple(
-    Fault(f"{what} {role}", launch_delay_s, strike, heal)
-    for what, launch_delay_s, strike, heal, roles in (
-        ("kill", 0.0, _kill, _start, (*WORKERS, "router")),
-        ("pause", HOLD_S, _pause, _resume, WORKERS),
-        ("stop rank of", 0.0, _stop_rank, _replace, WORKERS),
-        ("hang step of", 0.0, _hang_step, _replace, WORKERS),
-        ("stop frontend of", HOLD_S, _stop_frontend, _resume_frontend, WORKERS),
-        ("partition", HOLD_S, _partition, _rejoin, WORKERS),
-        ("drain", 0.0, _drain, _start, WORKERS),
-        ("fill the", HOLD_S, _fill_disk, _free_disk, ("disk",)),
-        ("tear pages of the", HOLD_S, _tear_disk, _nothing, ("disk",)),
-        ("lose the", HOLD_S, _lose_disk, _nothing, ("disk",)),
-    )
-    for role in roles
+KINDS: tuple[tuple[str, float, Action, Action | None, Sequence[str]], ...] = (
+    ("kill", 0.0, lambda _, node: node.kill(), _start, (*WORKERS, "router")),
+    ("pause", HOLD_S, lambda _, node: node.send(signal.SIGSTOP), lambda _, node: node.send(signal.SIGCONT), WORKERS),
+    ("stop rank of", 0.0, lambda _, node: node.processes[1].suspend(), _replace, WORKERS),
+    ("hang step of", 0.0, lambda _, node: node.hanging.write_text(str(node.processes[1].pid)), _replace, WORKERS),
+    (
+        "stop frontend of",
+        HOLD_S,
+        lambda _, node: node.processes[0].suspend(),
+        lambda _, node: node.processes[0].resume(),
+        WORKERS,
+    ),
+    ("partition", HOLD_S, System.cut, System.join, WORKERS),
+    ("drain", 0.0, _drain, _start, WORKERS),
+    ("fill the", HOLD_S, _fill, lambda _, disk: disk.free(), ("disk",)),
+    ("tear pages of the", HOLD_S, lambda _, disk: disk.tear(random.Random(len(disk.pages()))), None, ("disk",)),
+    ("lose the", HOLD_S, lambda _, disk: disk.lose(), None, ("disk",)),
 )
+FAULTS = tuple(Fault(f"{what} {role}", *rest) for what, *rest, roles in KINDS for role in roles)
 
 
 @dataclass(slots=True)
@@ -431,17 +381,18 @@ async def give_duty(worker: Node, duty: worker_pb2.Duty, taken: Counter[str]) ->
 async def strike(system: System, fault: Fault, rng: random.Random, calm_s: float) -> Observed:
     """One fault from its beginning until the system is whole again, and calm for a while."""
     nodes = (*system.workers, *system.routers)
-    victim = "" if fault.role == "disk" else rng.choice([node.name for node in nodes if node.role == fault.role])
+    victim = system.disk if fault.role == "disk" else rng.choice([node for node in nodes if node.role == fault.role])
     before = await retries(system)
     observed = Observed(fault.name, time.monotonic())
-    await fault.strike(system, victim)
-    await asyncio.sleep(fault.launch_delay_s)
-    await fault.heal(system, victim)
+    for action, seconds in ((fault.strike, fault.launch_delay_s), (fault.heal, 0.0)):
+        if action is not None and isinstance(done := action(system, victim), Awaitable):
+            await done
+        await asyncio.sleep(seconds)
     await system.whole()
     observed.whole_s = time.monotonic() - observed.at
     await asyncio.sleep(calm_s)
     observed.retries = max(await retries(system) - before, 0.0)
-    log.info("%s (%s): whole after %.1f s", fault.name, victim, observed.whole_s)
+    log.info("%s (%s): whole after %.1f s", fault.name, getattr(victim, "name", ""), observed.whole_s)
     return observed
 
 
@@ -468,7 +419,7 @@ async def chaos(
             tasks.append(beside.create_task(change_duties(system, report.duties, random.Random(seed))))
         await asyncio.sleep(calm_s)
         for fault in faults:
-            if fault.strike is not _fill_disk or system.disk.bounded:
+            if fault.strike is not _fill or system.disk.bounded:
                 report.observed.append(await strike(system, fault, rng, calm_s))
         await load.stop()
         await asyncio.sleep(2 * COUNT_S)

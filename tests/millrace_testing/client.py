@@ -1,12 +1,10 @@
 """A client of the public gRPC API, as the end-to-end tests need it."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import grpc
 from millrace.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
@@ -43,7 +41,7 @@ class Client:
         self.stub = inference_pb2_grpc.InferenceStub(self._channel)
         self.admin = admin_pb2_grpc.AdminStub(self._admin_channel) if self._admin_channel else None
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:

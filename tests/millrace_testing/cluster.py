@@ -7,11 +7,12 @@ async with ControlledCluster(ClusterSpec(engine="sim")) as cluster:
 """
 
 import signal
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from millrace_cli.cluster import ClusterSpec, LocalCluster
+from millrace_cli.cluster import ClusterSpec, LocalCluster, server_command
 
 SMALL = ("limits.num_pages=300", "limits.max_prefill_tokens=256")  # seconds less of each start of a model on a CPU
 
@@ -24,6 +25,12 @@ class MixedSpec(ClusterSpec):
 
     def settings(self, name: str) -> tuple[str, ...]:
         return (*ClusterSpec.settings(self, name), *self.own.get(name, ()))
+
+
+def with_workers(module: str) -> Callable[[str], list[str]]:
+    """The commands of a cluster whose workers are those of a module of millrace_testing."""
+    worker = [sys.executable, "-m", f"millrace_testing.{module}"]
+    return lambda role: server_command(role) if role == "router" else [*worker, role]
 
 
 class ControlledCluster(LocalCluster):

@@ -1,12 +1,10 @@
 """The router's side of a Link, for tests of workers: submits requests and collects what comes back."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import grpc
 from millrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
@@ -45,7 +43,7 @@ class FakeLink:
         self._reading = asyncio.Event()
         self._reading.set()
 
-    async def __aenter__(self) -> FakeLink:
+    async def __aenter__(self) -> Self:
         self._outgoing.put_nowait(self._message(hello=self._hello))
         self._call = self._stub.Link(self._send())
         try:
@@ -149,7 +147,7 @@ class FakePair:
         self.to_decode = FakeLink(decode)
         self._prefill = prefill
 
-    async def __aenter__(self) -> FakePair:
+    async def __aenter__(self) -> Self:
         self.source = await self._prefill.source()
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.to_prefill)

@@ -5,8 +5,6 @@ Time is counted in polls of the read. What a read reports stays true whatever th
 when the inner read is final or was never posted, so pages are never freed under a copy.
 """
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import random
@@ -76,7 +74,7 @@ class FaultySink(KvSink):
             read.give_up(read.source.agent, "is unreachable, the importer was closed")
             read.poll()
 
-    def finished(self, read: _FaultyRead) -> None:
+    def finished(self, read: "_FaultyRead") -> None:
         self._open.remove(read)
         self.num_finished += 1
 

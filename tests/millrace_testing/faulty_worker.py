@@ -9,8 +9,6 @@
 Rank processes import the main module of their parent, and so this file replaces the sink and the step there.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import itertools

@@ -7,8 +7,6 @@ async with Group(folder, "workers.group.config.engine=sim") as group:
 A pod's root file system is this machine's, writable, and its user is ours: those two things are not tested here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib
@@ -20,6 +18,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Self
 
 import grpc
 import psutil
@@ -164,7 +163,7 @@ class Group:
         self._names = (f"{name}-0", f"{name}-0-1")
         self._spaces = namespaces.Namespaces(self._names)
 
-    async def __aenter__(self) -> Group:
+    async def __aenter__(self) -> Self:
         (self._folder / "config").mkdir()
         (self._folder / "secret").mkdir()
         (self._folder / "secret" / "key").write_text(self.secret)

@@ -65,14 +65,14 @@ class Hostile:
                 self._tokens(300), n=16, max_tokens=CONTEXT - 400, logprobs=20, ignore_eos=True
             ),
             "streams that nobody reads, HTTP": self._unread_http,
-            "streams that nobody reads, gRPC": self._unread_grpc,
+            "streams that nobody reads, gRPC": lambda: self._left(CONTEXT - 20, LONGEST_S / 2),
             "special tokens as text, HTTP": lambda: self._complete(prompt=SPECIAL * 20, max_tokens=20),
             "special tokens as text, gRPC": lambda: self._generate(SPECIAL * 20, max_tokens=20),
             "prompts that differ in one token of a page": self._near,
             "/tokenize": lambda: self._post("/tokenize", {"prompt": "the quick brown fox " * 10_000}),
             "Tokenize": self._tokenize,
             "aborted streams, HTTP": self._aborted_http,
-            "aborted streams, gRPC": self._aborted_grpc,
+            "aborted streams, gRPC": lambda: self._left(500, 0.0),
             "long prompts, HTTP": lambda: self._complete(prompt=self._tokens(CONTEXT - 20), max_tokens=1),
             "long prompts, gRPC": lambda: self._generate(self._tokens(CONTEXT - 20), max_tokens=1),
         }
@@ -177,10 +177,10 @@ class Hostile:
             await asyncio.sleep(LONGEST_S / 2)
         return "left"
 
-    async def _unread_grpc(self) -> str:
-        call = self._call("x", max_tokens=CONTEXT - 20, ignore_eos=True)
+    async def _left(self, max_tokens: int, seconds: float) -> str:
+        call = self._call("x", max_tokens=max_tokens, ignore_eos=True)
         await call.read()
-        await asyncio.sleep(LONGEST_S / 2)
+        await asyncio.sleep(seconds)
         call.cancel()
         return "left"
 
@@ -196,12 +196,6 @@ class Hostile:
             async for _ in answer.aiter_bytes():
                 break
             return str(answer.status_code)
-
-    async def _aborted_grpc(self) -> str:
-        call = self._call("x", max_tokens=500, ignore_eos=True)
-        await call.read()
-        call.cancel()
-        return "left"
 
 
 async def main() -> None:

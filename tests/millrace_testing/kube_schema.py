@@ -40,7 +40,8 @@ def check(item: Object, old: Object | None = None) -> list[str]:
     schema = schemas().get(kind)
     if schema is None:
         raise UnknownKind(f"no schema of {kind[1]} of {kind[0]}")
-    found = [f"{_path(error.absolute_path)}: {error.message}" for error in _validator(kind).iter_errors(item)]
+    errors = _validator(kind).iter_errors(item)
+    found = [f"{'.'.join(map(str, error.absolute_path)) or 'the object'}: {error.message}" for error in errors]
     if found:
         return found  # rules may rely on the types
     new, before = (kube_rules.defaulted(schema, each, definitions()) if each else None for each in (item, old))
@@ -122,7 +123,3 @@ def strict(node: Schema) -> Schema:
         if key in node:
             made[key] = node[key]
     return made
-
-
-def _path(parts: Any) -> str:
-    return ".".join(map(str, parts)) or "the object"

@@ -5,15 +5,13 @@ Gone. Faults: `refuse` (a status for every request), `drop_watches`, `silent` (c
 With `tls` it speaks https; `token` is the bearer token that it asks for, and may be replaced at any time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
 import json
 import socket
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, Self
 
 import uvicorn
 from starlette.applications import Starlette
@@ -83,7 +81,7 @@ class KubeServer:
         self._drops = 0
         self._changed = asyncio.Event()
 
-    async def __aenter__(self) -> KubeServer:
+    async def __aenter__(self) -> Self:
         routes = [
             Route(f"/api/v1/namespaces/{NAMESPACE}/pods", self._serve),
             Route(f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices", self._serve),

@@ -5,14 +5,13 @@ with Namespaces(["decode-0"]) as spaces:
     run([*spaces.enter("decode-0"), "server"]); connect(spaces.host("decode-0")); spaces.cut("decode-0")
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from typing import Self
 
 IP = shutil.which("ip") or "/sbin/ip"
 PROBE = "probe"
@@ -27,7 +26,7 @@ class Namespaces:
         self._net = f"10.213.{os.getpid() % 256}"
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Namespaces:
+    def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             _ip("link", "add", self._bridge, "type", "bridge")
             stack.callback(_ip, "link", "delete", self._bridge)

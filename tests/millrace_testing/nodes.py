@@ -2,10 +2,8 @@
 there is a proxy in front of each, or each lives in a network namespace of its own.
 
 async with System(folder, prefill=2, decode=2, routers=2) as system:
-    await system.node("decode-0").kill(); await system.node("decode-0").start(); await system.whole()
+    await system.workers[0].kill(); await system.workers[0].start(); await system.whole()
 """
-
-from __future__ import annotations
 
 import asyncio
 import contextlib
@@ -16,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import grpc
 import psutil
@@ -138,7 +137,7 @@ class System:
         self.routers: list[Node] = []
         self._stack = contextlib.AsyncExitStack()
 
-    async def __aenter__(self) -> System:
+    async def __aenter__(self) -> Self:
         try:
             if self.disk is not None:
                 self._stack.callback(self.disk.close)
@@ -163,21 +162,18 @@ class System:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    def node(self, name: str) -> Node:
-        return next(node for node in (*self.workers, *self.routers) if node.name == name)
-
-    def cut(self, name: str) -> None:
+    def cut(self, worker: Node) -> None:
         """Nothing reaches this worker any more, and no connection is closed."""
         if self._spaces is not None:
-            self._spaces.cut(name)
+            self._spaces.cut(worker.name)
         else:
-            self._proxies[name].freeze()
+            self._proxies[worker.name].freeze()
 
-    def join(self, name: str) -> None:
+    def join(self, worker: Node) -> None:
         if self._spaces is not None:
-            self._spaces.join(name)
+            self._spaces.join(worker.name)
         else:
-            self._proxies[name].thaw()
+            self._proxies[worker.name].thaw()
 
     async def whole(self) -> None:
         """Until every router sends requests to every worker."""

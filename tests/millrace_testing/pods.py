@@ -6,13 +6,12 @@ routers, and a pod's life is that of the chart (helm/millrace/templates/_worker.
    end by itself, with exit code 0, within the grace period; the pod is no longer listed
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -74,7 +73,7 @@ class Pods:
         self._sets = sets
         self._started: list[Pod] = []
 
-    async def __aenter__(self) -> Pods:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:

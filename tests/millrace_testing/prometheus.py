@@ -1,7 +1,5 @@
 """A real Prometheus server on loopback: any that is on PATH, or the one that `make test` unpacks."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -14,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import pytest
@@ -66,7 +64,7 @@ class Prometheus:
         self._rules = rules
         self._targets = list(targets)
 
-    async def __aenter__(self) -> Prometheus:
+    async def __aenter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
         address = f"127.0.0.1:{free_port()}"
         (self._folder / "rules.yaml").write_text(self._rules)

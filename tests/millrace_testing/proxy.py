@@ -1,9 +1,8 @@
 """A TCP proxy on loopback that tests put between two processes to cut or freeze what flows."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
+from typing import Self
 
 
 class Proxy:
@@ -17,7 +16,7 @@ class Proxy:
         self._flowing = asyncio.Event()
         self._flowing.set()
 
-    async def __aenter__(self) -> Proxy:
+    async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self

@@ -1,12 +1,11 @@
 """Clients under load, and routers, of the tests that replace workers and routers while requests run."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Self
 
 import grpc
 from millrace.v1 import admin_pb2, inference_pb2, inference_pb2_grpc
@@ -42,7 +41,7 @@ class Load:
     def done(self) -> int:
         return sum(self.by_oracle)
 
-    async def __aenter__(self) -> Load:
+    async def __aenter__(self) -> Self:
         self._channel = routers(self._target)
         self._tasks = [asyncio.create_task(self._run(seed)) for seed in range(CLIENTS)]
         return self

@@ -1,9 +1,8 @@
 """A check around bad requests: afterwards a running system is what it was before."""
 
-from __future__ import annotations
-
 import re
 from types import TracebackType
+from typing import Self
 
 import httpx
 import psutil
@@ -24,7 +23,7 @@ class Unharmed:
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
 
-    async def __aenter__(self) -> Unharmed:
+    async def __aenter__(self) -> Self:
         self._family, self._logged = processes(self._cluster), self._logs()
         self._answer = await self._ask()
         return self

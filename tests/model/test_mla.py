@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -82,24 +82,20 @@ def test_chunks_of_more_queries_than_a_call_takes_go_in_pieces(
     """Beside a decode sequence, behind cached tokens and without; 128 queries are a multiple of both, 73 and 70 not."""
     lens, cached = (70, 200, 333, 64, 300, 292), (0, 130, 260, 63, 172, 164)
     model = load_model(random_bf16, ParallelDims(), torch.device("cpu"), torch.float32, FORMS["absorbed"])
-    results, calls, real = [], [], mla_decode.mla_decode
-
-    def counting(q: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        calls.append(tuple(q.shape[:2]))
-        return real(q, *args, **options)
-
-    monkeypatch.setattr(mla, "mla_decode", counting)
+    results, decode = [], Mock(wraps=mla_decode.mla_decode)
+    monkeypatch.setattr(mla, "mla_decode", decode)
     for limit in (sys.maxsize, most):
         monkeypatch.setattr(mla_decode, "most_queries", lambda dtype, limit=limit: limit)
         driver, seqs = Driver(model), [Seq(random_prompt(n, 1280, n)) for n in lens]
         driver.step([(seq, n) for seq, n in zip(seqs, cached, strict=True) if n])
-        calls.clear()
+        decode.reset_mock()
         results.append(driver.step([(seq, n - c) for seq, n, c in zip(seqs, lens, cached, strict=True)]))
         layers = len(model.layers)
-        found = Counter(queries for _, queries in calls)
+        calls = Counter(call.args[0].shape[:2] for call in decode.call_args_list)
+        found = Counter(queries for _, queries in calls.elements())
         if limit == sys.maxsize:
             assert found == {1: layers, 70: layers, 73: layers, 128: layers}
-            assert Counter(calls)[2, 128] == layers and Counter(calls)[2, 70] == layers
+            assert calls[2, 128] == layers and calls[2, 70] == layers
         else:
             assert found == {1: layers, 70 % most: 2 * layers, 73 % most: layers, most: 5 * layers}
     assert_close(results[1], results[0], MODEL_TOLERANCE)

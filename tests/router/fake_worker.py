@@ -4,8 +4,6 @@ A behaviour says what a submitted request is answered with: an async generator o
 used for one request; without any, `normal`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import contextlib
@@ -72,7 +70,7 @@ def behaviour(says: Callable[..., Outputs]) -> Callable[..., Behaviour]:
     return lambda *given, **named: lambda worker, request: says(worker, request, *given, **named)
 
 
-async def normal(worker: FakeWorker, request: worker_pb2.EngineRequest) -> Outputs:
+async def normal(worker: "FakeWorker", request: worker_pb2.EngineRequest) -> Outputs:
     start, end = request.num_prior_outputs, request.sampling.max_tokens
     if worker.role == PREFILL or (request.id.room, request.id.attempt) in worker.exports:
         yield output(request, start, finish=common_pb2.FINISH_REASON_LENGTH if start + 1 == end else 0)
@@ -83,7 +81,7 @@ async def normal(worker: FakeWorker, request: worker_pb2.EngineRequest) -> Outpu
 
 
 @behaviour
-async def fails(worker: FakeWorker, request: worker_pb2.EngineRequest, reason: str, after: int = 0) -> Outputs:
+async def fails(worker: "FakeWorker", request: worker_pb2.EngineRequest, reason: str, after: int = 0) -> Outputs:
     """`after` tokens, then an error."""
     for i in range(after):
         yield output(request, request.num_prior_outputs + i)
@@ -91,7 +89,7 @@ async def fails(worker: FakeWorker, request: worker_pb2.EngineRequest, reason: s
 
 
 @behaviour
-async def hangs(worker: FakeWorker, request: worker_pb2.EngineRequest, after: int = 0) -> Outputs:
+async def hangs(worker: "FakeWorker", request: worker_pb2.EngineRequest, after: int = 0) -> Outputs:
     """`after` tokens, then nothing until it is aborted."""
     for i in range(after):
         yield output(request, request.num_prior_outputs + i)
@@ -99,7 +97,7 @@ async def hangs(worker: FakeWorker, request: worker_pb2.EngineRequest, after: in
 
 
 @behaviour
-async def waits(worker: FakeWorker, request: worker_pb2.EngineRequest, go: asyncio.Event, after: int) -> Outputs:
+async def waits(worker: "FakeWorker", request: worker_pb2.EngineRequest, go: asyncio.Event, after: int) -> Outputs:
     """`after` tokens; the rest once the event is set."""
     for i in range(request.num_prior_outputs, request.sampling.max_tokens):
         if i == after:
@@ -109,7 +107,7 @@ async def waits(worker: FakeWorker, request: worker_pb2.EngineRequest, go: async
 
 
 @behaviour
-async def dies(worker: FakeWorker, request: worker_pb2.EngineRequest, after: int = 0) -> Outputs:
+async def dies(worker: "FakeWorker", request: worker_pb2.EngineRequest, after: int = 0) -> Outputs:
     """`after` tokens, then the worker's process is gone."""
     for i in range(after):
         yield output(request, request.num_prior_outputs + i)

@@ -1,7 +1,5 @@
 """A router in this process over fake workers, with clients for both of its faces."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json
@@ -70,7 +68,7 @@ class Cluster:
     def metric(self, name: str, **labels: str) -> float:
         return self.router.metrics.registry.get_sample_value(name, labels) or 0.0
 
-    async def generate(self, prompt: list[int], timeout: float | None = HANG_S, **fields: object) -> Result:
+    async def generate(self, prompt: list[int], timeout: float | None = HANG_S, **fields: object) -> "Result":
         """All that arrived, also when it ended in an error."""
         result = Result()
         sampling = common_pb2.SamplingParams(**{"max_tokens": 8, "seed": 0, **fields.pop("sampling", {})})

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
@@ -56,11 +57,8 @@ async def test_a_silence_may_last_as_long_as_is_allowed(monkeypatch: pytest.Monk
 
 
 async def test_errors_and_cancellations_pass() -> None:
-    async def fails() -> None:
-        raise OSError("broken")
-
     with pytest.raises(OSError, match="broken"):
-        await heard_within(5, fails())
+        await heard_within(5, AsyncMock(side_effect=OSError("broken"))())
     reading = asyncio.create_task(heard_within(5, says(5)))
     await asyncio.sleep(0)
     reading.cancel()

@@ -257,13 +257,7 @@ def test_close_reports_what_it_cuts_off_and_refuses_the_rest(rigs: list[Rig]) ->
 
 def test_idle_reader_sleeps_and_still_answers() -> None:
     """No clock call happens while there is nothing to do: the thread waits for its inbox."""
-    calls = 0
-
-    def clock() -> float:
-        nonlocal calls
-        calls += 1
-        return 0.0
-
+    clock = Mock(return_value=0.0)
     pool, fabric = Pool(16, 256), LocalFabric()
     source = LocalSource(fabric, pool.buffer).handle()
     reader = Running(LocalSink(fabric, pool.buffer), NEVER_S, clock)
@@ -271,9 +265,9 @@ def test_idle_reader_sleeps_and_still_answers() -> None:
     reader.read(0, source, [1], [1])
     assert reader.finished(1) == {0: ""}
     assert reader.inbox.empty.wait(HANG_S)
-    before = calls
+    before = clock.call_count
     assert not threading.Event().wait(0.05)
-    assert calls - before <= 2
+    assert clock.call_count - before <= 2
     reader.close()
 
 

@@ -6,8 +6,6 @@ other batches, so words of undisturbed answers are outside too. `Usual` is how f
 prompt are outside further, or more often.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -52,7 +50,7 @@ class Usual:
     tilts: tuple[tuple[float, float], ...]  # factor of a word's nats, and what is taken off
 
     @classmethod
-    def of(cls, found: Sequence[float], least: float = 0.0) -> Usual:
+    def of(cls, found: Sequence[float], least: float = 0.0) -> "Usual":
         largest = max(least, *found, 0.0)  # `least`: of other kinds, which have the same noise
         factors = [tilt * PROOF / (SLACK * largest + FLOOR) for tilt in TILTS]
         taken = [math.log(fmean(math.exp(factor * one) for one in found or [0.0])) for factor in factors]
@@ -81,12 +79,12 @@ class Judged:
     not_judged: int = 0  # to their end, and not found wrong
     most: float = 0.0  # evidence against an answer that is not wrong
 
-    def __add__(self, other: Judged) -> Judged:
+    def __add__(self, other: "Judged") -> "Judged":
         wrong, not_judged = self.wrong + other.wrong, self.not_judged + other.not_judged
         return Judged(self.places + other.places, wrong, not_judged, max(self.most, other.most))
 
     @classmethod
-    def of(cls, usual: Usual, answers: Sequence[Sequence[float | None]], *, bad: bool) -> Judged:
+    def of(cls, usual: Usual, answers: Sequence[Sequence[float | None]], *, bad: bool) -> "Judged":
         """Of one answer: what is found outside at its places and its control's; None: nobody could ask. `bad`: it is
         wrong whatever is found.
         """

@@ -1,7 +1,5 @@
 """What the evaluation asks of a system, whatever it is: answers to items, and the perplexity where it has logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,7 +26,7 @@ class Answer:
     decode_steps: int = 0  # that gave all tokens but the first; 0 where the system is not in this process
     error: str = ""  # why there is no answer; empty: there is one
 
-    def same_as(self, other: Answer) -> bool:
+    def same_as(self, other: "Answer") -> bool:
         """Token by token where both tell tokens, else by text. An answer that failed equals none."""
         if self.error or other.error:
             return False

@@ -1,7 +1,5 @@
 """From answers to figures: accuracy with its interval, and whether two evaluations agree."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +19,7 @@ class Judged:
     verdict: Verdict | None  # None: the request failed
 
     @classmethod
-    def of(cls, item: Item, answer: Answer) -> Judged:
+    def of(cls, item: Item, answer: Answer) -> "Judged":
         return cls(item, answer, None if answer.error else judge(item, answer.text))
 
 
@@ -34,12 +32,12 @@ class TaskResult:
     seconds: float
 
     @classmethod
-    def of(cls, name: str, jobs: Sequence[Job], answers: Sequence[Answer], seconds: float) -> TaskResult:
+    def of(cls, name: str, jobs: Sequence[Job], answers: Sequence[Answer], seconds: float) -> "TaskResult":
         pairs = zip(jobs, answers, strict=True)
         return cls(name, tuple(Judged.of(job.item, answer) for job, answer in pairs), seconds)
 
     @classmethod
-    def sum(cls, results: Iterable[TaskResult]) -> TaskResult:
+    def sum(cls, results: "Iterable[TaskResult]") -> "TaskResult":
         results = tuple(results)
         return cls(ALL, tuple(one for r in results for one in r.judged), math.fsum(r.seconds for r in results))
 
@@ -163,7 +161,7 @@ class Comparison:
     differences: tuple[Difference, ...]
 
     @classmethod
-    def of(cls, a: Evaluation, b: Evaluation) -> Comparison:
+    def of(cls, a: Evaluation, b: Evaluation) -> "Comparison":
         """Of two evaluations on the same items."""
         lines = [_line(left, right) for left, right in zip((*a.tasks, a.whole), (*b.tasks, b.whole), strict=True)]
         differences = [

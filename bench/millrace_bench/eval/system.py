@@ -5,8 +5,6 @@ models/tiny                our engine, in process     transformers:models/tiny  
 pair:models/tiny           router, prefill, decode    unified:models/tiny       router, one unified worker
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import AsyncIterator
@@ -54,7 +52,7 @@ class System:
             raise CommandError(f"{self.where}: not a URL", code=2)
 
     @classmethod
-    def parse(cls, text: str, device: str = "cpu") -> System:
+    def parse(cls, text: str, device: str = "cpu") -> "System":
         """One of the forms above. CommandError for none of them."""
         head, _, rest = text.partition(":")
         if head in (Kind.TRANSFORMERS, Kind.PAIR, Kind.UNIFIED):

@@ -3,8 +3,6 @@ activations (`compared.fp8_heads`), whole and without the copy into the op's for
 BF16.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterator
@@ -30,7 +28,7 @@ class Weights(NamedTuple):
     batched: Fp8  # one scale
 
     @classmethod
-    def of(cls, weight: Tensor) -> Weights:
+    def of(cls, weight: Tensor) -> "Weights":
         assert weight.shape[1] % BLOCK == 0, weight.shape  # a block lies in one head
         blocks, heads = quant_blocks(weight.flatten(0, 1)), len(weight)
         scale = weight.float().abs().amax().reshape(1) / E4M3_MAX

@@ -2,8 +2,6 @@
 running and counts their tokens; `latencies` and `first_tokens` measure times.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -12,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, Self, TypeVar, cast
 
 from millrace.v1 import common_pb2, inference_pb2
 
@@ -53,7 +51,7 @@ class Load:
         self._counts = context.Array("d", 3)  # streams that have begun, tokens so far, when they were counted
         self._process = context.Process(target=_load, args=(target, streams, self._counts), daemon=True)
 
-    async def __aenter__(self) -> Load:
+    async def __aenter__(self) -> Self:
         """All streams have begun. Raises TimeoutError, or RuntimeError when the clients could not go on."""
         self._process.start()
         try:

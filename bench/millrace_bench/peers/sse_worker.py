@@ -5,8 +5,6 @@ streams in the same turn, as an engine with that batch would. Any GET is answere
 what gateways look for. With `logprobs` a token's log-probability is the time when it was sent (fake_worker.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -26,7 +24,7 @@ CHUNK = {"id": "chatcmpl-0123456789abcdef", "object": "chat.completion.chunk", "
 class Connection(asyncio.Protocol):
     """One client: requests one after the other. Its stream is in `running` while it has one."""
 
-    def __init__(self, running: set[Connection]) -> None:
+    def __init__(self, running: "set[Connection]") -> None:
         self._running = running
         self._received = b""
         self._transport: asyncio.Transport | None = None

@@ -140,14 +140,11 @@ def moe_experts(
 ) -> Tensor:  # fmt: skip
     rows = x.plain if isinstance(x, Operand) else x
     assert rows is not None, "few tokens are multiplied in their plain form"
-    return run(rows, weights, experts, w13, w2, shared_expert, configs(rows.shape[0]), out)
+    config = CONFIGS[max(least for least in CONFIGS if least <= max(rows.shape[0], 1))]
+    return run(rows, weights, experts, w13, w2, shared_expert, config, out)
 
 
 moe_experts_fp8 = moe_experts
-
-
-def configs(num_tokens: int) -> Pair:
-    return CONFIGS[max(least for least in CONFIGS if least <= max(num_tokens, 1))]
 
 
 def run(

@@ -5,8 +5,6 @@ and written in one unambiguous form. What a grammar cannot hold (look-around, ba
 refused.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -77,7 +75,7 @@ class _Piece:
 
     text: str = ""
     anchor: str = ""
-    group: list[list[_Piece]] = field(default_factory=list)
+    group: "list[list[_Piece]]" = field(default_factory=list)
 
 
 class _Reader:

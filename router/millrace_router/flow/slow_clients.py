@@ -5,11 +5,10 @@ transport has room for it, which flow control gives as the client reads. The cal
 in the transport for a client that reads after all.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
+from typing import Self
 
 import grpc
 from millrace_common.reasons import Reason
@@ -46,7 +45,7 @@ class Patience:
     def leave(self) -> None:
         self._watch.sent_at, self.away = self._watch.now(), True
 
-    def __enter__(self) -> Patience:
+    def __enter__(self) -> Self:
         self._watch.start(self._look)
         return self
 

@@ -8,13 +8,12 @@ Only hashes are kept. A key is looked up by its hash, so the time of a look-up r
 Without a file every caller is the tenant "default", without limits.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import secrets
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
+from typing import Self
 
 import yaml
 from millrace_common.config import Config
@@ -64,7 +63,7 @@ class KeyFile(Config):
     keys: tuple[ApiKey, ...]
 
     @model_validator(mode="after")
-    def _distinct(self) -> KeyFile:
+    def _distinct(self) -> Self:
         if not self.keys:  # beside a wrong key, `min_length` would also count those that are right
             raise ValueError("keys: must have at least one")
         if len({key.sha256 for key in self.keys}) < len(self.keys):

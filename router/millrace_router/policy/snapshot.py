@@ -1,7 +1,5 @@
 """The inputs and the result of a choice. Everything here is immutable."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -70,7 +68,7 @@ class View:
     unified: tuple[Replica, ...] = ()
     first: str | None = None  # the revision that is asked before all others; None: they are alike
 
-    def roomiest(self, want: PlacementRequest) -> str:
+    def roomiest(self, want: "PlacementRequest") -> str:
         """The address of the worker that will soonest have room for an output of `want`; empty: none will."""
         replicas = (r for r in (*self.decode, *self.unified) if want.tokens + want.outputs <= r.context)
         return max(((r.room, r.address) for r in replicas if not r.ejected), default=(0, ""))[1]

@@ -4,8 +4,6 @@ Kimi's template lists the tools. DeepSeek's own templates render calls and their
 Where a template does not take `tools`, the system message describes them in the words of DeepSeek's model cards.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import json
@@ -33,7 +31,7 @@ class Style(enum.Enum):
     KIMI = enum.auto()
 
     @classmethod
-    def found_in(cls, text: str | Collection[str], template: str) -> Style | None:
+    def found_in(cls, text: str | Collection[str], template: str) -> "Style | None":
         """`text`: the template or the vocabulary."""
         if KIMI.calls in text:
             return cls.KIMI
@@ -68,7 +66,7 @@ class ChatFormat:
         return (KIMI.calls,) if self.style is Style.KIMI else ()
 
     @classmethod
-    def of(cls, template: str, tokens: Collection[str]) -> ChatFormat:
+    def of(cls, template: str, tokens: Collection[str]) -> "ChatFormat":
         """`tokens`: texts of the vocabulary. What the template uses goes first, because vocabularies keep the tokens of
         older formats. Raises jinja2.TemplateError.
         """

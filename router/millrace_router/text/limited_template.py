@@ -5,8 +5,6 @@ and at the length of what was written, and each operator that makes a longer tex
 filter makes of one value is not bounded.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +29,7 @@ class TooMuch(jinja2.TemplateError):
 
 
 class LimitedTemplate:
-    def __init__(self, environment: LimitedEnvironment, source: str) -> None:
+    def __init__(self, environment: "LimitedEnvironment", source: str) -> None:
         """Raises jinja2.TemplateError for a source that is no template."""
         self._environment = environment
         try:

@@ -1,7 +1,5 @@
 """What a model says, apart into reasoning, content and tool calls."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +22,7 @@ class ParsedOutput:
     order: Sequence[Part] = ()  # of text and calls, if there are calls
 
     @classmethod
-    def of(cls, reasoning: str, parts: Sequence[Part]) -> ParsedOutput:
+    def of(cls, reasoning: str, parts: Sequence[Part]) -> "ParsedOutput":
         text = "".join([part for part in parts if isinstance(part, str)])
         calls = [part for part in parts if isinstance(part, CallDelta)]
         return cls(reasoning, text, calls, parts) if calls else cls(reasoning, text)
@@ -59,7 +57,7 @@ class MessageParser:
         self._tools: CallParser | None = form.style.parser(offer) if offer and form.style else None
 
     @classmethod
-    def of_plain_text(cls) -> MessageParser:
+    def of_plain_text(cls) -> "MessageParser":
         """All of it is content."""
         return cls(ChatFormat(), thinking=False, offer=None)
 

@@ -3,8 +3,6 @@
 The tokenizer is a byte-level BPE, as every DeepSeek and Kimi model has.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -83,7 +81,7 @@ class Tokenizer:
     @classmethod
     def load(
         cls, folder: str | Path, chat_template: str = "", special_tokens_in: Collection[Source] = BY_DEFAULT
-    ) -> Tokenizer:
+    ) -> "Tokenizer":
         """`chat_template`: a file instead of the folder's template. DeepSeek V3.2 has none, so ours is used.
         `special_tokens_in`: the texts in which clients may write special tokens. Raises ConfigError without a usable
         tokenizer.

@@ -3,8 +3,6 @@
 `Limits` are as configured; `EngineConfig` is the same with everything resolved: every "auto" is a number.
 """
 
-from __future__ import annotations
-
 import enum
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
@@ -91,7 +89,7 @@ class Limits(DraftLimits):
             raise ValueError(f"disk_cache={self.disk_cache}: needs host_cache_gib: pages go through the host tier")
         return self
 
-    def resolved(self, num_pages: int) -> EngineConfig:
+    def resolved(self, num_pages: int) -> "EngineConfig":
         """The same limits with this number of pages."""
         return EngineConfig.model_validate({**self.model_dump(), "num_pages": num_pages})
 

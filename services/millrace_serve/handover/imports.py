@@ -14,8 +14,6 @@ While reads of a failed import are still in flight its pages are in quarantine: 
 the engine gets its KvFailed later.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -67,7 +65,7 @@ class Import:
     """One request's import: its state machine, and the data needed to carry out its actions."""
 
     machine: KvImport
-    use: ImportUse
+    use: "ImportUse"
     replica: int
     peer: Peer
     sources: list[MemoryHandle] = field(default_factory=list)  # by tensor-parallel rank of the exporter

@@ -7,8 +7,6 @@ allocated while another process maps it. Imports that use the peer at that time 
 end of any other call says nothing of the peer: on one stream it can be gRPC's own, of a message that came too late.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -56,7 +54,7 @@ class Peer:
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
 
-    def fetch(self, id: RequestId, fingerprint: str, stall_s: float, prefix: kv_pb2.FetchPrefix | None) -> Fetch:
+    def fetch(self, id: RequestId, fingerprint: str, stall_s: float, prefix: kv_pb2.FetchPrefix | None) -> "Fetch":
         """Raises MillraceError."""
         return Fetch(_start(self._kv.Fetch), self, id, fingerprint, stall_s, prefix)
 

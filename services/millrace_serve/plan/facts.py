@@ -86,14 +86,10 @@ def chunk_seconds(shape: str) -> list[float]:
     return [(row["mixed"] - row["decode"]) / row["layers"] / 1e3 for row in raw()["chunks"] if row["shape"] == shape]
 
 
-@functools.cache
-def gains() -> tuple[Gain, ...]:
-    return tuple(map(Gain.of, raw()["gains"]))
-
-
 def gains_of(setting: str, gpu: str, shape: str = "") -> list[Gain]:
     """On this GPU, else on the first other one. `shape`: of a rank; empty: any."""
-    found = [gain for gain in gains() if gain.setting == setting and shape in ("", gain.shape)]
+    every = map(Gain.of, raw()["gains"])
+    found = [gain for gain in every if gain.setting == setting and shape in ("", gain.shape)]
     gpus = {gain.gpu: None for gain in found}
     return [gain for gain in found if gain.gpu == (gpu if gpu in gpus else next(iter(gpus)))]
 

@@ -5,6 +5,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -263,10 +264,7 @@ def test_end_of_the_sequence_among_earlier_outputs_is_refused() -> None:
 
 
 def test_vocabulary_that_the_library_refuses_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object, **options: object) -> None:
-        raise ValueError("vocabulary of nothing")
-
-    monkeypatch.setattr("llguidance.LLTokenizer", refuse)
+    monkeypatch.setattr("llguidance.LLTokenizer", Mock(side_effect=ValueError("vocabulary of nothing")))
     grammars = Grammars(LlguidanceCompiler(paths.TINY, 1024, [EOS]))
     refused = grammars.walk(ask(1, WORDS, ignore_eos=False))
     assert isinstance(refused, Failure) and "vocabulary of nothing" in refused.message

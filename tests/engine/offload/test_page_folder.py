@@ -4,7 +4,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -213,11 +213,8 @@ def test_page_that_cannot_be_read_now_is_read_later(
     assert worker.folder.load(BLOCK, 5) and (worker.memory[5] == worker.memory[3]).all()
 
 
-def failing(number: int) -> Callable[..., Any]:
-    def fails(*_: Any, **__: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    return fails
+def failing(number: int) -> Mock:
+    return Mock(side_effect=OSError(number, os.strerror(number)))
 
 
 @pytest.mark.parametrize("written", [None, PAGE])

@@ -113,29 +113,17 @@ def test_abort_keeps_the_pages_until_the_reads_are_over(when: str) -> None:
     driver.finish_all()
 
 
-def offered(own: int, pages: int) -> Driver:
-    """A prefill engine that computed `own` tokens of PROMPT itself, and is offered leading `pages` of it."""
+@pytest.mark.parametrize(("own", "pages", "cached"), [(9, 2, 2), (5, 3, 1)])
+def test_only_the_pages_that_we_lack_are_filled(own: int, pages: int, cached: int) -> None:
+    """An engine that computed `own` tokens of PROMPT itself is offered leading `pages` of it."""
     driver = Driver(Role.PREFILL)
     driver.run(request(2, PROMPT[:own], Route.EXPORT))
     driver.run(request(1, PROMPT, Route.EXPORT, fetches_prefix=True), KvOffered(ID, pages))
-    return driver
-
-
-def test_what_we_have_ourselves_is_not_fetched() -> None:
-    driver = offered(9, pages=2)
-    assert driver.reserved[ID].num_cached_pages == 2 == len(driver.reserved[ID].page_ids)
-    driver.tell(KvArrived(ID))  # the prefix fetch was given back
-    assert driver.engine.load().counters["cached_tokens"] == 8
-    driver.finish_all()
-
-
-def test_only_the_pages_that_we_lack_are_filled() -> None:
-    driver = offered(5, pages=3)
     reserved = driver.reserved[ID]
-    assert reserved.num_cached_pages == 1
-    fill_pages(driver, reserved.page_ids, PROMPT[:12], 1)
+    assert (reserved.num_cached_pages, len(reserved.page_ids)) == (cached, pages)
+    fill_pages(driver, reserved.page_ids, PROMPT[: 4 * pages], cached)
     driver.run(KvArrived(ID))
-    assert driver.engine.load().counters["cached_tokens"] == 12
+    assert driver.engine.load().counters["cached_tokens"] == 4 * pages
     driver.finish_all()
 
 

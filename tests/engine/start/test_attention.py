@@ -1,7 +1,7 @@
 """The key `attention`: which form and which kernels a rank's steps run, and that its answers stay the same."""
 
-from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,24 +42,13 @@ def test_what_is_chosen_runs(
     attention: tuple[str, ...], gathered: bool, kernels: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt twice: the second time 32 of its tokens are cached, whose rows are gathered to be expanded."""
-    loaded, gathers = set[str](), 0
-    load, gather = backend._load, mla.kv_gather
-
-    def noted(target: str) -> Callable[..., Any]:
-        loaded.add(target)
-        return load(target)
-
-    def counted(*args: Any) -> torch.Tensor:
-        nonlocal gathers
-        gathers += 1
-        return gather(*args)
-
-    monkeypatch.setattr(backend, "_load", noted)
-    monkeypatch.setattr(mla, "kv_gather", counted)
+    load, gather = Mock(wraps=backend._load), Mock(wraps=mla.kv_gather)
+    monkeypatch.setattr(backend, "_load", load)
+    monkeypatch.setattr(mla, "kv_gather", gather)
     answers = []
     for words in ((), attention):
-        loaded.clear()
-        gathers = 0
+        load.reset_mock()
+        gather.reset_mock()
         with monkeypatch.context() as start:
             start.setattr(finite, "check", lambda *_: None)  # a step with all kernels
             if "triton" in words:  # whose kernels are interpreted here
@@ -73,7 +62,7 @@ def test_what_is_chosen_runs(
         heard = said(engine, [request(1, PROMPT, max_tokens=1, logprobs=0)], close=False)
         heard |= said(engine, [request(2, PROMPT, max_tokens=3, logprobs=0)])
         answers.append(heard)
-    assert (gathers > 0, loaded) == (gathered, kernels)
+    assert (gather.called, {call.args[0] for call in load.call_args_list}) == (gathered, kernels)
     for room, answer in answers[0].items():
         assert [token for token, _ in answers[1][room]] == [token for token, _ in answer]
         assert [p for _, p in answers[1][room]] == pytest.approx([p for _, p in answer], abs=1e-4)
@@ -92,18 +81,13 @@ def test_what_is_chosen_runs(
 def test_what_is_chosen_runs_on_a_gpu(
     attention: tuple[str, ...], decode: str, prompts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded, load = set[str](), backend._load
-
-    def noted(target: str) -> Callable[..., Any]:
-        loaded.add(target)
-        return load(target)
-
-    monkeypatch.setattr(backend, "_load", noted)
+    load = Mock(wraps=backend._load)
+    monkeypatch.setattr(backend, "_load", load)
     limits = Limits(num_pages=64, max_model_len=256, max_running=8, max_prefill_tokens=128)
     options = Execution.model_validate({"attention": attention, "memory_fraction": 0.3})
     device = torch.device("cuda", torch.cuda.current_device())
     one = load_rank(limits, Role.UNIFIED, TINY, ParallelDims(), device, torch.bfloat16, execution=options).engine()
     heard = said(one, [request(room, PROMPT * 2 + [room], max_tokens=9, logprobs=0) for room in range(8)])
     assert all(len(answer) == 9 for answer in heard.values())
-    phases = {target for target in loaded if target.endswith(backend.PHASES)}
+    phases = {call.args[0] for call in load.call_args_list if call.args[0].endswith(backend.PHASES)}
     assert phases == {f"millrace_kernels.{decode}:mla_decode", f"millrace_kernels.{prompts}:mla_prefill"}

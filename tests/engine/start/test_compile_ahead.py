@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -236,21 +237,17 @@ def test_command_that_is_not_there_is_no_error(caplog: pytest.LogCaptureFixture)
 
 def test_processes_are_told_which_gpu_the_current_one_is(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They failed in torch.cuda.set_device when an engine was built for a "cuda" without an index."""
-    wanted: list[CompilePart] = []
-
-    def noted(setup: RankSetup, parts: list[CompilePart]) -> None:
-        wanted.extend(parts)
-        raise InterruptedError
-
+    started = Mock(side_effect=InterruptedError)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (ROOMY, ROOMY))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    monkeypatch.setattr(compile_ahead, "beside", noted)
+    monkeypatch.setattr(compile_ahead, "beside", started)
     execution = Execution.model_validate({"cache_dir": cache})
     with pytest.raises(InterruptedError):
         load_rank(
             LIMITS, Role.UNIFIED, TINY, ParallelDims(), torch.device("cuda"), torch.bfloat16, execution=execution
         ).engine()
+    _, wanted = started.call_args.args
     assert len(wanted) == 8 and {part.setup.device for part in wanted} == {torch.device("cuda", 1)}
 
 

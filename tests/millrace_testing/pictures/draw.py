@@ -3,8 +3,6 @@
 What a panel shows, and in which colour, is in its JSON: nothing here knows a panel, a metric or an alert.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re
@@ -103,7 +101,7 @@ class Painter:
                 self._panel(canvas, panel, board["annotations"]["list"])
         return figure
 
-    def _panel(self, canvas: Canvas, panel: Json, marks: list[Json]) -> None:
+    def _panel(self, canvas: "Canvas", panel: Json, marks: list[Json]) -> None:
         canvas.frame(panel["title"])
         from_now = panel["fieldConfig"]["defaults"]["unit"] == "dateTimeFromNow"
         lines = [line for target in panel["targets"] for line in self._lines(target, from_now)]
@@ -133,7 +131,7 @@ class Painter:
             found.append(Line(name, ages, labels))
         yield from sorted(found, key=lambda line: line.name)
 
-    def _curves(self, canvas: Canvas, lines: list[Line], defaults: Json, marks: list[Json]) -> None:
+    def _curves(self, canvas: "Canvas", lines: list[Line], defaults: Json, marks: list[Json]) -> None:
         unit, custom = defaults["unit"], defaults["custom"]
         axes = canvas.plot(min(len(lines), MOST_LINES) + 1)
         below = np.zeros(len(self._minutes))
@@ -175,7 +173,7 @@ class Painter:
             self._minutes, 0, 1, where=there, transform=axes.get_xaxis_transform(), color=color, alpha=0.13, lw=0
         )
 
-    def _heatmap(self, canvas: Canvas, lines: list[Line]) -> None:
+    def _heatmap(self, canvas: "Canvas", lines: list[Line]) -> None:
         """Buckets of Prometheus are cumulative."""
         ordered = sorted(lines, key=lambda line: float(line.labels["le"]))
         counts = np.diff(np.nan_to_num([line.values for line in ordered]), axis=0, prepend=0.0)

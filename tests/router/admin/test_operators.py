@@ -7,7 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from itertools import chain, repeat
 from typing import Any
-from unittest.mock import DEFAULT, Mock
+from unittest.mock import DEFAULT, AsyncMock, Mock
 
 import httpx
 import pytest
@@ -224,31 +224,21 @@ async def test_the_public_port_has_none_of_it(operate: Callable) -> None:
 
 
 async def test_calls_that_overlap_share_the_next_run() -> None:
-    shared, runs, gate = Shared(), 0, asyncio.Event()
-
-    async def run() -> None:
-        nonlocal runs
-        runs += 1
-        await gate.wait()
-
+    shared, gate = Shared(), asyncio.Event()
+    run = AsyncMock(side_effect=gate.wait)
     calls = [asyncio.create_task(shared.run(run)) for _ in range(2)]
     await asyncio.sleep(0)
     late = [asyncio.create_task(shared.run(run)) for _ in range(5)]
     await asyncio.sleep(0)
     gate.set()
     await asyncio.gather(*calls, *late)
-    assert runs == 2, "the first began before the others asked"
+    assert run.call_count == 2, "the first began before the others asked"
 
 
 async def test_a_failed_run_is_one_callers_failure() -> None:
-    shared, outcomes = Shared(), [OSError("scripted"), None]
-
-    async def run() -> None:
-        if outcome := outcomes.pop(0):
-            raise outcome
-
+    shared, run = Shared(), AsyncMock(side_effect=[OSError("scripted"), None])
     results = await asyncio.gather(*(shared.run(run) for _ in range(2)), return_exceptions=True)
-    assert [type(result) for result in results] == [OSError, type(None)] and outcomes == []
+    assert [type(result) for result in results] == [OSError, type(None)] and run.call_count == 2
 
 
 # ------------------------------------------------------------------------------------- the page

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import aiohttp
 import anthropic
@@ -367,10 +368,7 @@ async def test_encodings_over_http(pair: Cluster) -> None:
 async def test_a_decoded_body_counts_with_all_that_it_became() -> None:
     data, counts = BODY * 50, list[int]()
     packed = gzip.compress(data)
-
-    async def receive() -> dict[str, object]:
-        return {"type": "http.request", "body": packed, "more_body": False}
-
+    receive = AsyncMock(return_value={"type": "http.request", "body": packed, "more_body": False})
     request = Request({"type": "http", "headers": [(b"content-encoding", b"gzip")]}, receive)
     assert await read_body(request, 10**6, take=counts.append) == data
     assert counts == [len(packed), len(data) - len(packed)]

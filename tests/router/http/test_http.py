@@ -5,6 +5,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import grpc
 import httpx
@@ -249,16 +250,10 @@ async def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_fault(pai
     """What an app raises, its server logs as a fault."""
     app = public_http.build(pair.router.inference, None)
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
-    statuses = []
-
-    async def receive() -> dict[str, str]:
-        return {"type": "http.disconnect"}
-
-    async def send(message: dict[str, object]) -> None:
-        statuses.append(message.get("status"))
-
-    await app(scope, receive, send)
-    assert statuses[0] == 499 and pair.metric("millrace_requests_total", api="http", status="cancelled") == 1
+    send = AsyncMock()
+    await app(scope, AsyncMock(return_value={"type": "http.disconnect"}), send)
+    assert send.await_args_list[0].args[0]["status"] == 499
+    assert pair.metric("millrace_requests_total", api="http", status="cancelled") == 1
 
 
 async def test_a_request_that_is_begun_while_another_runs_does_not_end_it(

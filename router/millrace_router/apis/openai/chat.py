@@ -1,7 +1,5 @@
 """The request of /v1/chat/completions: turns, tools, and how they become an `Ask`."""
 
-from __future__ import annotations
-
 import json
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -190,7 +188,7 @@ class ChosenTools(NamedTuple):
     path: Path = ()
 
     @classmethod
-    def of(cls, choice: str | NamedTool | FunctionName, path: Path) -> ChosenTools:
+    def of(cls, choice: str | NamedTool | FunctionName, path: Path) -> "ChosenTools":
         if isinstance(choice, str):
             return cls(choice)
         return cls("required", choice.function.name if isinstance(choice, NamedTool) else choice.name, path)

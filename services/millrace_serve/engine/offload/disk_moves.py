@@ -6,8 +6,6 @@ load   blocks that the store has get slots of the host tier, from which they go 
        asks for more before one has
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import deque
@@ -145,7 +143,7 @@ class DiskMoves:
                 self._storing[copy.slot] = copy
             self._new.popleft()
 
-    def _end(self, load: DiskLoad) -> None:
+    def _end(self, load: "DiskLoad") -> None:
         """The reader gets what has come."""
         self._loads.remove(load)
         good = list(itertools.takewhile(lambda copy: copy.is_whole, load.copies))

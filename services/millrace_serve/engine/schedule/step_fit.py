@@ -33,7 +33,7 @@ NUMBERS = len(SCALE)
 class StepFit:
     def __init__(self, start: StepTimes) -> None:
         self.times = start
-        self._prior = self._solution = self._scaled(start)
+        self._prior = self._solution = np.array(dataclasses.astuple(start)) * SCALE / USUAL_S
         # Of steps without prompts, and of those with them:
         self._squares, self._products = np.zeros((2, NUMBERS, NUMBERS)), np.zeros((2, NUMBERS))
         self._counts = [0, 0]
@@ -66,7 +66,3 @@ class StepFit:
         self._solution = np.zeros(NUMBERS)
         self._solution[kept] = found
         self.times = StepTimes(*(self._solution * USUAL_S / SCALE).tolist())
-
-    @staticmethod
-    def _scaled(times: StepTimes) -> np.ndarray:
-        return np.array(dataclasses.astuple(times)) * SCALE / USUAL_S

@@ -6,8 +6,6 @@ ranks go to the parts that they concern; weights.py pauses that; 3. `drain` stop
 to exit. `leave` begins 3.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -52,7 +50,7 @@ VERSION_DIGITS = 12  # of a checkpoint's hash
 
 class Frontend:
     def __init__(
-        self, config: WorkerConfig, epoch: str, launcher: Launcher, make_role: Callable[[Frontend], RoleLogic]
+        self, config: WorkerConfig, epoch: str, launcher: Launcher, make_role: "Callable[[Frontend], RoleLogic]"
     ) -> None:
         self.config = config
         self.epoch = epoch

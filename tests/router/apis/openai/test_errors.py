@@ -164,10 +164,7 @@ async def test_a_malformed_message_is_refused(pair: Cluster) -> None:
 
 
 async def test_a_fault_of_ours_has_the_same_shape(pair: Cluster) -> None:
-    def broken(ids: object, keep_special: bool = False) -> str:
-        raise ZeroDivisionError("a fault")
-
-    pair.router.inference.tokenizer.decode = broken
+    pair.router.inference.tokenizer.decode = Mock(side_effect=ZeroDivisionError("a fault"))
     status, error = await http_error(pair, "/detokenize", b'{"tokens": [1]}')
     assert (status, error["code"], error["message"]) == (500, "internal", "ZeroDivisionError: a fault")
 
