@@ -199,10 +199,10 @@ class Worker:
         filled = load.pages_running * self.info.layout.page_size - load.begun_tokens
         room = load.room if load.HasField("room") else UNLIMITED
         sequences = load.running + load.waiting + load.importing + requests
-        capacity, seats = load.capacity - requests, UNLIMITED
+        capacity, free_slots = load.capacity - requests, UNLIMITED
         if load.max_running:  # what it was asked and has answered counts at once, whatever the report knows of it
             active = self._open(index) + self._others[index]
-            seats = load.max_running - active
+            free_slots = load.max_running - active
             if load.capacity or load.active >= load.max_running:  # else it has no pages
                 capacity = load.capacity + load.active - active
         streams = sequences
@@ -232,7 +232,7 @@ class Worker:
             times=StepTimes(*(getattr(load.step_times, part.name) for part in fields(StepTimes))),
             streams=streams,
             flexible=self.flexible,
-            seats=seats,
+            free_slots=free_slots,
         )
 
     def _open(self, replica: int) -> int:

@@ -281,12 +281,12 @@ class _Attempt:
         compute at most a chunk of the prompt more there.
         """
         want, within = self.situation.want, [i for i, why in enumerate(excluded) if not why]
-        if all(everyone[i].seats > 0 for i in within):  # nearly always
+        if all(everyone[i].free_slots > 0 for i in within):  # nearly always
             return
         have = {i: want.cached(pages.get(everyone[i].process, 0)) for i in within}
-        most = max((have[i] for i in within if everyone[i].seats > 0), default=-math.inf)
+        most = max((have[i] for i in within if everyone[i].free_slots > 0), default=-math.inf)
         for i in within:
-            if everyone[i].seats <= 0 and have[i] <= most + MOST_CHUNK:
+            if everyone[i].free_slots <= 0 and have[i] <= most + MOST_CHUNK:
                 excluded[i] = FULL
 
     def _candidate(self, role: str, replica: Replica, why: str, score: Score, inputs: Inputs) -> Candidate:

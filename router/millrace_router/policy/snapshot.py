@@ -40,7 +40,7 @@ class Replica:
     read_bytes_per_s: float = 0.0  # of KV from other workers
     prefix_fetch_s: float = 0.0  # of fetching a prefix, beside the reads
     times: StepTimes = NOT_MEASURED
-    seats: int = UNLIMITED  # further sequences that would run at once; below 1, one waits for another's end
+    free_slots: int = UNLIMITED  # further sequences that would run at once; below 1, one waits for another's end
     streams: int = 0  # sequences that have or will get decode steps here
     flexible: bool = False  # its worker runs whatever it gets; the view has it where its duty puts it
 

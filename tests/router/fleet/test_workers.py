@@ -332,32 +332,32 @@ def test_a_batch_has_what_this_router_knows_of_it() -> None:
     worker = Worker(Target("w", "w:1"), "r", Timeouts(), build(), lambda: None, lambda: None)
     worker.link = link = Link(UNIFIED, "w:1", build())
 
-    def seats(report: int | None = None, **load: int) -> tuple[int, int]:
+    def slots(report: int | None = None, **load: int) -> tuple[int, int]:
         if report is not None:
             one = worker_pb2.ReplicaLoad(max_running=4, active=report, **({"capacity": 6 - report} | load))
             worker.note_load(worker_pb2.LoadSnapshot(replicas=[one]))
         replica = worker.replicas(frozenset(), "")[0]
-        return replica.seats, replica.capacity
+        return replica.free_slots, replica.capacity
 
     def submit(room: int, exports: bool = False) -> None:
         sub = SimpleNamespace(attempt=0, replica=0, exports=exports)
         link.submit(worker_pb2.EngineRequest(id={"room": room}), None, sub)  # type: ignore[arg-type]
         worker.note_sent(0, 1, 0, 1)
 
-    assert seats(1) == (3, 5), "another router's"
+    assert slots(1) == (3, 5), "another router's"
     for room in range(3):
         submit(room)
-    assert seats() == (0, 2) == seats(4) and seats(2) == (1, 3), "a late report hides another router's sequence"
-    assert [seats(4), seats(4)] == [(1, 3), (0, 2)], "two reports in a row are believed"
+    assert slots() == (0, 2) == slots(4) and slots(2) == (1, 3), "a late report hides another router's sequence"
+    assert [slots(4), slots(4)] == [(1, 3), (0, 2)], "two reports in a row are believed"
     link.forget(0)
     link.abort(1, 0, "the client has left")
-    assert seats() == (2, 4) == seats(4), "before the report, and beside one that still has them"
+    assert slots() == (2, 4) == slots(4), "before the report, and beside one that still has them"
     submit(3, exports=True)
-    assert seats() == (2, 4) and seats(2) == (2, 4), "its KV goes elsewhere"
+    assert slots() == (2, 4) and slots(2) == (2, 4), "its KV goes elsewhere"
     link.forget(3)
     submit(2)
-    assert seats() == (2, 4), "the next attempt of the same request"
-    assert seats(3, capacity=0) == (2, 0), "it has no pages"
+    assert slots() == (2, 4), "the next attempt of the same request"
+    assert slots(3, capacity=0) == (2, 0), "it has no pages"
 
 
 def linked_subs(heard: list[object], **broken: Callable) -> Link:

@@ -243,7 +243,7 @@ def decode(**fields: object) -> Replica:
 
 @pytest.mark.parametrize("policy", Policy)
 def test_a_full_batch_is_left_unless_it_has_the_prompt(policy: Policy) -> None:
-    full, free = replica("a", seats=0), replica("b", seats=1, tokens=50, sequences=9)
+    full, free = replica("a", free_slots=0), replica("b", free_slots=1, tokens=50, sequences=9)
     for view in (
         View((), (), (full, free)),
         View((P1,), (replace(full, sources=D1.sources), replace(free, sources=D1.sources))),
