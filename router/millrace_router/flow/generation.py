@@ -87,7 +87,7 @@ class Generation:
         self._prompt = job.token_ids  # of the latest attempt: with the outputs so far
         self.room = secrets.randbits(64) or 1
         self.cached_tokens = 0
-        self.usage = inference_pb2.Usage()  # what attempts have reported that have ended
+        self.usage = inference_pb2.Usage()  # what attempts reported with the first token and at their ends
         self.tokens_at: float | None = None  # when the first token arrived
         self.flow = Flow(
             timeouts=config.timeouts,
