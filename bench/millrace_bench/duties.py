@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 from millrace_common.split import Capacity, Slo, Workload, best
-from millrace_common.step_times import StepTimes
+from millrace_common.step_times import StepTimes, prompt_pairs
 from millrace_load.options import CommandLine, number, reader
 from millrace_load.record import ROOT, Record, Row, Summary, print_record, print_row
 from millrace_load.workload import poisson_arrivals
@@ -65,7 +65,7 @@ def _amounts(row: Row) -> tuple[float, ...]:
     if row["kind"] == "prefill":
         return 1, 0, 0, 1, count * length, count * length * length / 2
     chunk = row.get("chunk", 0)  # of all places in a prompt
-    return 1, count, count * length, chunk > 0, chunk, chunk * length / 2
+    return 1, count, count * length, chunk > 0, chunk, prompt_pairs(0, length, chunk) * chunk / length
 
 
 def result(name: str) -> list[Row]:

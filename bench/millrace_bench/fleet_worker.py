@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from millrace_common.step_times import AIM, RECOVER, StepTimes, tokens_left
+from millrace_common.step_times import AIM, RECOVER, StepTimes, chunk_pairs, tokens_left
 from millrace_router.flow.flow import SubRequest
 from millrace_router.policy.snapshot import NOT_MEASURED, Replica
 from millrace_serve.engine.schedule.capacity import QUEUE_S
@@ -143,7 +143,7 @@ class Worker:
         if not chunks and not self.running:
             return
         tokens = sum(count for _, count in chunks)
-        pairs = sum(count * (part.computed + count / 2) for part, count in chunks)
+        pairs = sum(chunk_pairs(part.computed, count) for part, count in chunks)
         self._busy = True
         work = Work(len(self.running), self.keys, tokens, pairs)
         seconds = self.machine.step_s(work)

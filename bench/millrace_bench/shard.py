@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from millrace_kernels import backend
 from millrace_kernels.int8 import Matrix
-from millrace_load.options import CommandLine, form
+from millrace_load.options import CommandLine, form, number
 from millrace_load.record import Record, Row, busiest_gpus, print_record
 from millrace_serve.engine.step.device import Replay, device_of
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
@@ -269,19 +269,28 @@ def say(text: str) -> None:
 
 
 def measure(
-    model: DeepseekV3, kind: str, count: int, length: int, kv_dtype: str, args: argparse.Namespace, who: str = ""
+    model: DeepseekV3,
+    kind: str,
+    count: int,
+    length: int,
+    kv_dtype: str,
+    args: argparse.Namespace,
+    who: str = "",
+    cached: int = 0,
 ) -> Row:
-    """`who`: of this process and of what it measures, before its lines on stderr."""
-    what = f"{who}{kind} {count}x{length} {kv_dtype}"
+    """`cached`: tokens before each prompt; `who`: of this process and of what it measures, before its lines on stderr."""
+    what = f"{who}{kind} {count}x{length} {f'behind {cached} ' * bool(cached)}{kv_dtype}"
     say(f"{what}: the first step, which compiles")
     device = model.rope_tables[0].device
-    pool = make_pool(model, count * -(-length // PAGE) + 1, device, getattr(torch, kv_dtype))
-    inputs = (decode_step if kind == "decode" else prefill_step)(model, count, length, device)
+    pool = make_pool(model, count * pages_of([cached + length]) + 1, device, getattr(torch, kv_dtype))
+    step_of = decode_step if kind == "decode" else functools.partial(prefill_step, cached=cached)
+    inputs = step_of(model, count, length, device)
     step = functools.partial(logits, model, inputs, pool)
     started = time.perf_counter()
     step()
     synchronize(device)
-    row: Row = {"shard": args.shard, "kind": kind, "count": count, "length": length, "kv_dtype": kv_dtype}
+    row: Row = {"shard": args.shard, "kind": kind, "count": count, "length": length, "cached": cached}
+    row["kv_dtype"] = kv_dtype
     row["attention"] = "sparse" if model.config.index_topk else "dense"
     row["first_s"] = round(time.perf_counter() - started, 2)
     say(f"{what}: warm-up{' and capture' if kind == 'decode' else ''}, behind a first step of {row['first_s']:.1f} s")
@@ -305,11 +314,12 @@ def measure(
 
 def runs(model: DeepseekV3, args: argparse.Namespace) -> list[Row]:
     rows = []
-    for kind, sizes in (("decode", args.decode), ("prefill", args.prefill)):
-        for size, kv_dtype, op in itertools.product(sizes, args.kv_dtype, ("", *args.reference)):
+    for kind, sizes, before in (("decode", args.decode, [0]), ("prefill", args.prefill, args.cached)):
+        for cached, size, kv_dtype, op in itertools.product(before, sizes, args.kv_dtype, ("", *args.reference)):
             count, length = map(int, size.split("x"))
             with backend.forced(**({op: ""} if op else {})):
-                rows.append(row := {"reference": op} | measure(model, kind, count, length, kv_dtype, args))
+                row = measure(model, kind, count, length, kv_dtype, args, cached=cached)
+            rows.append(row := {"reference": op} | row)
             torch.cuda.empty_cache()
             print({key: value for key, value in row.items() if not key.startswith("kernels")}, flush=True)
     return rows
@@ -321,6 +331,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--decode", nargs="*", default=[], **form("BATCHxCONTEXT", keep=True))
     parser.add_argument("--prefill", nargs="*", default=[], **form("PROMPTSxLENGTH", keep=True))
+    parser.add_argument("--cached", nargs="+", default=[0], type=number(int), help="tokens before each prompt")
     parser.add_argument("--kv-dtype", nargs="+", default=["bfloat16"], choices=["bfloat16", "float8_e4m3fn"])
     parser.add_argument("--attention", nargs="+", default=["dense"], choices=["dense", "sparse"])
     parser.add_argument("--reference", nargs="+", default=[], metavar="OP", help="once more with this op's reference")

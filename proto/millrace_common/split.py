@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from millrace_common.step_times import AIM, StepTimes
+from millrace_common.step_times import AIM, StepTimes, prompt_pairs
 
 HORIZON_S = 30.0  # an overload is assumed to last so long
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)  # of the prompts that replicas with streams run themselves
@@ -133,7 +133,8 @@ class _Load:
         self.uncached = uncached = max(workload.input_tokens - workload.cached_tokens, 1.0)  # prompt tokens to compute
         self.outputs = max(workload.output_tokens - 1, 0.0)  # tokens that decode steps make
         # Of a prompt: without the fixed part of its steps, and at a prefill replica that always has prompts
-        self.work_s = times.token_s * uncached + times.pair_s * uncached * (workload.cached_tokens + uncached / 2)
+        pairs = prompt_pairs(workload.cached_tokens, uncached, capacity.chunk_tokens)
+        self.work_s = times.token_s * uncached + times.pair_s * pairs
         chunks_s = (times.fixed_s + times.chunk_s) * uncached / capacity.chunk_tokens
         self.prompt_s = max(self.work_s + chunks_s, 1e-12)
         self.alone_s = times.prompt_s(math.ceil(uncached), int(workload.cached_tokens), capacity.chunk_tokens)

@@ -5,7 +5,8 @@ with the same sum:
                     + chunk + tokens x token + pairs x pair            where the step has prompt tokens
 
 A step reads the weights once, whatever is in it: that is in `fixed_s`, so a prompt's chunk beside decode rows pays it
-only once.
+only once. A pair is a prompt's token and one before it. The keys and values of a prompt's computed tokens are expanded
+anew for each chunk, or a short chunk attends to them unexpanded (engine/attn_step.py): `chunk_pairs` counts either.
 """
 
 import math
@@ -17,7 +18,20 @@ LOSS = 0.1  # of its speed, that a long prompt gives up for short steps: a promp
 SOON = 8  # steps: a prompt that takes no more gives up nothing of its speed
 KEPT = 0.25  # of a step's prompt tokens, for the prompt that came first
 MANY = 1 << 30  # tokens, for no limit
+EXPAND = 700  # pairs that the keys and values of a computed token cost
+ABSORB = 3.4  # pairs that a pair costs whose key is not expanded: (2C+R) / (N+R+V) products
 AIM = 0.95  # of a TPOT limit: predicted times have an error, keys grow, and a hand-over adds to a stream's mean
+
+
+def chunk_pairs(start: float, tokens: float) -> float:
+    """That a chunk of `tokens` costs, `start` tokens behind the beginning of its prompt."""
+    return tokens * tokens / 2 + start * min(tokens + EXPAND, ABSORB * tokens)
+
+
+def prompt_pairs(start: float, tokens: float, chunk: float) -> float:
+    """That the tokens from `start` on of a prompt cost in steps of `chunk` prompt tokens."""
+    chunk = min(max(chunk, 1), tokens)
+    return tokens / chunk * chunk_pairs(start + (tokens - chunk) / 2, chunk) if tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +43,7 @@ class StepTimes:
     key_s: float = 0.0  # of each cached token of these sequences
     chunk_s: float = 0.0  # of a step with prompt tokens, besides: their attention is launched kernel by kernel
     token_s: float = 0.0  # of each prompt token
-    pair_s: float = 0.0  # of each prompt token and token before it in its prompt
+    pair_s: float = 0.0  # of each pair of `chunk_pairs`
 
     @property
     def known(self) -> bool:
@@ -45,11 +59,17 @@ class StepTimes:
         the decode sequences; 0: the step is too long without any.
         """
         left = limit_s - self.step_s(sequences, keys) - self.chunk_s
-        each = self.token_s + self.pair_s * start
-        if left <= 0 or each <= 0:
-            return 0
-        # tokens x each + pair x tokens^2 / 2 = left, solved in a form that needs no pair
-        return int(min(2 * left / (math.sqrt(each * each + 2 * self.pair_s * left) + each), MANY))
+        return self._fits(left, start)
+
+    def _fits(self, left: float, start: int) -> int:
+        """Tokens of a chunk that take no more than `left` seconds, in either form; 0 also where they cost nothing."""
+        found = 0.0
+        for left_s, before in ((left, ABSORB * start), (left - self.pair_s * EXPAND * start, start)):
+            each = self.token_s + self.pair_s * before
+            if left_s > 0 and each > 0:
+                # tokens x each + pair x tokens^2 / 2 = left, solved in a form that needs no pair
+                found = max(found, 2 * left_s / (math.sqrt(each * each + 2 * self.pair_s * left_s) + each))
+        return int(min(found, MANY))
 
     def chunk_beside(
         self, limit_s: float, spare_s: float, sequences: float, keys: float, start: int, wanted: int, least: int
@@ -60,14 +80,17 @@ class StepTimes:
         The limit is one of means. A chunk so short that no step exceeds it would mostly pay for `chunk_s`. So a step
         may be longer by `spare_s`: what each stream is ahead of AIM of its limit, and will save in RECOVER tokens that
         come. Until that is worth `chunk_s`, steps without prompts save time, and the result is 0. Where the limit
-        leaves less than `least` tokens, steps have these: prompts must go on.
+        leaves less than `least` tokens, steps have these: prompts must go on. They never wait for more than what half
+        of RECOVER tokens save.
         """
         if math.isinf(limit_s) or not self.token_s:
             return MANY
         if self.tokens_within(AIM * limit_s, sequences, keys, start) < least:
             return least
-        within = self.tokens_within(self.step_s(sequences, keys) + spare_s, sequences, keys, start)
-        return within if within >= self.fewest(self.chunk_s, start, wanted) else 0
+        step_s = self.step_s(sequences, keys)
+        within = self.tokens_within(step_s + spare_s, sequences, keys, start)
+        saved = self.tokens_within(step_s + RECOVER / 2 * (AIM * limit_s - step_s), sequences, keys, start)
+        return within if within >= min(self.fewest(self.chunk_s, start, wanted), saved) else 0
 
     def prompts_s(self, tokens: float, pairs: float = 0) -> float:
         """By how much so many prompt tokens make a step longer."""
@@ -78,8 +101,8 @@ class StepTimes:
         `chunk` prompt tokens.
         """
         steps = max(-(-tokens // max(chunk, 1)), 1)
-        pairs = tokens * (start + tokens / 2)
-        return steps * (self.fixed_s + self.chunk_s) + self.token_s * tokens + self.pair_s * pairs
+        pairs_s = self.pair_s * prompt_pairs(start, tokens, chunk)
+        return steps * (self.fixed_s + self.chunk_s) + self.token_s * tokens + pairs_s
 
     def chunk_alone(self, start: int, most: int) -> int:
         """The fewest tokens of a step, `start` tokens behind the beginning of their prompt, with which the prompt loses
@@ -88,11 +111,16 @@ class StepTimes:
         return (self.fewest(self.fixed_s + self.chunk_s, start, most) if self.token_s else 0) or most
 
     def fewest(self, step_s: float, start: int, most: int) -> int:
-        """Tokens with which a prompt loses no more than LOSS by paying `step_s` in each step."""
-        if not step_s or not most:
+        """Tokens with which a prompt loses no more than LOSS by paying `step_s` and its computed tokens' keys in each
+        step, against steps of `most` tokens.
+        """
+        if not most or not (step_s or self.pair_s * start):
             return 0
-        each = self.token_s + self.pair_s * start
-        return min(math.ceil(step_s / (LOSS * each + (1 + LOSS) * step_s / most)), most)
+        behind_s = self.pair_s * start
+        lost_s = (1 + LOSS) * (step_s / most + self.token_s + behind_s * min(1 + EXPAND / most, ABSORB)) - self.token_s
+        absorbed, expanded = lost_s - ABSORB * behind_s, lost_s - behind_s
+        few = step_s / absorbed if absorbed > 0 else most
+        return math.ceil(min(few, (step_s + behind_s * EXPAND) / expanded if expanded > 0 else most, most))
 
     def divide(self, prompts: Sequence[tuple[int, int]], left: int, most: int) -> list[int]:
         """Tokens of the next step, `left` in all and `most` in one without limits, for each of `prompts`: computed
@@ -106,15 +134,14 @@ class StepTimes:
         kept = min(prompts[0][1], int(left * KEPT)) if prompts else 0
         for index in sorted(range(len(prompts)), key=lambda index: prompts[index][1]):
             start, rest = prompts[index]
-            each = self.token_s + self.pair_s * start
             whole = most if start + rest <= SOON * most else self.chunk_alone(start, most)
             tokens = min(rest, whole, left - kept if index else left)
             if not index:
                 kept = 0
-                if before_s and each and rest > most // 2:
-                    tokens = min(tokens, max(int((self.fixed_s + self.chunk_s + before_s) / each), 1))
+                if before_s and rest > most // 2 and (self.token_s or self.pair_s * start):
+                    tokens = min(tokens, max(self._fits(self.fixed_s + self.chunk_s + before_s, start), 1))
             shares[index] = tokens
-            left, before_s = left - tokens, before_s + tokens * each
+            left, before_s = left - tokens, before_s + self.token_s * tokens + self.pair_s * chunk_pairs(start, tokens)
             if not index and tokens < rest:
                 break
         return shares

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from millrace_bench.duties import LIMIT, fit, machine, result, simulate
 from millrace_bench.pd_load import Load, Segment, changing
-from millrace_common.step_times import StepTimes
+from millrace_common.step_times import StepTimes, prompt_pairs
 
 TIMES = StepTimes(0.02, 5e-5, 1e-8, 0.01, 2e-5, 1e-8)
 
@@ -20,7 +20,7 @@ def rows(times: StepTimes) -> list[dict[str, object]]:
         seconds = times.step_s(0, 0, count * length, count * length * length / 2)
         steps.append({"kind": "prefill", "count": count, "length": length, "s": seconds})
     for count, length, chunk in chunks:
-        seconds = times.step_s(count, count * length, chunk, chunk * length / 2)
+        seconds = times.step_s(count, count * length, chunk, chunk / length * prompt_pairs(0, length, chunk))
         steps.append({"kind": "mixed", "count": count, "length": length, "chunk": chunk, "s": seconds})
     return [{**step, "ms": 1e3 * step.pop("s")} for step in steps]  # type: ignore[operator]
 

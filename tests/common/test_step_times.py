@@ -5,7 +5,7 @@ from dataclasses import astuple, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_common.step_times import StepTimes
+from millrace_common.step_times import StepTimes, chunk_pairs
 
 TIMES = StepTimes(fixed_s=0.012, sequence_s=5e-5, key_s=4e-8, chunk_s=3e-3, token_s=8e-5, pair_s=2e-9)
 
@@ -15,9 +15,10 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert TIMES.step_s(10, 1000) == pytest.approx(0.012 + 5e-4 + 4e-5)
 
 
-def test_a_prompt_in_several_steps_pays_the_fixed_time_for_each() -> None:
-    whole, cut = TIMES.prompt_s(4096), TIMES.prompt_s(4096, chunk=1024)
-    assert cut - whole == pytest.approx(3 * (TIMES.fixed_s + TIMES.chunk_s))
+@pytest.mark.parametrize(("start", "chunk"), [(0, 64), (0, 1024), (50_000, 128), (50_000, 2048)])
+def test_a_prompt_in_several_steps_takes_the_sum_of_them(start: int, chunk: int) -> None:
+    steps = [TIMES.step_s(tokens=chunk, pairs=chunk_pairs(at, chunk)) for at in range(start, start + 4096, chunk)]
+    assert TIMES.prompt_s(4096, start, chunk) == pytest.approx(sum(steps))
 
 
 @given(
@@ -34,7 +35,7 @@ def test_tokens_within_a_limit_are_the_most_that_fit(
     tokens = times.tokens_within(limit_s, sequences, keys, start)
 
     def took(count: int) -> float:
-        return times.step_s(sequences, keys, count, count * (start + count / 2))
+        return times.step_s(sequences, keys, count, chunk_pairs(start, count))
 
     assert tokens == 0 or took(tokens) <= limit_s * (1 + 1e-9)
     assert took(tokens + 1) > limit_s * (1 - 1e-9)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from millrace_common.step_times import AIM, StepTimes
+from millrace_common.step_times import AIM, StepTimes, prompt_pairs
 
 from millrace_router.policy.scoring import Inputs, Score, spared
 from millrace_router.policy.snapshot import Key, Replica
@@ -84,7 +84,8 @@ class Predictor:
                     chunk = min(max(within, worth), MOST_CHUNK)
             own, ahead = length - have, replica.tokens
             tokens = own + ahead
-            pairs = own * (have + own / 2) + ahead * length / 2  # the prompts ahead are as long as this one
+            # the prompts ahead are as long as this one
+            pairs = prompt_pairs(have, own, chunk) + ahead / length * prompt_pairs(0, length, chunk)
             steps = tokens / chunk if tokens > chunk else 1.0
             work_s = steps * times.chunk_s + times.token_s * tokens + times.pair_s * pairs
             outputs = min(want.outputs, replica.expected_output or want.outputs)

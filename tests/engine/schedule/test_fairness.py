@@ -10,7 +10,7 @@ import pytest
 from engine.harness import Clock, request
 from hypothesis import example, given
 from hypothesis import strategies as st
-from millrace_common.step_times import KEPT, LOSS, SOON, StepTimes, tokens_left
+from millrace_common.step_times import KEPT, LOSS, SOON, StepTimes, chunk_pairs, tokens_left
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import LeaseEnded, RequestId, Route, Submit
 from millrace_serve.engine.grammar.grammars import Grammars
@@ -50,10 +50,10 @@ def test_every_step_is_used_and_the_first_prompt_goes_on(
     shares = times.divide(prompts, left, most)
     assert sum(shares) <= left and all(0 <= one <= rest for one, (_, rest) in zip(shares, prompts, strict=True))
     if prompts:
-        each = [times.token_s + times.pair_s * start for start, _ in prompts]
-        others_s = sum(one * s for one, s in zip(shares[1:], each[1:], strict=True))
         kept = min(prompts[0][1], times.chunk_alone(prompts[0][0], most), int(left * KEPT))
-        assert shares[0] >= min(kept, others_s // each[0] if each[0] else kept), "as many tokens, or as much time"
+        took = [times.prompts_s(n, chunk_pairs(start, n)) for n, (start, _) in zip(shares, prompts, strict=True)]
+        more_s = times.prompts_s(shares[0] + 1, chunk_pairs(prompts[0][0], shares[0] + 1))
+        assert shares[0] >= kept or more_s >= sum(took[1:]), "as many tokens, or as much time"
         assert shares[0] or left < 1 / KEPT
 
 
@@ -76,7 +76,7 @@ def test_a_shorter_rest_never_waits_for_a_longer_one(
 @given(times=times, start=st.integers(0, 200_000), most=st.integers(64, 4096))
 def test_shorter_chunks_cost_a_long_prompt_little(times: StepTimes, start: int, most: int) -> None:
     def token_s(chunk: int) -> float:
-        return (times.fixed_s + times.chunk_s) / chunk + times.token_s + times.pair_s * start
+        return times.step_s(tokens=chunk, pairs=chunk_pairs(start, chunk) - chunk * chunk / 2) / chunk
 
     assert token_s(times.chunk_alone(start, most)) <= (1 + LOSS) * token_s(most) * (1 + 1e-9)
 
@@ -136,7 +136,9 @@ def test_short_prompts_do_not_wait_for_long_ones(
     took = first_tokens(arrivals, role, route, TIMES[gpu])
     alone = first_tokens([one for one in arrivals if one[1] == SHORT], role, route, TIMES[gpu])
     short = [s for s, (_, tokens) in zip(took, arrivals, strict=True) if tokens == SHORT]
-    assert np.quantile(short, 0.99) < 5 * np.quantile(alone, 0.99)
+    chunk = TIMES[gpu].chunk_alone(LONG, STEP)
+    longest = TIMES[gpu].step_s(tokens=chunk, pairs=chunk_pairs(LONG, chunk))
+    assert np.quantile(short, 0.99) < np.quantile(alone, 0.99) + longest, "a prompt that comes waits for one step's end"
 
 
 @pytest.mark.parametrize(("role", "route"), [(Role.UNIFIED, Route.LOCAL), (Role.PREFILL, Route.EXPORT)])

@@ -35,7 +35,7 @@ class Work(NamedTuple):
     sequences: int = 0  # that decode
     keys: int = 0  # cached tokens of these
     tokens: int = 0  # of prompts
-    pairs: float = 0.0  # of a prompt's token and one before it
+    pairs: float = 0.0  # `chunk_pairs` of these
 
 
 NOTHING = Work()

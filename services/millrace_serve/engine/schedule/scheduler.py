@@ -18,7 +18,7 @@ deadline: DONE; pages of an IMPORTING request stay until KvArrived or KvFailed e
 from collections.abc import Iterator
 
 from millrace_common.reasons import Reason
-from millrace_common.step_times import StepTimes
+from millrace_common.step_times import StepTimes, chunk_pairs
 from msgspec.structs import replace
 
 from millrace_serve.engine.config import EngineConfig, Role
@@ -226,7 +226,7 @@ class Scheduler(Streams):
         tokens, pairs = 0, 0.0
         for chunk in plan.chunks:
             tokens += chunk.end - chunk.start
-            pairs += (chunk.end**2 - chunk.start**2) / 2
+            pairs += chunk_pairs(chunk.start, chunk.end - chunk.start)
         return plan.work._replace(tokens=tokens, pairs=pairs)
 
     # ------------------------------------------------------------------------------------------ admission

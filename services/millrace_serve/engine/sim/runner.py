@@ -17,6 +17,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from millrace_common.config import Config, Count, Seconds
 from millrace_common.page_hash import page_hashes
+from millrace_common.step_times import chunk_pairs
 from pydantic import Field
 
 from millrace_serve.engine.cache.canary import mismatches
@@ -42,7 +43,7 @@ class SimSettings(Config):
     token_s: Seconds = 0.0
     sequence_s: Seconds = 0.0
     key_s: Seconds = 0.0
-    pair_s: Seconds = 0.0  # of each prompt token and token before it in its prompt
+    pair_s: Seconds = 0.0  # of each pair of a chunk (millrace_common/step_times.py)
     acceptance: float = Field(0.7, ge=0, le=1)  # probability that a draft token is accepted
     page_kv_bytes: Count = Field(4096, ge=2, multiple_of=2)  # bytes of a transferred page, without its canary
 
@@ -133,8 +134,7 @@ class SimRunner:
         tokens = int(batch.num_rows[0])
         keys = int(self._lengths[batch.slots].sum()) + tokens if s.key_s else 0
         known = self._lengths[batch.slots[batch.num_decode :]]
-        lens = np.array(batch.chunk_lens[: len(known)], np.int64)
-        pairs = float((lens * (known + lens / 2)).sum())
+        pairs = sum(map(chunk_pairs, known.tolist(), batch.chunk_lens[: len(known)]))
         seconds = s.step_s + s.token_s * tokens + s.sequence_s * len(batch.slots)
         return seconds + s.key_s * keys + s.pair_s * pairs
 
