@@ -18,8 +18,8 @@ LOSS = 0.1  # of its speed, that a long prompt gives up for short steps: a promp
 SOON = 8  # steps: a prompt that takes no more gives up nothing of its speed
 KEPT = 0.25  # of a step's prompt tokens, for the prompt that came first
 MANY = 1 << 30  # tokens, for no limit
-EXPAND = 700  # pairs that the keys and values of a computed token cost
-ABSORB = 3.4  # pairs that a pair costs whose key is not expanded: (2C+R) / (N+R+V) products
+EXPAND = 500  # pairs that the keys and values of a computed token cost
+ABSORB = 2.7  # pairs that a pair costs whose key is not expanded
 AIM = 0.95  # of a TPOT limit: predicted times have an error, keys grow, and a hand-over adds to a stream's mean
 
 
