@@ -6,7 +6,7 @@ with the same sum:
 
 A step reads the weights once, whatever is in it: that is in `fixed_s`, so a prompt's chunk beside decode rows pays it
 only once. A pair is a prompt's token and one before it. The keys and values of a prompt's computed tokens are expanded
-anew for each chunk, or a short chunk attends to them unexpanded (engine/attn_step.py): `chunk_pairs` counts either.
+anew for each chunk, or a short chunk attends to them unexpanded (model/attn_step.py). `chunk_pairs` counts either.
 """
 
 import math
