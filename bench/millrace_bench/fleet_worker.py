@@ -152,7 +152,7 @@ class Worker:
         self.fleet.after(seconds, lambda: self._end(chunks))
 
     def _chunks(self) -> list[tuple[Part, int]]:
-        machine, most, parts, rests = self.machine, self._most_tokens(), list[Part](), list[int]()
+        machine, (most, most_s), parts, rests = self.machine, self._most_tokens(), list[Part](), list[int]()
         places = machine.max_running - len(self.running)
         for part in self.prompts:
             if tokens_left(rests, most, machine.chunk) <= 0 or not self._begins(part, places):
@@ -162,23 +162,23 @@ class Worker:
             rests.append(_length(part) - part.computed)
             places -= part.sub is SubRequest.DECODE
         starts = [part.computed for part in parts]
-        shares = self.times.divide(list(zip(starts, rests, strict=True)), most, machine.chunk)
+        shares = self.times.divide(list(zip(starts, rests, strict=True)), most, machine.chunk, most_s)
         return [(part, tokens) for part, tokens in zip(parts, shares, strict=True) if tokens]
 
-    def _most_tokens(self) -> int:
-        """Prompt tokens of the next step, by the engine's rule (engine/schedule/prompts.py)."""
+    def _most_tokens(self) -> tuple[int, float]:
+        """Prompt tokens of the next step and their time, by the engine's rule (engine/schedule/prompts.py)."""
         machine = self.machine
         if not self.running or not self.prompts:
-            return machine.chunk
+            return machine.chunk, math.inf
         for part in self.prompts:
             if part.sub is SubRequest.PREFILL:
-                return machine.chunk
+                return machine.chunk, math.inf
             if not part.started:
                 break
-        start = max((part.computed for part in self.prompts if part.started), default=0)
+        _, start = min((_length(part) - part.computed, part.computed) for part in self.prompts)
         wanted, work = min(self._prompt_tokens, machine.chunk), (len(self.running), self.keys)
-        most = self.times.chunk_beside(machine.tpot_s, self._spare_s(), *work, start, wanted, PAGE)
-        return min(most, machine.chunk)
+        most, most_s = self.times.beside(machine.tpot_s, self._spare_s(), *work, start, wanted, PAGE)
+        return min(most, machine.chunk), most_s
 
     def _spare_s(self) -> float:
         """As in engine/schedule/streams.py."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 RECOVER = 128  # tokens of a stream that make up for longer steps, and as many before them
 LOSS = 0.1  # of its speed, that a long prompt gives up for short steps: a prompt that comes waits for the end of one
+SAVED = 16  # tokens of a stream, whose time a prompt's chunk waits for at most
 SOON = 8  # steps: a prompt that takes no more gives up nothing of its speed
 KEPT = 0.25  # of a step's prompt tokens, for the prompt that came first
 MANY = 1 << 30  # tokens, for no limit
@@ -71,26 +72,26 @@ class StepTimes:
                 found = max(found, 2 * left_s / (math.sqrt(each * each + 2 * self.pair_s * left_s) + each))
         return int(min(found, MANY))
 
-    def chunk_beside(
+    def beside(
         self, limit_s: float, spare_s: float, sequences: float, keys: float, start: int, wanted: int, least: int
-    ) -> int:
-        """Prompt tokens of a step beside decode sequences with a TPOT limit, `start` tokens behind the beginning of
-        their prompt; `wanted`: of all prompts. MANY where there is no limit, or the times are unknown.
+    ) -> tuple[int, float]:
+        """Prompt tokens of a step beside decode sequences with a TPOT limit, the first ones `start` tokens behind the
+        beginning of their prompt, and the seconds for all; `wanted`: tokens of all prompts. MANY and inf where there is
+        no limit, or the times are unknown.
 
         The limit is one of means. A chunk so short that no step exceeds it would mostly pay for `chunk_s`. So a step
         may be longer by `spare_s`: what each stream is ahead of AIM of its limit, and will save in RECOVER tokens that
-        come. Until that is worth `chunk_s`, steps without prompts save time, and the result is 0. Where the limit
-        leaves less than `least` tokens, steps have these: prompts must go on. They never wait for more than what half
-        of RECOVER tokens save.
+        come. Until that is worth what a chunk pays anew, steps without prompts save time, and the result is 0. No chunk
+        waits for more than SAVED tokens save. Where these save less than `least` tokens take, steps have these all the
+        same: prompts must go on.
         """
         if math.isinf(limit_s) or not self.token_s:
-            return MANY
-        if self.tokens_within(AIM * limit_s, sequences, keys, start) < least:
-            return least
-        step_s = self.step_s(sequences, keys)
-        within = self.tokens_within(step_s + spare_s, sequences, keys, start)
-        saved = self.tokens_within(step_s + RECOVER / 2 * (AIM * limit_s - step_s), sequences, keys, start)
-        return within if within >= min(self.fewest(self.chunk_s, start, wanted), saved) else 0
+            return MANY, math.inf
+        saved = self._fits(SAVED * (AIM * limit_s - self.step_s(sequences, keys)) - self.chunk_s, start)
+        if saved < least:
+            return least, math.inf
+        within = self._fits(spare_s - self.chunk_s, start)
+        return within if within >= min(self.fewest(self.chunk_s, start, wanted), saved) else 0, spare_s - self.chunk_s
 
     def prompts_s(self, tokens: float, pairs: float = 0) -> float:
         """By how much so many prompt tokens make a step longer."""
@@ -122,26 +123,32 @@ class StepTimes:
         few = step_s / absorbed if absorbed > 0 else most
         return math.ceil(min(few, (step_s + behind_s * EXPAND) / expanded if expanded > 0 else most, most))
 
-    def divide(self, prompts: Sequence[tuple[int, int]], left: int, most: int) -> list[int]:
-        """Tokens of the next step, `left` in all and `most` in one without limits, for each of `prompts`: computed
-        tokens and the rest, in the order in which they came.
+    def divide(
+        self, prompts: Sequence[tuple[int, int]], left: int, most: int, left_s: float = math.inf
+    ) -> list[int]:
+        """Tokens of the next step, `left` in `left_s` seconds in all and `most` in one without limits, for each of
+        `prompts`: computed tokens and the rest, in the order in which they came.
 
         The least rest comes first, so that a prompt of 500 tokens does not wait for one of 100,000. The prompt that
-        came first has KEPT of the tokens; if it does not end, it takes as long as all else in the step. Prompts with a
+        came first has KEPT of the tokens and seconds; if it does not end, it takes as long as all else in the step. Prompts with a
         longer rest wait until it ends.
         """
         shares, before_s = [0] * len(prompts), 0.0
-        kept = min(prompts[0][1], int(left * KEPT)) if prompts else 0
+        kept, kept_s = min(prompts[0][1], int(left * KEPT)) if prompts else 0, left_s * KEPT
         for index in sorted(range(len(prompts)), key=lambda index: prompts[index][1]):
             start, rest = prompts[index]
             whole = most if start + rest <= SOON * most else self.chunk_alone(start, most)
-            tokens = min(rest, whole, left - kept if index else left)
             if not index:
-                kept = 0
+                kept, kept_s = 0, 0.0
+            tokens = min(rest, whole, left - kept)
+            if left_s < math.inf:
+                tokens = min(tokens, self._fits(left_s - kept_s, start))
+            if not index:
                 if before_s and rest > most // 2 and (self.token_s or self.pair_s * start):
                     tokens = min(tokens, max(self._fits(self.fixed_s + self.chunk_s + before_s, start), 1))
             shares[index] = tokens
-            left, before_s = left - tokens, before_s + self.token_s * tokens + self.pair_s * chunk_pairs(start, tokens)
+            took_s = self.token_s * tokens + self.pair_s * chunk_pairs(start, tokens)
+            left, left_s, before_s = left - tokens, left_s - took_s, before_s + took_s
             if not index and tokens < rest:
                 break
         return shares

@@ -57,6 +57,6 @@ def test_parts_of_a_step_that_cost_nothing_are_no_fault(
     assert sum(shares) > 0 or not prompts or not left
     for start, rest in prompts:
         keys = 1000 * sequences
-        assert times.chunk_beside(0.04, spare, sequences, keys, start, rest, 64) >= 0
+        assert times.beside(0.04, spare, sequences, keys, start, rest, 64)[0] >= 0
         assert times.prompts_s(rest, rest * start) >= 0
         assert times.prompt_s(rest, start, 2048) >= 0 and 0 < times.chunk_alone(start, 2048) <= 2048

@@ -15,6 +15,7 @@ from millrace_serve.engine.lockstep.lockstep import _agreement, _state
 from millrace_serve.engine.schedule.plan import ContextParallelTurn, Plan, Work
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.schedule.step_fit import StepFit
+from millrace_serve.engine.step.batch import HostBatch
 from millrace_testing.examples import examples
 
 TIMES = StepTimes(fixed_s=0.012, sequence_s=5e-5, key_s=4e-8, chunk_s=4e-3, token_s=8e-5, pair_s=2e-9)
@@ -28,7 +29,7 @@ class Run:
         self.driver = Driver(Role.FLEXIBLE, **{**sizes, "page_size": 16, "checks": (), **config})
         self.scheduler, self.clock, self.times = self.driver.scheduler, self.driver.clock, times
         self.scheduler.speeds._fit = StepFit(times)
-        self._launched: list[Plan] = []
+        self._launched: list[tuple[Plan, HostBatch]] = []
         self.done: list[Work] = []
         self.heard: dict[Sequence, tuple[float, float]] = {}  # when its first and its newest token came
 
@@ -43,14 +44,13 @@ class Run:
     def step(self) -> None:
         if plan := self.scheduler.schedule():
             self.scheduler.speeds.launched(plan.work)
-            self._launched.append(plan)
+            self._launched.append((plan, self.driver.engine._builder.build(plan, 1, None)))
         if len(self._launched) > bool(plan):
-            self._commit(self._launched.pop(0))
+            self._commit(*self._launched.pop(0))
 
-    def _commit(self, plan: Plan) -> None:
+    def _commit(self, plan: Plan, batch: HostBatch) -> None:
         self.clock.now += self.times.step_s(*plan.work)
-        engine = self.driver.engine
-        self.scheduler.commit(plan, engine._runner.launch(engine._builder.build(plan, 1, None)).result())
+        self.scheduler.commit(plan, self.driver.engine._runner.launch(batch).result())
         self.done.append(plan.work)
         for seq in [*plan.decode, *(chunk.seq for chunk in plan.chunks if chunk.samples)]:
             self.heard[seq] = (self.heard.get(seq, (self.clock.now,))[0], self.clock.now)
@@ -83,8 +83,28 @@ def test_every_stream_keeps_its_limit_whatever_prompts_come(
     while run.scheduler.requests.live and len(run.done) < 6000:
         run.step()
     assert not run.scheduler.requests.live, "prompts go on"
+    assert len(run.heard) == len(requests), "each has an answer"
     for seq, gap_s in run.mean_gaps().items():
         assert gap_s <= seq.tpot_limit_s, seq.num_outputs
+
+
+@pytest.mark.parametrize("limit_s", [0.03, 0.05, 0.1])
+def test_a_long_prompt_holds_neither_streams_nor_short_prompts_up(limit_s: float) -> None:
+    """An H200 with 30 layers. Behind 58,000 tokens even a page of tokens takes longer than a step of 50 ms may."""
+    times = StepTimes(fixed_s=0.012, sequence_s=1e-4, key_s=1.5e-9, chunk_s=8e-3, token_s=42e-6, pair_s=4e-9)
+    run = Run(times, num_pages=2000, max_model_len=66_000, page_size=64, max_prefill_tokens=2048)
+    came = {1: run.clock.now}
+    run.submit(1, 58_000, limit_s, outputs=2)
+    for room in range(2, 62):
+        came[room] = run.clock.now
+        run.submit(room, 500, limit_s, outputs=150)
+        while run.clock.now < came[room] + 0.25:
+            run.step()
+    while run.scheduler.requests.live:
+        run.step()
+    waits = {seq.id.room: first - came[seq.id.room] for seq, (first, _) in run.heard.items()}
+    assert all(gap_s <= limit_s for gap_s in run.mean_gaps().values())
+    assert waits.pop(1) < 35 and max(waits.values()) < 2
 
 
 def test_a_prompt_beside_quiet_streams_does_not_wait() -> None:

@@ -32,6 +32,7 @@ class Prompts(Leaving):
         self.limit_s = math.inf  # TPOT of sequences of all replicas
         self.spare_s = math.inf  # by which prompts may make it longer for these
         self._most = config.max_prefill_tokens  # of prompts in the step that is planned
+        self._most_s = math.inf  # that these may take
         self._prefilling: dict[Sequence, None] = {}  # in order of admission
         self._joined: list[Sequence] = []  # got a slot that no plan has named yet
         self._blocked = False  # the head of the queue lacked pages when it was last tried
@@ -69,8 +70,8 @@ class Prompts(Leaving):
         """Prompt tokens of this replica's own in the next step."""
         return max(self._most - shared_tokens(self._most), 1) if self.turn and self._most else self._most
 
-    def _most_within(self, plan: Plan) -> int:
-        """Prompt tokens for which the decode sequences of `plan` leave time by their limits.
+    def _most_within(self, plan: Plan) -> tuple[int, float]:
+        """Prompt tokens for which the decode sequences of `plan` leave time by their limits, and that time.
 
         Prompts whose KV other workers read take whole chunks: routers send such to prefill workers, where streams from
         before a change of duty must not halve what the change was made for.
@@ -78,22 +79,30 @@ class Prompts(Leaving):
         most, head, work = self.config.max_prefill_tokens, self._head(), plan.work
         begun = [seq for seq in self._prefilling if not seq.filling]
         if (head and head.exports) or any(seq.exports for seq in begun):
-            return most
-        start = max((seq.num_computed for seq in begun), default=0)
+            return most, math.inf
         wanted = min(sum(seq.num_left for seq in begun) + self.requests.waiting.num_tokens, most)
         limit_s, spare_s = min(plan.limit_s, self.limit_s), min(plan.spare_s, self.spare_s)
-        return min(self.speeds.times.chunk_beside(limit_s, spare_s, *work[:2], start, wanted, self.pages.size), most)
+        start = self._first_start(begun, head)
+        tokens, seconds = self.speeds.times.beside(limit_s, spare_s, *work[:2], start, wanted, self.pages.size)
+        return min(tokens, most), seconds
+
+    def _first_start(self, begun: list[Sequence], head: Sequence | None) -> int:
+        """Computed tokens of the prompt that comes first in a step, or of the one that replicas compute together."""
+        if shared := [seq.num_computed for seq in begun if self._is_long(seq)]:
+            return max(shared)
+        left, start = min(((seq.num_left, seq.num_computed) for seq in begun), default=(math.inf, 0))
+        return 0 if head and not self._blocked and len(head.tokens) < left else start
 
     def _take_chunks(self, plan: Plan) -> None:
         """Chunks for the admitted prompts and for new ones, up to the step's token budget."""
-        self._most = self._most_within(plan)
+        self._most, self._most_s = self._most_within(plan)
         self._blocked = False
         while (head := self._head()) and self._admit_head(head, self._room()):
             if head.phase is Phase.RUNNING and not head.filling:
                 self._joined.append(head)
         prompts, most = sorted(self._own_prompts()), self.config.max_prefill_tokens
         places = [(seq.num_computed, seq.num_left) for seq in prompts]
-        shares = self.speeds.times.divide(places, self._chunk_tokens, most)
+        shares = self.speeds.times.divide(places, self._chunk_tokens, most, self._most_s)
         for seq, tokens in zip(prompts, shares, strict=True):
             self._take_chunk(plan, seq, tokens)
         self._take_shared(plan)
