@@ -278,7 +278,7 @@ def measure(
     who: str = "",
     cached: int = 0,
 ) -> Row:
-    """`cached`: tokens before each prompt; `who`: of this process and of what it measures, before its lines on stderr."""
+    """`who`: of this process and of what it measures, on stderr. `cached`: tokens before each prompt."""
     what = f"{who}{kind} {count}x{length} {f'behind {cached} ' * bool(cached)}{kv_dtype}"
     say(f"{what}: the first step, which compiles")
     device = model.rope_tables[0].device

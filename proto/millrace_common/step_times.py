@@ -63,13 +63,14 @@ class StepTimes:
         return self._fits(left, start)
 
     def _fits(self, left: float, start: int) -> int:
-        """Tokens of a chunk that take no more than `left` seconds, in either form; 0 also where they cost nothing."""
+        """Tokens of a chunk that take no more than `left` seconds, in either form; MANY where they cost nothing."""
         found = 0.0
         for left_s, before in ((left, ABSORB * start), (left - self.pair_s * EXPAND * start, start)):
             each = self.token_s + self.pair_s * before
-            if left_s > 0 and each > 0:
+            if left_s > 0:
                 # tokens x each + pair x tokens^2 / 2 = left, solved in a form that needs no pair
-                found = max(found, 2 * left_s / (math.sqrt(each * each + 2 * self.pair_s * left_s) + each))
+                twice = math.sqrt(each * each + 2 * self.pair_s * left_s) + each
+                found = max(found, 2 * left_s / twice if twice else MANY)
         return int(min(found, MANY))
 
     def beside(
@@ -123,29 +124,26 @@ class StepTimes:
         few = step_s / absorbed if absorbed > 0 else most
         return math.ceil(min(few, (step_s + behind_s * EXPAND) / expanded if expanded > 0 else most, most))
 
-    def divide(
-        self, prompts: Sequence[tuple[int, int]], left: int, most: int, left_s: float = math.inf
-    ) -> list[int]:
+    def divide(self, prompts: Sequence[tuple[int, int]], left: int, most: int, left_s: float = math.inf) -> list[int]:
         """Tokens of the next step, `left` in `left_s` seconds in all and `most` in one without limits, for each of
         `prompts`: computed tokens and the rest, in the order in which they came.
 
         The least rest comes first, so that a prompt of 500 tokens does not wait for one of 100,000. The prompt that
-        came first has KEPT of the tokens and seconds; if it does not end, it takes as long as all else in the step. Prompts with a
-        longer rest wait until it ends.
+        came first has KEPT of the tokens and seconds. If it does not end, it takes as long as all else in the step, and
+        prompts with a longer rest wait until it ends.
         """
-        shares, before_s = [0] * len(prompts), 0.0
-        kept, kept_s = min(prompts[0][1], int(left * KEPT)) if prompts else 0, left_s * KEPT
+        shares, before_s, limited = [0] * len(prompts), 0.0, left_s < math.inf
+        kept, kept_s = min(prompts[0][1], int(left * KEPT)) if prompts else 0, left_s * KEPT if limited else 0.0
         for index in sorted(range(len(prompts)), key=lambda index: prompts[index][1]):
             start, rest = prompts[index]
-            whole = most if start + rest <= SOON * most else self.chunk_alone(start, most)
             if not index:
                 kept, kept_s = 0, 0.0
-            tokens = min(rest, whole, left - kept)
-            if left_s < math.inf:
-                tokens = min(tokens, self._fits(left_s - kept_s, start))
-            if not index:
-                if before_s and rest > most // 2 and (self.token_s or self.pair_s * start):
-                    tokens = min(tokens, max(self._fits(self.fixed_s + self.chunk_s + before_s, start), 1))
+            whole = most if start + rest <= SOON * most else self.chunk_alone(start, most)
+            tokens, seconds = min(rest, whole, left - kept), left_s - kept_s
+            if not index and before_s and rest > most // 2:
+                seconds = min(seconds, self.fixed_s + self.chunk_s + before_s)
+            if seconds < math.inf:
+                tokens = min(tokens, max(self._fits(seconds, start), 0 if limited else 1))
             shares[index] = tokens
             took_s = self.token_s * tokens + self.pair_s * chunk_pairs(start, tokens)
             left, left_s, before_s = left - tokens, left_s - took_s, before_s + took_s

@@ -12,7 +12,7 @@ from millrace_common.step_times import StepTimes
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Route
 from millrace_serve.engine.lockstep.lockstep import _agreement, _state
-from millrace_serve.engine.schedule.plan import ContextParallelTurn, Plan, Work
+from millrace_serve.engine.schedule.plan import Chunk, ContextParallelTurn, Plan, Work
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.schedule.step_fit import StepFit
 from millrace_serve.engine.step.batch import HostBatch
@@ -216,3 +216,15 @@ def test_replicas_agree_on_the_least_that_is_spare() -> None:
     for count, expected in ((1, (math.inf, math.inf)), (2, (0.04, 0.3)), (3, (0.03, -0.02))):
         agreed = _agreement([_state(plan, last=False) for plan in plans[:count]], 0)
         assert (agreed.limit_s, agreed.spare_s) == pytest.approx(expected)
+
+
+def test_replicas_count_the_work_of_the_one_that_has_most() -> None:
+    """All wait for it in each layer. Else one beside a long prompt of another would take its own tokens for slow."""
+    plans = [
+        Plan([None] * 3, [], work=Work(3, 900)),  # type: ignore[list-item]
+        Plan([], [Chunk(None, 58_000, 58_700, samples=False)], work=Work(0, 0, 700, 9e7)),  # type: ignore[arg-type]
+        Plan([], []),
+    ]
+    agreed = _agreement([_state(plan, last=False) for plan in plans], 0)
+    assert agreed.widest(plans[0].work) == agreed.widest(plans[1].work) == Work(3, 900, 700, 9e7)
+    assert agreed.widest(plans[2].work) == Work(), "its step tells nothing"

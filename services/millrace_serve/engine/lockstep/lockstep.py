@@ -36,6 +36,8 @@ class Agreement:
     limit_s: float = math.inf  # for the next step, of all replicas' decode sequences
     spare_s: float = math.inf  # likewise, before the prompts of this step
     awaited: bool = False  # all replicas commit this step before they schedule the next one
+    keys: int = 0  # of the replica with most, as is the next
+    pairs: int = 0
 
     @property
     def anybody_works(self) -> bool:
@@ -47,7 +49,7 @@ class Agreement:
         """
         if self.split is not None or not any(work):
             return NOTHING
-        return work._replace(sequences=max(self.num_decode), tokens=max(self.chunk_tokens))
+        return Work(max(self.num_decode), self.keys, max(self.chunk_tokens), self.pairs)
 
     def tell(self, batch: HostBatch) -> None:
         """Write into a replica's batch what it needs to know of the others."""
@@ -153,12 +155,13 @@ def _state(plan: Plan, last: bool) -> ReplicaState:
     shared = (plan.shared.start, plan.shared.end) if plan.shared else (0, 0)
     limits = (0, 0) if plan.limit_s == math.inf else (math.ceil(plan.limit_s * 1e6), int(plan.spare_s * 1e6))
     flags = int(last), int(plan.wants_turn)
-    return ReplicaState(len(plan.decode), sampling, tokens, *flags, *shared, *limits, int(plan.awaited))
+    work = plan.work.keys, int(plan.work.pairs)
+    return ReplicaState(len(plan.decode), sampling, tokens, *flags, *shared, *limits, int(plan.awaited), *work)
 
 
 def _agreement(states: Sequence[Said], me: int) -> Agreement:
     """Of the replica with index `me`."""
-    decode, chunks, tokens, ends, wants, starts, stops, limits, spares, awaited = zip(*states, strict=True)
+    decode, chunks, tokens, ends, wants, starts, stops, limits, spares, awaited, *most = zip(*states, strict=True)
     split = None
     if any(stops):
         owner = next(index for index, stop in enumerate(stops) if stop)
@@ -167,7 +170,7 @@ def _agreement(states: Sequence[Said], me: int) -> Agreement:
     limit_s = min((limit / 1e6 for limit in limits if limit), default=math.inf)
     spare_s = min((spare / 1e6 for limit, spare in zip(limits, spares, strict=True) if limit), default=math.inf)
     sampled = tuple(map(add, decode, chunks))
-    return Agreement(decode, sampled, tokens, any(ends), split, turn, limit_s, spare_s, any(awaited))
+    return Agreement(decode, sampled, tokens, any(ends), split, turn, limit_s, spare_s, any(awaited), *map(max, most))
 
 
 def _turn(wants: Sequence[int], split: Split | None, me: int) -> ContextParallelTurn:

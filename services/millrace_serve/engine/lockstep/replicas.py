@@ -29,6 +29,8 @@ class ReplicaState(NamedTuple):
     limit_us: int = 0  # Plan.limit_s; 0: none, and spare_us means nothing
     spare_us: int = 0  # Plan.spare_s
     awaited: int = 0  # Plan.awaited
+    keys: int = 0  # Work.keys
+    pairs: int = 0  # Work.pairs
 
 
 Said = tuple[int, ...]  # a State as the plain tuple of its fields: 72 of them are made in every step
