@@ -227,7 +227,7 @@ class Driver:
         pool = self.cache.pool
         assert pool.num_free + pool.num_cached == pool.total
         self.cache.flush()
-        assert pool.num_free == pool.total and self.scheduler.host.used == 0
+        assert pool.num_free == pool.total and self.cache.host.used == 0
         for id in self.requests:
             assert id in self.finish or id in self.parts, f"request {id} was never answered"
 

@@ -61,6 +61,7 @@ class Engine:
         self._builder = builder
         self._runner = runner
         self.copier = copier or PageCopier(pool, config.host_pages(pool.layout.page_bytes))
+        scheduler.pages.cache.host.open(self.copier.num_slots)
         self._lockstep = lockstep or Lockstep()
         self.progress = self._lockstep.progress
         self._forecast = Forecast(lambda: self.progress.clock())
@@ -174,11 +175,11 @@ class Engine:
         return () if self._in_flight else self._lockstep.fds
 
     def load(self) -> Load:
-        load, of_runner = self._scheduler.load(), self._runner.counts()
+        load, more = self._scheduler.load(), self._runner.counts() | self._scheduler.host.counts()
         load.counters.update(self.copier.counters() | self._disk.counters())
         moving = self._in_flight or self.copier.busy or self._disk.loads or self._disk.stores
         paused = self._paused and not moving
-        return msgspec.structs.replace(load, paused=paused, **of_runner) if of_runner or paused else load
+        return msgspec.structs.replace(load, paused=paused, **more) if more or paused else load
 
     def check_empty(self) -> None:
         """Raise RuntimeError unless it is paused and holds nothing of the weights: no request, no cached page."""

@@ -75,7 +75,7 @@ class Tiered(Driver):
         assert not self.engine.copier.busy and not self.host._under_way
         self.host.check()
         self.check_whole()
-        assert self.host.used == 0  # check_whole flushes
+        assert self.cache.host.used == 0  # check_whole flushes
 
 
 def evicted(make: Callable[..., Tiered] = Tiered, prompt: list[int] = PROMPT, **config: Any) -> Tiered:
@@ -120,7 +120,7 @@ def test_what_happens_during_a_fill(role, why):
     driver.step()
     driver.run() if why == "flush" else driver.end_leases()
     load = driver.engine.load()
-    assert load.pages_running == 4 and load.host_pages_used == (3 if why == "flush" else driver.host.used)
+    assert load.pages_running == 4 and load.host_pages_used == (3 if why == "flush" else driver.cache.host.used)
     driver.held = False
     driver.run()
     if why == "flush":
@@ -224,7 +224,7 @@ def test_wrong_bytes_fail_one_request_and_empty_the_tier(role, overlap):
     driver.engine.copier._host[:] = 7
     driver.ask(2, PROMPT)
     driver.end_leases()
-    assert driver.finish[RequestId(2, 0)].error.reason == "KV_MISMATCH" and driver.host.used == 0
+    assert driver.finish[RequestId(2, 0)].error.reason == "KV_MISMATCH" and driver.cache.host.used == 0
     driver.ask(3, PROMPT)
     driver.end_leases()
     assert driver.cached(3) == 0 and RequestId(3, 0) in driver.firsts

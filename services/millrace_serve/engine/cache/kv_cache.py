@@ -44,20 +44,14 @@ class CachedPrefix:
 
 class KvCache:
     def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        prefix_cache: bool,
-        host_pages: int = 0,
-        clock: Callable[[], float] = time.monotonic,
+        self, num_pages: int, page_size: int, prefix_cache: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`host_pages`: copies that the host tier has room for."""
         self.page_size = page_size
         self._clock = clock
         self.pool = BlockPool(num_pages)
         self._changes = CacheChanges()  # for reports to routers
         self._tree = RadixTree(page_size, self._changes.device, int(KEPT_SHARE * self.pool.total))
-        self.host = HostTier(host_pages, self._changes.host)
+        self.host = HostTier(0, self._changes.host)  # until the engine opens it
         self.written: deque[Node] = deque()  # that came into the tree and were not offered to the host tier yet
         self._enabled = prefix_cache
 

@@ -56,9 +56,9 @@ class HostCopies:
         """Pages for which there is room. 0: there is no host tier, and none of this does anything."""
         return self._tier.total
 
-    @property
-    def used(self) -> int:
-        return self._tier.used
+    def counts(self) -> dict[str, object]:
+        """The fields of engine.core.Load that are known here."""
+        return {"host_pages_total": self.total, "host_pages_used": self._tier.used} if self.total else {}
 
     def take_jobs(self, most_pages: int) -> list[CopyJob]:
         """Those to start now; `finished` ends each. `most_pages`: of a store."""

@@ -27,11 +27,15 @@ class HostTier:
     """Slots 0 .. total-1. `changes` hears of every block that comes and goes."""
 
     def __init__(self, total: int, changes: TierChanges) -> None:
-        self.total = total
         self._changes = changes
-        self._free = list(range(total - 1, -1, -1))
         self._copies: dict[bytes, Copy] = {}  # by block
         self._idle: dict[bytes, Copy] = {}  # those without pins, by block; the one used longest ago is the first
+        self.open(total)
+
+    def open(self, total: int) -> None:
+        """Before the first copy: there are so many slots."""
+        self.total = total
+        self._free = list(range(total - 1, -1, -1))
 
     @property
     def used(self) -> int:

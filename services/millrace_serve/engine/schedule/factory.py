@@ -22,10 +22,9 @@ def make_scheduler(
     facts: ModelFacts,
     clock: Clock,
     grammars: Grammars,
-    host_pages: int = 0,
     times: StepTimes = UNKNOWN,
 ) -> Scheduler:
-    """`host_pages`: copies of pages that the host tier has room for; `times` of steps, until they are measured."""
+    """`times` of steps, until they are measured."""
     requests = EngineRequests(config, role, facts, clock, grammars)
-    pages = Pages(config, KvCache(config.num_pages, config.page_size, config.prefix_cache, host_pages, clock))
+    pages = Pages(config, KvCache(config.num_pages, config.page_size, config.prefix_cache, clock))
     return Scheduler(config, role, requests, pages, times)

@@ -43,6 +43,6 @@ def build_sim_engine(
     pool = KvPool(sim_layout(config, settings), config.num_pages)
     facts = ModelFacts(settings.vocab_size, frozenset((settings.eos_token_id,)))
     grammars = grammars or Grammars()
-    scheduler = make_scheduler(config, role, facts, clock, grammars, config.host_pages(pool.layout.page_bytes))
+    scheduler = make_scheduler(config, role, facts, clock, grammars)
     runner = SimRunner(settings, pool, config)
     return Engine(config, scheduler, grammars, BatchBuilder(config, runner.join), runner, pool, lockstep)

@@ -63,8 +63,7 @@ class Rank:
         """`times` of its steps, until it has measured them."""
         facts = ModelFacts(self.model.vocab_size, frozenset(self.model.eos_token_ids))
         grammars = Grammars(LlguidanceCompiler(self.path, facts.vocab_size, facts.eos_token_ids), time.monotonic)
-        slots = self.copier.num_slots
-        scheduler = make_scheduler(self.config, self.role, facts, time.monotonic, grammars, slots, times)
+        scheduler = make_scheduler(self.config, self.role, facts, time.monotonic, grammars, times)
         builder = BatchBuilder(self.config)
         return Engine(self.config, scheduler, grammars, builder, self.runner, self.pool, self.lockstep, self.copier)
 
