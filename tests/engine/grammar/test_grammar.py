@@ -436,5 +436,5 @@ def test_followers_are_given_the_same_masks() -> None:
             tokens.extend(handle.result().tokens[:, 0].tolist())
             return handle
 
-    Lockstep(leader=connection).follow(Recording())  # type: ignore[arg-type]
+    Lockstep(leader=connection).follow(Recording(), lambda copies: None)  # type: ignore[arg-type]
     assert tokens == driver.tokens[RequestId(1, 0)] == expected(6)

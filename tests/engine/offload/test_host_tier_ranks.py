@@ -53,8 +53,9 @@ class SlowCopier(PageCopier):
         super().__init__(*arguments)
         self.under_way: dict[bool, deque[PageMoves]] = {True: deque(), False: deque()}
 
-    def follow(self, moves: PageMoves) -> None:
-        self.under_way[moves.to_host].append(moves)
+    def follow(self, *started: PageMoves) -> None:
+        for moves in started:
+            self.under_way[moves.to_host].append(moves)
 
     def carry_out(self, leave: int) -> None:
         for moves in self.under_way.values():
@@ -100,7 +101,7 @@ class Replica(Tiered):
 
     def _follow(self, leave: int) -> None:
         self._leave = leave
-        Lockstep(leader=self).follow(self, self.copier)  # type: ignore[arg-type]
+        Lockstep(leader=self).follow(self, lambda copies: self.copier.follow(*copies.moves))  # type: ignore[arg-type]
 
     def step(self, *inputs: Any) -> Any:
         events = super().step(*inputs)
@@ -147,8 +148,7 @@ def test_step_that_the_leader_has_ends_here_before_a_copy() -> None:
     leader: Any = SimpleNamespace(receive_message=lambda: packing.encode(sent.pop(0)) if sent else b"")
     step = SimpleNamespace(done=lambda: True, result=lambda: log.append("end"))
     runner: Any = SimpleNamespace(launch=lambda batch: (log.append("step"), step)[1])
-    copier: Any = SimpleNamespace(follow=lambda moves: log.append("copy"))
-    Lockstep(leader=leader).follow(runner, copier)
+    Lockstep(leader=leader).follow(runner, lambda copies: log.append("copy"))
     assert log == ["step", "copy", "end", "copy", "step", "end"]
 
 

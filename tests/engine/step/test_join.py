@@ -40,7 +40,7 @@ def test_all_hear_the_same(tp: int, hosts: str) -> None:
 
     ranks = join_all(tp, hosts)
     together([lambda rank=rank, one=one: run(rank, one) for rank, one in enumerate(ranks)])
-    together([one.close if rank % tp == 0 else lambda one=one: one.follow(None) for rank, one in enumerate(ranks)])
+    together([one.close if rank % tp == 0 else lambda it=one: it.follow(None, len) for rank, one in enumerate(ranks)])
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "abc", "aabb"])

@@ -120,7 +120,7 @@ def test_follower_runs_what_the_leader_shares():
             results.append(handle.result())
             return handle
 
-    Lockstep(leader=connection).follow(Recording())  # type: ignore[arg-type]
+    Lockstep(leader=connection).follow(Recording(), lambda copies: None)  # type: ignore[arg-type]
     assert [int(token) for result in results for token in result.tokens[:, 0]] == leader and len(leader) == 5
     assert all(isinstance(result, StepOutput) and not result.corrupt for result in results)
 
@@ -140,5 +140,5 @@ def test_pause_is_no_step_of_a_follower():
         return SimpleNamespace(done=lambda: True, result=lambda: None)
 
     one._leader = SimpleNamespace(receive_message=receive)  # type: ignore[assignment]
-    one.follow(SimpleNamespace(launch=launch))  # type: ignore[arg-type]
+    one.follow(SimpleNamespace(launch=launch), lambda copies: None)  # type: ignore[arg-type]
     assert limits[-3:] == [LEAST_S] * 3

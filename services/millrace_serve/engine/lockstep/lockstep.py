@@ -16,7 +16,6 @@ from millrace_serve.engine.health.progress import Progress
 from millrace_serve.engine.lockstep import packing
 from millrace_serve.engine.lockstep.links import RankConnection, framed
 from millrace_serve.engine.lockstep.replicas import Replicas, ReplicaState, Said
-from millrace_serve.engine.offload.page_copier import PageCopier
 from millrace_serve.engine.schedule.plan import NOTHING, ContextParallelTurn, Plan, Work
 from millrace_serve.engine.step.batch import HostBatch
 from millrace_serve.engine.step.runner import Runner, StepHandle
@@ -102,22 +101,18 @@ class Lockstep:
             with self.progress.waits():
                 self._send(data)
 
-    def follow(self, runner: Runner, copier: PageCopier | None = None) -> None:
-        """The whole life of a follower: run what the leader shares until it closes. One step may be ahead. `copier`:
-        None where there is no host tier.
-        """
+    def follow(self, runner: Runner, copy: Callable[[packing.Copies], None]) -> None:
+        """The whole life of a follower: run or `copy` what the leader shares until it closes. One step may be ahead."""
         step: StepHandle | None = None
         while data := self._receive():
             message = packing.decode(data)
             if not isinstance(message, packing.Copies):
                 step = self._launch(runner, message, step)
                 continue
-            assert copier is not None, "there is no host tier"
             if message.settled:  # a step that has ended for the leader may still write to these pages here
                 self._finish(step)
                 step = None
-            for moves in message.moves:
-                copier.follow(moves)
+            copy(message)
         self._finish(step)
         self._close()
 

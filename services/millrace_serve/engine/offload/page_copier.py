@@ -87,10 +87,11 @@ class PageCopier:
         self._started[job.to_host] += 1
         self._in_flight.append((job, self._started[job.to_host], self._copy(job.moves)))
 
-    def follow(self, moves: PageMoves) -> None:
-        """Of another rank: carry out what its leader starts, and let the leader know of the end."""
-        self._copy(moves)
-        self._tell(moves.to_host)
+    def follow(self, *started: PageMoves) -> None:
+        """Of another rank: carry out what its leader has started, and let the leader know of the end of each."""
+        for moves in started:
+            self._copy(moves)
+            self._tell(moves.to_host)
 
     def poll(self) -> list[CopyJob]:
         """The jobs that have ended since the last call, on all ranks."""

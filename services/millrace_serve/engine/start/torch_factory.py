@@ -69,7 +69,7 @@ class Rank:
 
     def follow(self) -> None:
         """Run what the leader of this replica shares, until its engine is closed."""
-        self.lockstep.follow(self.runner, self.copier)
+        self.lockstep.follow(self.runner, lambda copies: self.copier.follow(*copies.moves))
         self.runner.close()
         self.copier.close()
 
