@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from engine.sequence_check import check_sequence
@@ -103,16 +104,18 @@ class Driver:
         settings: SimSettings = SETTINGS,
         grammars: Grammars | None = None,
         host_pages: int = 0,
+        folder: Path | None = None,
         **config: object,
     ) -> None:
-        """`host_pages`: copies that the host tier has room for."""
+        """`host_pages`: copies that the host tier has room for. `folder`: of the disk tier."""
         self.clock = Clock()
         self.config = EngineConfig.model_validate({**TINY, "max_prefill_tokens": 6, "checks": ("poison",), **config})
         if host_pages:
             gib = host_pages * sim_layout(self.config, settings).page_bytes / GIB
-            self.config = self.config.model_copy(update={"host_cache_gib": gib})
+            self.config = self.config.model_copy(update={"host_cache_gib": gib, "disk_cache": folder})
         self.settings = settings
         self.engine: Engine = build_sim_engine(self.config, role, settings, clock=self.clock, grammars=grammars)
+        self.engine.open_store()
         self.scheduler = self.engine._scheduler
         self.here = self.scheduler.requests
         self.cache = self.scheduler.pages.cache

@@ -14,19 +14,19 @@ from millrace_testing.sim import expected, prompt_of
 LENGTH = 1000  # 15 full pages, and 40 tokens
 
 
-def configured(folder: Path) -> tuple[Parts, WorkerConfig]:
+def configured(folder: Path) -> Parts:
     """The parts of a rank before its disk tier is added. The file of the secret is gone since the rank began."""
     limits = {"host_cache_gib": 0.01, "disk_cache": folder, "disk_cache_gib": 0.1}
     config = WorkerConfig(engine="sim", role="unified", limits=limits, secret=folder.with_name("gone"))
-    return process._build(RankSpec(config, 0, "", "", ""), Phases()), config
+    return process._build(RankSpec(config, 0, "", "", ""), Phases())
 
 
 def test_prefixes_survive_a_restart(tmp_path: Path) -> None:
     folder, prompt = tmp_path / "kv", prompt_of(LENGTH)
     blocks = {block.hex() for block in page_hashes(prompt, 64)[:15]}
     for secret, loaded, refused in ((b"a", 0, 0), (b"a", 15, 0), (b"b", 0, 15)):
-        parts, config = configured(folder)
-        process._add_disk_tier(parts, config, 32 * secret)
+        parts = configured(folder)
+        process._open_store(parts, 32 * secret)
         engine = parts.engine
         assert engine is not None
         answer = said(engine, [request(1, prompt, max_tokens=3)], close=False)
@@ -41,6 +41,6 @@ def test_prefixes_survive_a_restart(tmp_path: Path) -> None:
 
 def test_disk_cache_that_is_a_file_refuses_the_start(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("")
-    parts, config = configured(tmp_path / "kv")
+    parts = configured(tmp_path / "kv")
     with pytest.raises(process.StartRefused, match=r"limits.disk_cache: .*kv cannot be used: Not a directory"):
-        process._add_disk_tier(parts, config, b"")
+        process._open_store(parts, b"")

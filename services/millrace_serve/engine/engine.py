@@ -15,13 +15,12 @@ Where step N+1 depends on the tokens of step N (`Plan.awaited`), `launch` reads 
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
 from millrace_serve.engine.cache.block_pool import InvariantError
 from millrace_serve.engine.cache.kv_pool import KvPool
-from millrace_serve.engine.config import EngineConfig
+from millrace_serve.engine.config import GIB, EngineConfig
 from millrace_serve.engine.core import EngineInput, Events, Load, Pause
 from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.health.forecast import Forecast, Kind, kind
@@ -74,11 +73,13 @@ class Engine:
         self._stale = True  # something happened since schedule() last found nothing to do
         self._paused = False
 
-    def keep_in(self, folder: Path, max_bytes: int, secret: bytes = b"", *, patient: bool = True) -> None:
-        """Pages of the host tier go to `folder` from now on, until `close`. `patient`: raises TransferError, else what
-        is wrong with the folder holds up nothing.
+    def open_store(self, secret: bytes = b"", *, patient: bool = True) -> None:
+        """Pages of the host tier go to `disk_cache`, if it is set, from now on, until `close`. `patient`: raises
+        TransferError, else what is wrong with the folder holds up nothing.
         """
-        self._disk.open(folder, self.pool.layout.fingerprint, self.copier.memory, max_bytes, secret, patient)
+        if (folder := self.config.disk_cache) is not None:
+            layout, most = self.pool.layout.fingerprint, int(self.config.disk_cache_gib * GIB)
+            self._disk.open(folder, layout, self.copier.memory, most, secret, patient)
 
     def submit(self, msg: EngineInput) -> None:
         """Never raises for a bad request: it ends in an output with finish ERROR, in the next step's Events."""

@@ -44,12 +44,10 @@ Prompt = tuple[list[int], bytes]
 class Caches(Driver):
     """An engine with whichever tiers a test wants."""
 
-    def __init__(self, host_pages: int = 0, folder: Path | None = None, **config: object) -> None:
+    def __init__(self, **config: object) -> None:
         wide = SETTINGS.model_copy(update={"vocab_size": 400})
-        super().__init__(Role.UNIFIED, wide, host_pages=host_pages, **{**LARGE, **config})
+        super().__init__(Role.UNIFIED, wide, **{**LARGE, **config})
         self.cached: dict[int, int] = {}
-        if folder is not None:
-            self.engine.keep_in(folder, 1 << 30)
 
     def ask(self, prompt: Prompt, room: int) -> int:
         """Tokens of the prompt that were found in some tier; the answer is held against the oracle."""

@@ -226,8 +226,7 @@ class OnDisk(Driver):
     """A simulated engine with room for `host_pages` copies, and a folder below them."""
 
     def __init__(self, folder: Path, host_pages: int, **config: int) -> None:
-        super().__init__(Role.UNIFIED, host_pages=host_pages, **config)
-        self.engine.keep_in(folder, 1 << 30)
+        super().__init__(Role.UNIFIED, host_pages=host_pages, folder=folder, **config)
 
     def ask(self, room: int, tokens: list[int]) -> int:
         """The prompt tokens that were found in some tier."""
@@ -330,11 +329,11 @@ def test_folder_that_hangs_keeps_weights_from_nothing(tmp_path: Path, monkeypatc
     engine.submit(FlushCache())
     for version in ("1" * 32, "2" * 32):
         engine.pool.layout = msgspec.structs.replace(engine.pool.layout, model_hash=version)
-        engine.keep_in(tmp_path, 1 << 30, patient=False)
+        engine.open_store(patient=False)
     engine.submit(Pause(on=False))
     assert first.ask(2, PROMPT) == 0
     assert not host.disk.close(), "a move may still read the host's memory"
-    engine.keep_in(tmp_path, 1 << 30, patient=False)
+    engine.open_store(patient=False)
     answers.set()
     host.disk.store.opened.result(HANG_S)
     assert first.ask(3, [9, *PROMPT]) == 0

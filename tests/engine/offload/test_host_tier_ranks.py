@@ -185,7 +185,7 @@ class Served(msgspec.Struct):
 
 def serve(dims: ParallelDims, sizes: dict[str, Any], folder: str, kind: str = "cpu") -> str:
     """A Served in JSON: each replica its part of the prompts, twice. `folder`: of the disk tier, if there are tiers."""
-    limits = Limits.model_validate({**LIMITS, **sizes})
+    limits = Limits.model_validate({**LIMITS, **sizes, "disk_cache": folder if "host_cache_gib" in sizes else None})
     device = torch.device(f"cuda:{dims.rank}" if kind == "cuda" else kind)
     rank = load_rank(limits, Role.UNIFIED, paths.TINY, dims, device, torch.float32)
     if dims.tp_rank:
@@ -193,8 +193,7 @@ def serve(dims: ParallelDims, sizes: dict[str, Any], folder: str, kind: str = "c
         return ""
     eager(rank.lockstep)
     engine = rank.engine()
-    if limits.host_cache_gib:
-        engine.keep_in(Path(folder), 1 << 30)
+    engine.open_store()
     said: dict[int, list[int]] = {}
     todo = [[start + room for room in range(dims.dp_rank, len(PROMPTS), dims.dp)] for start in (0, 100)]
     done = [Path(f"{folder}-{rank.copier.num_slots}-{replica}") for replica in range(dims.dp)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from millrace_serve.engine.config import GIB, Limits
+from millrace_serve.engine.config import GIB, EngineConfig, Limits
 from millrace_serve.plan.facts import CGROUP, memory_limit
 
 MIB = 1 << 20
@@ -127,6 +127,12 @@ def check_pages(num_pages: int, page_bytes: int, available: int) -> None:
             f"limits.num_pages={num_pages} takes {_gib(wanted)}, but only {_gib(available)} of the host's memory are "
             f"available. Set it to {available // page_bytes} or less"
         )
+
+
+def check_simulated(config: EngineConfig, page_bytes: int) -> None:
+    """Of an engine all of whose pages are in the host's memory. Raises: OverCommitted"""
+    check_pages(config.num_pages, page_bytes, host_memory())
+    check_host_tier(config, 1, [""], "", host_memory())
 
 
 def host_memory(proc: Path = Path("/proc"), cgroup: Path = CGROUP) -> int:

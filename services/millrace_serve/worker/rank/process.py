@@ -27,9 +27,8 @@ from millrace_common import deployment_secret
 from millrace_common import log as logs
 from millrace_common.process_start import no_core_dumps
 
-from millrace_serve.engine.config import GIB
 from millrace_serve.engine.health.heartbeat import HeartbeatThread
-from millrace_serve.engine.start.memory import check_host_tier, check_pages, host_memory
+from millrace_serve.engine.start.memory import check_simulated
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.transfer.base import KvSink, PageBuffer, TransferError
 from millrace_serve.transfer.checked import CheckedSink
@@ -37,7 +36,7 @@ from millrace_serve.transfer.messages import FromReader, ToReader
 from millrace_serve.transfer.nixl import NixlSink, NixlSource
 from millrace_serve.transfer.reader import Reader
 from millrace_serve.worker.channels import Context, Receiver, Sender, channel_key
-from millrace_serve.worker.config import EngineKind, WorkerConfig
+from millrace_serve.worker.config import EngineKind
 from millrace_serve.worker.messages import Dropped, FromRank, RankFailed, RankProgress, RankReady, Report, ToEngine
 from millrace_serve.worker.rank.loop import EngineLoop, Upkeep, follower_inbox
 from millrace_serve.worker.rank.parts import Parts, RankSpec
@@ -106,7 +105,7 @@ def _serve(spec: RankSpec, context: Context, key: bytes, report: Callable[[Repor
         raise StartRefused(error) from error
     report(RankProgress("compiling", f"rank {spec.rank}"))
     secret = deployment_secret.read(config.secret)  # once: it may not be there when other weights come
-    _add_disk_tier(parts, config, secret)
+    _open_store(parts, secret)
     inbox: Receiver[ToEngine] = Receiver(
         context, spec.bind.format(name="engine"), ToEngine, key, lambda: report(Dropped())
     )
@@ -131,7 +130,7 @@ def _serve(spec: RankSpec, context: Context, key: bytes, report: Callable[[Repor
     )
     heartbeats: Sender[FromRank] = Sender(context, spec.frontend, key)
     with HeartbeatThread(parts.progress, lambda heartbeat: heartbeats.send(FromRank(spec.rank, heartbeat))):
-        to_set = partial(set_weights, parts, lambda: _add_disk_tier(parts, config, secret, starts=False))
+        to_set = partial(set_weights, parts, lambda: _open_store(parts, secret, starts=False))
         _step(parts, inbox, report, Upkeep(spec.rank, report, parts.progress.busy, to_set))
     reader.join()
     source.close()
@@ -172,8 +171,7 @@ def _build(spec: RankSpec, phases: Phases) -> Parts:
 
     assert config.limits.num_pages != "auto"
     limits = config.limits.resolved(config.limits.num_pages)
-    check_pages(limits.num_pages, sim_layout(limits, config.sim).page_bytes, host_memory())
-    check_host_tier(limits, 1, [""], "", host_memory())
+    check_simulated(limits, sim_layout(limits, config.sim).page_bytes)
     engine = build_sim_engine(limits, config.role, config.sim)
     facts = config.sim.vocab_size, config.limits.max_model_len, [config.sim.eos_token_id]
     return Parts(engine.pool, engine.progress, *facts, engine)
@@ -187,13 +185,11 @@ def _context(parts: Parts, rank: int) -> int:
     return min(room, parts.max_context)
 
 
-def _add_disk_tier(parts: Parts, config: WorkerConfig, secret: bytes, *, starts: bool = True) -> None:
+def _open_store(parts: Parts, secret: bytes, *, starts: bool = True) -> None:
     """Raises StartRefused when at a start the folder cannot be used: later it keeps nobody from work."""
-    limits = config.limits
-    if parts.engine is None or limits.disk_cache is None:
-        return
     try:
-        parts.engine.keep_in(limits.disk_cache, int(limits.disk_cache_gib * GIB), secret, patient=starts)
+        if parts.engine is not None:
+            parts.engine.open_store(secret, patient=starts)
     except (OSError, TransferError) as error:
         raise StartRefused(error) from error
 
