@@ -50,7 +50,7 @@ MAY_IMPORT = {
     },
     f"{ROUTER}.duties": {
         *(STUBS, COMMON, RPC),
-        *(f"{ROUTER}.{part}" for part in ("config", "policy", "health", "fleet")),
+        *(f"{ROUTER}.{part}" for part in ("config", "policy", "fleet")),
     },
     f"{ROUTER}.queue": {COMMON, RPC, f"{ROUTER}.policy"},
     f"{ROUTER}.flow": {
