@@ -98,7 +98,7 @@ def test_store_that_is_behind_refuses_pages_without_losing_a_slot() -> None:
     store.behind = True
     moves.keep(whole(tier, 8, 7))
     for number in range(9, 99):  # 8 is used again and again, all others are evicted
-        tier.touch(block(8))
+        tier.touch([block(8)])
         moves.keep(whole(tier, number))
     assert not moves.pinned and len(moves._new) <= 4
     store.behind = False

@@ -155,7 +155,7 @@ def test_stores_are_one_at_a_time():
         driver.ask(room, [room] * 9)
         driver.run()
         seen += sum(job.to_host for job in driver.host._under_way)
-    assert seen == 4 and len(driver.cache.written) > 0
+    assert seen == 4 and len(driver.cache.host.offered) > 0
     driver.end()
 
 
@@ -302,7 +302,7 @@ def test_tier_under_random_use(total: int, ops: list[tuple[int, int]]):
         elif op == 3 and pinned and pinned[-1].is_whole:
             tier.unpin(pinned.pop())
         elif op == 4:
-            tier.touch(its)
+            tier.touch([its])
         elif op == 5 and number == 0:
             tier.clear()
         stored, removed = changes.take()
@@ -317,7 +317,7 @@ def test_copy_used_longest_ago_goes_first():
     one, two, three = blocks(1, 2, 3)
     for its in (one, two):
         tier.end(tier.begin(its), good=True)
-    tier.touch(one)
+    tier.touch([one])
     assert tier.begin(three) is not None and tier.get(one) and not tier.get(two)
     assert tier.find([one, three]) == tier.find([one]) != []  # the third is on its way
 

@@ -10,7 +10,6 @@ Life of a page:
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from millrace_serve.engine.cache.block_pool import BlockPool, Holder, InvariantError
@@ -52,7 +51,6 @@ class KvCache:
         self._changes = CacheChanges()  # for reports to routers
         self._tree = RadixTree(page_size, self._changes.device, int(KEPT_SHARE * self.pool.total))
         self.host = HostTier(0, self._changes.host)  # until the engine opens it
-        self.written: deque[Node] = deque()  # that came into the tree and were not offered to the host tier yet
         self._enabled = prefix_cache
 
     @property
@@ -88,8 +86,7 @@ class KvCache:
             prefix.tail = self._tree.extend(prefix.tail, tokens, index, prefix.salt, page=page, block=blocks[index])
             if prefix.tail.page == page:
                 self.pool.hold([page], Holder.CACHE)
-                if self.host.total:
-                    self.written.append(prefix.tail)
+                self.host.offer(prefix.tail)
             else:
                 self._share([prefix.tail.page])
                 prefix.pins.append(prefix.tail.page)
@@ -131,7 +128,6 @@ class KvCache:
     def flush(self) -> None:
         """Evict every idle page, and forget the host tier."""
         self.host.clear()
-        self.written.clear()
         for _ in range(self._tree.num_idle):
             self.pool.drop([self._tree.evict()], Holder.CACHE)
 
@@ -159,9 +155,7 @@ class KvCache:
         self._set_idle(reversed(pages))
         if prefix.pins:  # pages and pins interleave on the path: bring all of it into order
             self._set_idle(node.page for node in prefix.path_up())
-        if self.host.total:
-            for node in prefix.path_up():  # as on the device, the deepest is the first to be evicted
-                self.host.touch(node.block)
+        self.host.touch(node.block for node in prefix.path_up())  # as on the device, the deepest is evicted first
 
     def _set_idle(self, pages: Iterable[int]) -> None:
         for page in pages:

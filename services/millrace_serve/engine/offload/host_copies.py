@@ -122,16 +122,16 @@ class HostCopies:
         self._tier.check([copy for job in self._under_way for copy in job.copies] + self.disk.pinned)
 
     def _store(self, most_pages: int) -> None:
-        written, cache = self._cache.written, self._cache
+        offered, cache = self._tier.offered, self._cache
         copies: dict[Node, Copy] = {}
-        while written and len(copies) < most_pages:
-            node = written[0]
+        while offered and len(copies) < most_pages:
+            node = offered[0]
             if cache.holds(node) and self._tier.get(node.block) is None:
                 copy = self._tier.begin(node.block)
                 if copy is None:
                     break
                 copies[node] = copy
-            written.popleft()
+            offered.popleft()
 
         def done() -> None:
             self._storing = False

@@ -7,10 +7,12 @@ Life of a copy:
     3. `pin`     somebody reads it until `unpin`; without readers it may be evicted
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from millrace_serve.engine.cache.block_pool import InvariantError
 from millrace_serve.engine.cache.changes import TierChanges
+from millrace_serve.engine.cache.radix import Node
 
 
 class Copy:
@@ -27,6 +29,7 @@ class HostTier:
     """Slots 0 .. total-1. `changes` hears of every block that comes and goes."""
 
     def __init__(self, total: int, changes: TierChanges) -> None:
+        self.offered: deque[Node] = deque()  # that came into the prefix cache, and nobody has looked at since
         self._changes = changes
         self._copies: dict[bytes, Copy] = {}  # by block
         self._idle: dict[bytes, Copy] = {}  # those without pins, by block; the one used longest ago is the first
@@ -90,13 +93,20 @@ class HostTier:
             elif not copy.num_pins:
                 self._free.append(copy.slot)
 
-    def touch(self, block: bytes) -> None:
-        """The block was used on the device."""
-        if copy := self._idle.pop(block, None):
-            self._idle[block] = copy
+    def offer(self, node: Node) -> None:
+        """It came into the prefix cache on the device."""
+        if self.total:
+            self.offered.append(node)
+
+    def touch(self, blocks: Iterable[bytes]) -> None:
+        """They were used on the device, the last one most recently."""
+        for block in blocks if self.total else ():
+            if copy := self._idle.pop(block, None):
+                self._idle[block] = copy
 
     def clear(self) -> None:
         """Forget everything. What is being read or written keeps its slot until that is over."""
+        self.offered.clear()
         for block in list(self._copies):
             self._forget(block)
 
