@@ -67,7 +67,7 @@ MAY_IMPORT = {
     f"{ENGINE}.engine": {CORE, LIMITS, CACHE, GRAMMAR, SCHEDULE, OFFLOAD, HEALTH, LOCKSTEP, STEP},
     CACHE: {CORE, COMMON, f"{OFFLOAD}.host_tier"},
     GRAMMAR: {CORE, COMMON},
-    SCHEDULE: {CORE, LIMITS, CACHE, GRAMMAR, OFFLOAD, f"{DRAFTS}.counts", COMMON},
+    SCHEDULE: {CORE, LIMITS, CACHE, GRAMMAR, f"{OFFLOAD}.host_copies", f"{DRAFTS}.counts", COMMON},
     STEP: {
         CORE,
         LIMITS,
@@ -85,7 +85,7 @@ MAY_IMPORT = {
     f"{DRAFTS}.limits": {COMMON, f"{MODEL}.config"},
     CONTEXT_PARALLEL: {STEP, MODEL},
     HEALTH: {STEP, COMMON},
-    LOCKSTEP: {SCHEDULE, STEP, HEALTH, OFFLOAD, MODEL, COMMON},
+    LOCKSTEP: {SCHEDULE, STEP, f"{HEALTH}.progress", f"{OFFLOAD}.host_copies", MODEL, COMMON},
     f"{ENGINE}.sim": {ENGINE, COMMON},
     f"{ENGINE}.start": {ENGINE, MODEL, KERNELS, COMMON, PLAN},
     PLAN: {COMMON, LIMITS, f"{DRAFTS}.limits", f"{MODEL}.config"},
