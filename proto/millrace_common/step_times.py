@@ -88,11 +88,15 @@ class StepTimes:
         """
         if math.isinf(limit_s) or not self.token_s:
             return MANY, math.inf
-        saved = self._fits(SAVED * (AIM * limit_s - self.step_s(sequences, keys)) - self.chunk_s, start)
+        saved, seconds = self.saved(limit_s, sequences, keys, start), spare_s - self.chunk_s
         if saved < least:
             return least, math.inf
-        within = self._fits(spare_s - self.chunk_s, start)
-        return within if within >= min(self.fewest(self.chunk_s, start, wanted), saved) else 0, spare_s - self.chunk_s
+        within = self._fits(seconds, start)
+        return within if within >= min(self.fewest(self.chunk_s, start, wanted), saved) else 0, seconds
+
+    def saved(self, limit_s: float, sequences: float, keys: float, start: int) -> int:
+        """Tokens of a chunk that take what SAVED tokens of each stream save by steps without prompts."""
+        return self._fits(SAVED * (AIM * limit_s - self.step_s(sequences, keys)) - self.chunk_s, start)
 
     def prompts_s(self, tokens: float, pairs: float = 0) -> float:
         """By how much so many prompt tokens make a step longer."""

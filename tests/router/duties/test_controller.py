@@ -102,11 +102,11 @@ def test_a_change_costs_what_it_puts_at_risk() -> None:
     assert decide(replace(state, members=loaded)).after == DutySplit(2, 2)
 
 
-@pytest.mark.parametrize(("rate", "before", "growth", "then"), [(78, 2, 1, 2), (78, 2, 1.5, 3), (120, 4, 1.5, 4)])
+@pytest.mark.parametrize(("rate", "before", "growth", "then"), [(78, 2, 1, 2), (78, 2, 1.5, 3), (140, 4, 1.5, 4)])
 def test_growth_is_met_before_it_comes_if_nothing_is_lost_until_then(
     rate: float, before: int, growth: float, then: int
 ) -> None:
-    talk = Workload(1700, 100, rate, cached_tokens=1200)  # 3 would answer more than 4 of 180, and fewer of 120
+    talk = Workload(1700, 100, rate, cached_tokens=1200)  # 3 would answer more than 4 of 210, and fewer of 140
     state = situation(talk, *[PREFILL] * before, *[DECODE] * (8 - before), sample=400, growth=growth)
     assert decide(state).after.prefill == then
 
