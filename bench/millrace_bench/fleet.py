@@ -55,7 +55,7 @@ class Job:
         self.place = fleet.admission.place(0)
         self.placed: dict[SubRequest, Worker] = {}
         self.ticket: Ticket | None = None
-        self.first_at = self.last_at = self.ended_at = math.inf
+        self.first_at = self.ended_at = math.inf
 
     @property
     def answered(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from millrace_common.step_times import AIM, RECOVER, StepTimes, chunk_pairs, tokens_left
 from millrace_router.flow.flow import SubRequest
-from millrace_router.policy.snapshot import NOT_MEASURED, Replica
+from millrace_router.policy.snapshot import Replica
 from millrace_serve.engine.schedule.capacity import QUEUE_S
 from millrace_serve.engine.schedule.expected import Outputs, need, room
 from millrace_serve.engine.schedule.plan import Work
@@ -45,7 +45,6 @@ class Machine:
     handover_s: float = 0.0
     page_bytes: int = 0
     read_bytes_per_s: float = 0.0
-    by_room: bool = True  # it reports its room and waits; else only capacity
 
     def step_s(self, work: Work) -> float:
         return self.times.step_s(*work) - self.experts_s * UNREAD ** (work.sequences + work.tokens)
@@ -92,7 +91,7 @@ class Worker:
         self.keys = 0  # tokens of running sequences
         self._begun = 0  # tokens of prompts that were begun and stay here
         self._prompt_tokens = 0  # to be computed
-        self._steps = self.computed = self.generated = self.preemptions = 0
+        self._steps = self.computed = self.generated = 0
         self._busy = False
         self._fit = StepFit(machine.times)
 
@@ -268,7 +267,6 @@ class Worker:
 
     def _preempt(self, part: Part) -> None:
         self._stop(part)
-        self.preemptions += 1
         part.computed, part.started = 0, False
         self._ends = [entry for entry in self._ends if entry[2] is not part]
         heapq.heapify(self._ends)
@@ -305,13 +303,12 @@ class Worker:
         """The router hears what was made, and what waits."""
         for part in self.running:
             part.job.hear(self, part, self._made(part))
-        if self.machine.by_room:
-            goes_on = [*self.running, *(part for part in self.prompts if part.started)]
-            waits = [*(part for _, part in self.waiting), *(part for part in self.prompts if not part.started)]
-            for part in goes_on:
-                part.job.told(self, part, waits=False)
-            for part in waits:
-                part.job.told(self, part, waits=now > part.came + LOOK_S)
+        goes_on = [*self.running, *(part for part in self.prompts if part.started)]
+        waits = [*(part for _, part in self.waiting), *(part for part in self.prompts if not part.started)]
+        for part in goes_on:
+            part.job.told(self, part, waits=False)
+        for part in waits:
+            part.job.told(self, part, waits=now > part.came + LOOK_S)
 
     def replica(self) -> Replica:
         machine = self.machine
@@ -319,7 +316,7 @@ class Worker:
         streams += [part for part in self.prompts if part.sub is SubRequest.DECODE]
         exports = sum(part.sub is SubRequest.PREFILL for part in self.prompts)
         generates = self.role != "prefill"
-        most = machine.max_running + machine.max_running // 8 + 1 if generates and machine.by_room else MOST_PROMPTS
+        most = machine.max_running + machine.max_running // 8 + 1 if generates else MOST_PROMPTS
         return Replica(
             self.name, 0, self.name, "f",
             capacity=most - len(streams) - exports,
@@ -327,12 +324,12 @@ class Worker:
             sequences=len(streams) + exports,
             sources=self.fleet.sources if generates else frozenset(),
             held=self.keys,
-            room=self._room(streams) if machine.by_room else 1 << 60,
-            expected_output=self.outputs.mean if generates and machine.by_room else 0,
+            room=self._room(streams),
+            expected_output=self.outputs.mean if generates else 0,
             page_bytes=machine.page_bytes,
             prompt_tokens_per_s=machine.prompt_tokens_per_s,
             read_bytes_per_s=machine.read_bytes_per_s,
-            times=self.times if machine.by_room else NOT_MEASURED,
+            times=self.times,
             streams=len(self.running) if self.duty == "prefill" else len(streams) + exports,
             flexible=self.role == "flexible",
         )  # fmt: skip

@@ -12,7 +12,7 @@ import argparse
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from millrace_common.step_times import StepTimes
@@ -44,13 +44,12 @@ class Shape:
     max_tokens: int = 1200
     queue_s: float = 60.0  # timeouts.queue
     taught: bool = False  # decode workers have seen outputs before
-    by_room: bool = True  # workers report their room; else only capacity, and no waits, as before
 
     def fleet(self, rng: random.Random) -> Fleet:
         prefill = StepTimes(token_s=1 / self.prompt_tokens_per_s)
         machines = {
-            "prefill": Machine(prefill, chunk=self.prompt, by_room=self.by_room),
-            "decode": Machine(StepTimes(self.step_s), pool=self.pool, max_running=64, by_room=self.by_room),
+            "prefill": Machine(prefill, chunk=self.prompt),
+            "decode": Machine(StepTimes(self.step_s), pool=self.pool, max_running=64),
         }
         seen = tuple(self.length(rng) for _ in range(LEAST)) if self.taught else ()
         return Fleet(Fleets({"prefill": self.prefills, "decode": self.decodes}, machines, self.queue_s, seen=seen))
@@ -69,12 +68,12 @@ class Shape:
 
 def shape_of(args: argparse.Namespace, workers: int) -> Shape:
     prefills = max(workers // 4, 1)
-    return Shape(prefills=prefills, decodes=workers - prefills, queue_s=args.queue, taught=True, by_room=not args.blind)
+    return Shape(prefills=prefills, decodes=workers - prefills, queue_s=args.queue, taught=True)
 
 
 def fleet_capacity(args: argparse.Namespace) -> float:
     """Answers per second of one decode worker, in the smallest fleet while its queue is never empty."""
-    shape, rng = replace(shape_of(args, min(args.workers)), by_room=True), random.Random(args.seed)
+    shape, rng = shape_of(args, min(args.workers)), random.Random(args.seed)
     fleet = shape.fleet(rng)
     fleet.run(BEFORE_S, shape.arrivals(shape.decodes, rng))
     began = fleet.now
@@ -120,7 +119,6 @@ def main() -> None:
     parser.add_argument("--loads", type=float, nargs="+", default=[1.0, 1.5, 2.0, 4.0], help="times the capacity")
     parser.add_argument("--seconds", type=float, default=300.0, help="seconds of the smallest fleet; larger: less")
     parser.add_argument("--queue", type=float, default=10.0, help="the router's timeouts.queue, seconds")
-    parser.add_argument("--blind", action="store_true", help="workers report no room and no waits")
     parser.add_argument("--seed", type=number(int), default=0)
     args = parser.parse_args()
     each = fleet_capacity(args)

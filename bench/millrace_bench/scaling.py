@@ -77,9 +77,9 @@ def _of_size(name: str, tokens: int, measured: tuple[float, float], fit: Fit) ->
     return [*one_host, _between_hosts(name, tokens, alone, waiting)]
 
 
-def _between_hosts(name: str, tokens: int, alone: float, waiting: float, gpus: int = 72) -> Step:
+def _between_hosts(name: str, tokens: int, alone: float, waiting: float) -> Step:
     """72 GPUs with 288 places for the 256 experts, 4 on each and the shared one, over RDMA."""
-    chosen = tokens * TOP_K
+    gpus, chosen = 72, tokens * TOP_K
     fewer = experts_us(33, chosen + tokens) - experts_us(288 / gpus + 1, chosen + tokens)
     # a message for each expert of another host in decode, one for each other host in prefill
     remote = TOP_K * (1 - 8 / gpus) if name.startswith("decode") else REMOTE_HOSTS

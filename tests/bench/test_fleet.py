@@ -9,7 +9,6 @@ from random import Random
 import pytest
 from millrace_bench.fleet import Fleet, Request
 from millrace_bench.overload import Shape, fleet_capacity, fleet_row
-from millrace_router.flow.flow import Stage
 
 # The case that was found: a pool for two to three sequences of 300 + 1,200 tokens, the router's limits as they are.
 BURST = Shape(prefills=1, decodes=1, output=100_000, max_tokens=1200)
@@ -39,17 +38,10 @@ def test_of_a_burst_nothing_fails_that_a_worker_took(decodes: int, requests: int
         assert fleet.ejections == 0 and not fleet.retries
 
 
-def test_workers_that_report_no_room_show_the_fault() -> None:
-    """The same burst, with capacity alone and without a word about waits: the fleet is able to fail."""
-    fleet = burst(replace(BURST, by_room=False), 30, 600)
-    assert fleet.ejections and fleet.retries and fleet.computed > 1.5 * 30 * BURST.prompt
-    assert any(job.flow.stage is Stage.FAILED and job.flow.attempt >= 0 for job in fleet.jobs)
-
-
 def rows(workers: int, seconds: float, loads: tuple[float, ...]) -> list[dict]:
-    args = argparse.Namespace(workers=[4], seconds=120.0, queue=10.0, blind=False, seed=0)
+    args = argparse.Namespace(workers=[4], seconds=120.0, queue=10.0, seed=0)
     each = fleet_capacity(args)
-    args = argparse.Namespace(workers=[workers], seconds=seconds, queue=10.0, blind=False, seed=0)
+    args = argparse.Namespace(workers=[workers], seconds=seconds, queue=10.0, seed=0)
     return [fleet_row(args, workers, load, each) for load in loads]
 
 

@@ -120,16 +120,6 @@ def test_no_stage_begins_without_time(tmp_path: Path, module: Any) -> None:
     assert (found.passed, found.result) == (False, "no time was left")
 
 
-def test_the_table_shows_what_every_stage_says() -> None:
-    outcome = stages.Outcome("shard", 12.3, True, "4.04 ms", "4.5 ms", {"results": {}})
-    console = Console(width=100, file=io.StringIO())
-    console.print(stages.table([outcome]))
-    assert console.file.getvalue().split("\n")[-3].split() == ["shard", "12", "ok", "4.04", "ms", "4.5", "ms"]
-    assert stages.results([outcome])[0] == {
-        "stage": "shard", "seconds": 12.3, "passed": True, "result": "4.04 ms", "target": "4.5 ms"
-    }  # fmt: skip
-
-
 MODEL = TINY
 NODE = [stage for gpus in node.WIDTHS for stage in node.stages(node.Host(gpus, 61, MODEL))]
 ALL = [stage.command for stage in (*gpu.STAGES, *gpu.stages_of_tests(), *NODE)]
