@@ -327,7 +327,6 @@ class Worker:
             room=self._room(streams),
             expected_output=self.outputs.mean if generates else 0,
             page_bytes=machine.page_bytes,
-            prompt_tokens_per_s=machine.prompt_tokens_per_s,
             read_bytes_per_s=machine.read_bytes_per_s,
             times=self.times,
             streams=len(self.running) if self.duty == "prefill" else len(streams) + exports,

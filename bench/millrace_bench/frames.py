@@ -92,8 +92,6 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    # ------------------------------------------------------------------------------------- asyncio.Protocol
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
         settings = struct.pack(">HI", INITIAL_WINDOW_SIZE, LARGEST_WINDOW)

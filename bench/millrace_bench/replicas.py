@@ -237,9 +237,6 @@ def _watch(engine: Engine, dp: int) -> Callable[..., bool]:
     return full_of
 
 
-# ------------------------------------------------------------------------------------------------ processes
-
-
 def measured(
     dims: ParallelDims, device: torch.device, engines: Engines, folder: str, args: argparse.Namespace
 ) -> list[Row]:

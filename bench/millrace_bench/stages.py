@@ -176,9 +176,6 @@ def results(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return [{key: value for key, value in asdict(one).items() if key != "record"} for one in outcomes]
 
 
-# ------------------------------------------------------------------------------------------------ command lines
-
-
 def command_line(name: str, description: str | None) -> CommandLine:
     """Options of every bench that consists of stages."""
     parser = CommandLine(f"millrace bench {name}", description)

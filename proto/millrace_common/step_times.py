@@ -55,15 +55,10 @@ class StepTimes:
         seconds = self.fixed_s + self.sequence_s * sequences + self.key_s * keys
         return seconds + self.chunk_s + self.token_s * tokens + self.pair_s * pairs if tokens else seconds
 
-    def tokens_within(self, limit_s: float, sequences: float, keys: float, start: int = 0) -> int:
-        """Prompt tokens, `start` tokens behind the beginning of their prompt, that fit into a step of `limit_s` beside
-        the decode sequences; 0: the step is too long without any.
+    def fits(self, left: float, start: int) -> int:
+        """Prompt tokens, `start` tokens behind the beginning of their prompt, that make a step longer by no more than
+        `left` seconds, besides `chunk_s`; MANY where they cost nothing.
         """
-        left = limit_s - self.step_s(sequences, keys) - self.chunk_s
-        return self._fits(left, start)
-
-    def _fits(self, left: float, start: int) -> int:
-        """Tokens of a chunk that take no more than `left` seconds, in either form; MANY where they cost nothing."""
         found = 0.0
         for left_s, before in ((left, ABSORB * start), (left - self.pair_s * EXPAND * start, start)):
             each = self.token_s + self.pair_s * before
@@ -91,12 +86,12 @@ class StepTimes:
         saved, seconds = self.saved(limit_s, sequences, keys, start), spare_s - self.chunk_s
         if saved < least:
             return least, math.inf
-        within = self._fits(seconds, start)
+        within = self.fits(seconds, start)
         return within if within >= min(self.fewest(self.chunk_s, start, wanted), saved) else 0, seconds
 
     def saved(self, limit_s: float, sequences: float, keys: float, start: int) -> int:
         """Tokens of a chunk that take what SAVED tokens of each stream save by steps without prompts."""
-        return self._fits(SAVED * (AIM * limit_s - self.step_s(sequences, keys)) - self.chunk_s, start)
+        return self.fits(SAVED * (AIM * limit_s - self.step_s(sequences, keys)) - self.chunk_s, start)
 
     def prompts_s(self, tokens: float, pairs: float = 0) -> float:
         """By how much so many prompt tokens make a step longer."""
@@ -126,7 +121,7 @@ class StepTimes:
         lost_s = (1 + LOSS) * (step_s / most + self.token_s + behind_s * min(1 + EXPAND / most, ABSORB)) - self.token_s
         absorbed, expanded = lost_s - ABSORB * behind_s, lost_s - behind_s
         few = step_s / absorbed if absorbed > 0 else most
-        return math.ceil(min(few, (step_s + behind_s * EXPAND) / expanded if expanded > 0 else most, most))
+        return math.ceil(min(few, (step_s + behind_s * EXPAND) / expanded, most))
 
     def divide(self, prompts: Sequence[tuple[int, int]], left: int, most: int, left_s: float = math.inf) -> list[int]:
         """Tokens of the next step, `left` in `left_s` seconds in all and `most` in one without limits, for each of
@@ -147,7 +142,7 @@ class StepTimes:
             if not index and before_s and rest > most // 2:
                 seconds = min(seconds, self.fixed_s + self.chunk_s + before_s)
             if seconds < math.inf:
-                tokens = min(tokens, max(self._fits(seconds, start), 0 if limited else 1))
+                tokens = min(tokens, max(self.fits(seconds, start), 0 if limited else 1))
             shares[index] = tokens
             took_s = self.token_s * tokens + self.pair_s * chunk_pairs(start, tokens)
             left, left_s, before_s = left - tokens, left_s - took_s, before_s + took_s

@@ -32,7 +32,7 @@ def test_tokens_within_a_limit_are_the_most_that_fit(
     limit_s: float, sequences: int, keys: int, start: int, pair_s: float
 ) -> None:
     times = replace(TIMES, pair_s=pair_s)
-    tokens = times.tokens_within(limit_s, sequences, keys, start)
+    tokens = times.fits(limit_s - times.step_s(sequences, keys) - times.chunk_s, start)
 
     def took(count: int) -> float:
         return times.step_s(sequences, keys, count, chunk_pairs(start, count))

@@ -94,7 +94,7 @@ async def test_prompt_cached_elsewhere_is_fetched_and_handed_over(three: list[In
     assert await pages(prefill, "fetched") == before[0] + 15
     assert await pages(three[prefix_source], "served") == before[1] + 15
     load = await prefill.load()
-    assert load.prefix_fetch_seconds >= 0 and load.read_bytes_per_s > 0 and load.replicas[0].prompt_tokens_per_s > 0
+    assert load.prefix_fetch_seconds >= 0 and load.read_bytes_per_s > 0
     for worker in three:
         await worker.whole()
 

@@ -19,8 +19,8 @@ from millrace_router.config import Routing
 from millrace_router.duties.controller import BOTH, DECODE, PREFILL, DutyPlan, FleetState, Member, decide, leads
 from millrace_router.duties.demand import RecentDemand, Report
 from millrace_router.fleet.worker import Worker
-from millrace_router.policy.predict import HANDOVER_S, MOST_CHUNK
-from millrace_router.policy.snapshot import Replica
+from millrace_router.policy.predict import HANDOVER_S
+from millrace_router.policy.snapshot import MOST_CHUNK, Replica
 
 log = logging.getLogger(__name__)
 

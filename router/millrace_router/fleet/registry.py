@@ -186,8 +186,6 @@ class Registry:
             leaving=worker.leaving,
         )
 
-    # ------------------------------------------------------------------------------------- what discovery says
-
     def on_targets(self, targets: Sequence[Target]) -> None:
         self._metrics.discovery_synced.set(time.time())
         changes = diff({worker.target.key: worker.target for worker in self.workers.values()}, targets)
@@ -228,8 +226,6 @@ class Registry:
             task = self._tasks[worker]
             if not worker.in_flight and not task.cancelling():
                 task.cancel()
-
-    # ------------------------------------------------------------------------------------- what workers say
 
     @survived(log, "the state of the workers could not be derived")  # who calls would end with it: a worker's task
     def _changed(self) -> None:

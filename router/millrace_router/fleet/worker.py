@@ -225,7 +225,6 @@ class Worker:
             revision=self.target.revision,
             ejected=ejected,
             page_bytes=self.info.layout.page_bytes,
-            prompt_tokens_per_s=load.prompt_tokens_per_s,
             output_tokens_per_s=load.output_tokens_per_s,
             read_bytes_per_s=self.load.read_bytes_per_s if self.load else 0.0,
             prefix_fetch_s=self.load.prefix_fetch_seconds if self.load else 0.0,

@@ -157,8 +157,6 @@ class Flow:
         """Whether a worker that has to make progress next has said that the request waits there."""
         return not self.waiting.isdisjoint(self.open & self._culprits())
 
-    # ------------------------------------------------------------------------------------- what the client does
-
     def take(self) -> tuple[list[int], list[common_pb2.TokenLogprobs]]:
         start, self.taken = self.taken, len(self.outputs)
         return self.outputs[start:], self.logprobs[start:]
@@ -174,8 +172,6 @@ class Flow:
         """Called instead of the requested retry, when the budget is exhausted."""
         assert self.stage is Stage.QUEUED and self.error is not None
         return self._end(Stage.FAILED, "no retry", error=self._final(self.error, "too many requests are tried again"))
-
-    # ------------------------------------------------------------------------------------- what workers do
 
     def assign(self, subs: SubRequests, now: float) -> None:
         assert subs and self.stage is Stage.QUEUED

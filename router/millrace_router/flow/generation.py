@@ -153,8 +153,6 @@ class Generation:
         except Exception as error:
             self.cancel(MillraceError.of(error, log, "a request cannot go on"))
 
-    # ------------------------------------------------------------------------------------- the queue
-
     def _enter(self) -> None:
         self._again = None
         self._spans.waits(self._loop.time())
@@ -208,8 +206,6 @@ class Generation:
             return
         self._backend.metrics.retries.labels(reason=str(retry.reason)).inc()
         self._again = self._loop.call_later(retry.delay_s, self._safely, self._enter)
-
-    # ------------------------------------------------------------------------------------- the workers
 
     def _submit(self, decision: Decision) -> None:
         """Send the attempt to its sub-requests. A Link that is gone fails its sub-request at once, which ends the
@@ -288,8 +284,6 @@ class Generation:
         self.usage.MergeFrom(before)
         self.usage.drafted_tokens += out.drafted_tokens
         self.usage.accepted_draft_tokens += out.accepted_draft_tokens
-
-    # ------------------------------------------------------------------------------------- afterwards
 
     def _settle(self) -> None:
         stage = self.flow.stage

@@ -27,10 +27,10 @@ from millrace.v1.admin_pb2 import Candidate, Selection
 
 from millrace_router.config import Policy, Routing
 from millrace_router.policy.holders import Process
-from millrace_router.policy.predict import HANDOVER_S, MOST_CHUNK, Predictor, measured
+from millrace_router.policy.predict import HANDOVER_S, Predictor, measured
 from millrace_router.policy.prefix_fetches import PrefixSources, best_prefix_fetch, prefix_sources
 from millrace_router.policy.scoring import KEY, SCORERS, Inputs, Score, Scorer, best, far
-from millrace_router.policy.snapshot import Key, Placement, PlacementRequest, PrefixFetch, Replica, View
+from millrace_router.policy.snapshot import MOST_CHUNK, Key, Placement, PlacementRequest, PrefixFetch, Replica, View
 
 CLOSED = "no capacity"
 TOO_SMALL = "its context is too small"

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from millrace_common.step_times import AIM, StepTimes, prompt_pairs
 
 from millrace_router.policy.scoring import Inputs, Score, spared
-from millrace_router.policy.snapshot import Key, Replica
+from millrace_router.policy.snapshot import MOST_CHUNK, Key, Replica
 
-MOST_CHUNK = 2048  # prompt tokens of a step
 HANDOVER_S = 0.01  # between the first token and the second of a pair
 
 

@@ -10,8 +10,10 @@ count. Until something has been measured the start values below favour computing
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 
+from millrace_common.step_times import prompt_pairs
+
 from millrace_router.policy.holders import Process
-from millrace_router.policy.snapshot import PlacementRequest, PrefixFetch, Replica
+from millrace_router.policy.snapshot import MOST_CHUNK, PlacementRequest, PrefixFetch, Replica
 
 START_TOKENS_PER_S = 50_000.0  # more than a replica of a large model computes
 START_BYTES_PER_S = 1e9  # less than any network for KV reads at
@@ -41,7 +43,7 @@ def best_prefix_fetch(
         if tokens <= own:
             return None
         if _compatible(source, fetcher):
-            fetch_s, compute_s = _seconds(fetcher, source, tokens - own, want.page_size)
+            fetch_s, compute_s = _seconds(fetcher, source, own, tokens - own, want.page_size)
             return PrefixFetch(source, tokens // want.page_size, tokens - own, fetch_s, compute_s)
     return None
 
@@ -59,7 +61,7 @@ def saved(
             if missing <= 0:
                 break
             if _compatible(source, fetcher):
-                fetch_s, compute_s = _seconds(fetcher, source, missing, want.page_size)
+                fetch_s, compute_s = _seconds(fetcher, source, own[i], missing, want.page_size)
                 if fetch_s < compute_s:
                     found[i] = tokens - missing * fetch_s / compute_s
                 break
@@ -70,8 +72,8 @@ def _compatible(source: Replica, fetcher: Replica) -> bool:
     return source is not fetcher and source.fingerprint == fetcher.fingerprint
 
 
-def _seconds(fetcher: Replica, source: Replica, missing: int, page_size: int) -> tuple[float, float]:
-    """To fetch the tokens, and to compute them."""
+def _seconds(fetcher: Replica, source: Replica, own: int, missing: int, page_size: int) -> tuple[float, float]:
+    """To fetch the tokens behind its `own`, and to compute them."""
     speed = fetcher.read_bytes_per_s
     if source.read_bytes_per_s > speed:
         speed = source.read_bytes_per_s
@@ -79,4 +81,7 @@ def _seconds(fetcher: Replica, source: Replica, missing: int, page_size: int) ->
     if prefix_fetch_s > MOST_PREFIX_FETCH_S:
         prefix_fetch_s = MOST_PREFIX_FETCH_S
     fetch_s = prefix_fetch_s + missing / page_size * fetcher.page_bytes / (speed or START_BYTES_PER_S)
-    return fetch_s, missing / (fetcher.prompt_tokens_per_s or START_TOKENS_PER_S)
+    if not (times := fetcher.times).token_s:
+        return fetch_s, missing / START_TOKENS_PER_S
+    steps_s = times.step_s(tokens=MOST_CHUNK) * missing / MOST_CHUNK
+    return fetch_s, steps_s + times.pair_s * prompt_pairs(own, missing, MOST_CHUNK)

@@ -11,6 +11,7 @@ from millrace_common.step_times import StepTimes
 Key = tuple[str, int]  # a replica: its worker's address, and its index there
 UNLIMITED = 1 << 62  # tokens
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
+MOST_CHUNK = 2048  # prompt tokens of a step
 NO_LIMITS, NOT_MEASURED = Slo(), StepTimes()
 
 
@@ -35,7 +36,6 @@ class Replica:
     ejected: str = ""  # why it gets nothing although it could: health/ has ejected it
     page_bytes: int = 0
     # Measured by its worker; 0: not yet
-    prompt_tokens_per_s: float = 0.0
     output_tokens_per_s: float = 0.0  # of one sequence
     read_bytes_per_s: float = 0.0  # of KV from other workers
     prefix_fetch_s: float = 0.0  # of fetching a prefix, beside the reads

@@ -157,9 +157,6 @@ class KvChunk(msgspec.Struct, frozen=True):
     first: SequenceOutput | None = None  # on the last chunk: the first token, perhaps already final
 
 
-# ------------------------------------------------------------------------------------- commands to an engine
-
-
 class Submit(msgspec.Struct, frozen=True, tag=True):
     request: Request
 
@@ -230,9 +227,6 @@ class Pause(msgspec.Struct, frozen=True, tag=True):
     on: bool
 
 
-# ------------------------------------------------------------------------------------- events of an engine
-
-
 class Wait(msgspec.Struct, frozen=True, array_like=True):
     """A request waits for its turn, pages or a slot, because others have them; `over`: it goes on."""
 
@@ -287,7 +281,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     expert_imbalance: tuple[float, ...] = ()  # of each MoE layer lately: choices on the busiest rank over the mean
     expert_moves: int = 0  # experts that ever changed their place
     experts_moved_at: float = 0.0  # Unix time of the last move; 0: none
-    prompt_tokens_per_s: float = 0.0  # computed in steps with prompts, lately; 0: not measured
     room: int | None = None  # tokens of further requests (worker.proto); None: only capacity counts
     expected_output: int = 0  # tokens of an output, where max_tokens allows as many
     output_tokens_per_s: float = 0.0  # of one sequence, by the latest steps without prompts; 0: not measured

@@ -190,8 +190,6 @@ class Imports:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # ------------------------------------------------------------------------------------------- carrying out
-
     def _do(self, job: Import, actions: list[Action]) -> None:
         for action in actions:
             match action:
@@ -253,8 +251,6 @@ class Imports:
             self._metrics.worker_stale.labels(kind=refusal).inc(count)
         if job.task is not None and not job.released:
             job.task.cancel()
-
-    # ------------------------------------------------------------------------------------------- talking to the peer
 
     async def _fetch(self, job: Import) -> None:
         machine = job.machine

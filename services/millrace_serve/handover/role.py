@@ -49,8 +49,6 @@ class HandoverRole(RoleLogic):
             decode_pb2_grpc.add_DecodeServiceServicer_to_server(links, server)
         kv_pb2_grpc.add_KvServiceServicer_to_server(self._kv, server)
 
-    # ------------------------------------------------------------------------------------------ requests
-
     def submit(self, link: RouterLink, message: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest) -> None:
         """The engine refuses a route that its role does not serve."""
         if isinstance(message, prefill_pb2.PrefillRequest):
@@ -106,8 +104,6 @@ class HandoverRole(RoleLogic):
     @property
     def busy(self) -> bool:
         return self.exports.leases.num_live > 0 or len(self.imports) > 0
-
-    # ------------------------------------------------------------------------------------------ warm-ups
 
     @property
     def warmup_routes(self) -> Iterable[Route]:

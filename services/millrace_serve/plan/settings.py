@@ -185,9 +185,6 @@ def _range(found: Sequence[Gain], setup: Setup) -> str:
     return f"{low if low == high else f'{low} to {high}'} ({where}{', '.join(files)})"
 
 
-# ------------------------------------------------------------------------------------------------ configurations
-
-
 def filled(values: Mapping[str, Json], choices: Iterable[Setting]) -> JsonObject:
     """`values` of a configuration with the choices where a key is `auto` or absent. A key that is `auto` and has no
     choice goes: the model's default holds.

@@ -167,7 +167,7 @@ def test_prefill_worker_takes_what_it_computes_in_seconds() -> None:
     for _ in range(4):
         step(driver, 1.0)
     load = driver.engine.load()
-    assert load.room == int(load.prompt_tokens_per_s * QUEUE_S) - load.waiting_tokens
+    assert load.room == int(driver.scheduler.speeds.prompt_tokens_per_s * QUEUE_S) - load.waiting_tokens
     for room_id in range(5, 15):
         driver.submit(request(room_id, [20 + room_id] * 24, Route.EXPORT, max_tokens=2))
     driver.step()

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from millrace.v1.worker_pb2 import CacheChange
+from millrace_common.step_times import StepTimes
 from millrace_router.config import Policy, Routing
 from millrace_router.policy import kv_index
 from millrace_router.policy.choose import Chooser, Decision, Situation
@@ -30,7 +31,7 @@ from millrace_testing.examples import examples
 from router.policy import test_choose
 
 WANT = PlacementRequest(tokens=1001, page_size=10)  # 100 full pages
-MEASURED = {"page_bytes": 1000, "prompt_tokens_per_s": 1000.0, "read_bytes_per_s": 1e6, "prefix_fetch_s": 0.01}
+MEASURED = {"page_bytes": 1000, "times": StepTimes(token_s=1e-3), "read_bytes_per_s": 1e6, "prefix_fetch_s": 0.01}
 replica = functools.partial(test_choose.replica, **MEASURED)
 P1, P2 = replica("p1"), replica("p2")
 D1 = replica("d1", sources=frozenset({"e-p1", "e-p2"}))
@@ -60,10 +61,17 @@ def test_the_answer_comes_back_from_the_decode_worker() -> None:
 
 
 def test_a_fetch_that_takes_longer_is_shown_and_not_done() -> None:
-    slow = replica("p1", prompt_tokens_per_s=1e6)
+    slow = replica("p1", times=StepTimes(token_s=1e-6))
     decision = decide(View((slow,), (D1,)), own={"p1": 50}, served={"d1": 90})
     assert decision.prefix_fetch is None and decision.placement.prefix_fetch and decision.cached_tokens == 500
     assert "millrace.route.prefix_source" not in decision.attributes()
+
+
+def test_computing_far_behind_the_beginning_of_a_prompt_takes_longer() -> None:
+    """An H200 with 30 layers: 1,000 tokens take 0.05 s at the beginning, and 0.5 s behind 50,000."""
+    times = StepTimes(token_s=5e-5, pair_s=6e-9)
+    fetch = best_prefix_fetch(replica("p", times=times), 50_000, WANT, [(51_000, D1)])
+    assert fetch is not None and fetch.compute_s == pytest.approx(0.05 + 6e-9 * (1000 * 500 + 50_000 * 1500))
 
 
 def test_a_replica_serves_another_of_its_worker_and_not_itself() -> None:
@@ -81,12 +89,12 @@ def test_an_idle_worker_that_fetches_is_better_than_a_busy_one_that_has_it() -> 
     busy = replica("p1", tokens=500)
     decision = decide(View((busy, P2), (D1,)), own={"p1": 90})
     assert decision.placement.prefill == P2 and decision.prefix_fetch and decision.prefix_fetch.source == busy
-    unable = replica("p2", prompt_tokens_per_s=1e6)  # fetching is no gain for it
+    unable = replica("p2", times=StepTimes(token_s=1e-6))  # fetching is no gain for it
     assert decide(View((busy, unable), (D1,)), own={"p1": 90}).placement.prefill == busy
 
 
 def test_before_anything_is_measured_pages_of_a_large_model_are_computed() -> None:
-    new = {"page_bytes": 4 << 20, "prompt_tokens_per_s": 0.0, "read_bytes_per_s": 0.0, "prefix_fetch_s": 0.0}
+    new = {"page_bytes": 4 << 20, "times": StepTimes(), "read_bytes_per_s": 0.0, "prefix_fetch_s": 0.0}
     want = PlacementRequest(tokens=8001, page_size=64)
     view = View((replica("p1", **new),), (replica("d1", sources=frozenset({"e-p1"}), **new),))
     decision = decide(view, served={"d1": 120}, want=want)
@@ -146,7 +154,7 @@ def test_copies_in_a_hosts_memory_count_a_little_less() -> None:
             st.integers(0, 130),  # pages on the device
             st.booleans(),  # ejected
             st.sampled_from(["f", "g"]),
-            st.sampled_from([0.0, 1.0, 1000.0, 1e6]),
+            st.sampled_from([0.0, 1.0, 1e-3, 1e-6]),
             st.sampled_from([0.0, 1e4, 1e6]),
             st.sampled_from([0.0, 0.01, 5.0]),
         ),
@@ -164,7 +172,7 @@ def test_all_candidates_at_once_are_scored_as_one_by_one(
             fingerprint=layout,
             ejected="ejected" if ejected else "",
             tokens=7 * i,
-            prompt_tokens_per_s=speed,
+            times=StepTimes(token_s=speed),
             read_bytes_per_s=read,
             prefix_fetch_s=prefix_fetch_s,
         )

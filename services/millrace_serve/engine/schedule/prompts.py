@@ -63,8 +63,6 @@ class Prompts(Leaving):
         self.requests.waiting.discard(seq)
         self._prefilling.pop(seq, None)
 
-    # ------------------------------------------------------------------------------------------ chunks
-
     @property
     def _chunk_tokens(self) -> int:
         """Prompt tokens of this replica's own in the next step."""
@@ -150,8 +148,6 @@ class Prompts(Leaving):
             again = seq.num_known - start
             self.outbox.counters["recomputed" if again > self.pages.size else "resumed"] += 1
         return end - start
-
-    # ------------------------------------------------------------------------------------------ fills
 
     def _run(self, seq: Sequence) -> None:
         """Start to compute the prompt of a sequence that has pages. What the host tier has of the rest comes first, if

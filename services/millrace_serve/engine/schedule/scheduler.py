@@ -370,7 +370,6 @@ class Scheduler(Streams):
             capacity=0 if self._blocked else self._capacity.capacity,
             max_running=self._capacity.max_running,
             active=requests.num_active,
-            prompt_tokens_per_s=self.speeds.prompt_tokens_per_s,
             output_tokens_per_s=self.speeds.output_tokens_per_s,
             room=self._capacity.room(waiting_tokens, self.speeds),
             step_times=self.speeds.measured,

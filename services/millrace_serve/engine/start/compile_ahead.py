@@ -71,9 +71,6 @@ class CompilePart:
     num_bytes: int  # that torch may allocate: the rank's weights must find room beside all parts
 
 
-# ------------------------------------------------------------------------------------------------ the rank
-
-
 def parts(setup: RankSetup, room: int) -> list[CompilePart]:
     """The inputs of the processes to start. `room`: bytes of the device that are unused while weights are read."""
     file = mark_file(setup)
@@ -194,9 +191,6 @@ def _end(process: subprocess.Popen[bytes], errors: IO[bytes], until: float) -> s
     errors.seek(0)
     last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
     return f"exit code {code}: {last}"
-
-
-# ------------------------------------------------------------------------------------------------ the processes
 
 
 def main() -> None:

@@ -21,9 +21,6 @@ _FINISH = {reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}")
 _FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
 
 
-# ---------------------------------------------------------------------------------------------------- requests
-
-
 def request_id(wire: common_pb2.AttemptId) -> core.RequestId:
     if wire.room == 0:
         raise FieldError("room", "must not be 0")
@@ -96,9 +93,6 @@ def _grammar(wire: common_pb2.Grammar) -> core.Grammar:
     )
 
 
-# ---------------------------------------------------------------------------------------------------- outputs
-
-
 def wire_output(output: core.SequenceOutput) -> worker_pb2.SequenceOutput:
     wire = worker_pb2.SequenceOutput(
         id=attempt_id(output.id),
@@ -147,9 +141,6 @@ def _wire_logprobs(token: core.TokenOutput) -> common_pb2.TokenLogprobs:
         sampled=common_pb2.TokenLogprob(token_id=token.token_id, logprob=token.logprob),
         top=[common_pb2.TokenLogprob(token_id=top.token_id, logprob=top.logprob) for top in token.top],
     )
-
-
-# ---------------------------------------------------------------------------------------------------- KV
 
 
 def wire_chunk(chunk: core.KvChunk) -> kv_pb2.KvChunk:

@@ -83,8 +83,6 @@ class Frontend:
         self.profiling = Profiling(config, epoch, self.ranks)
         self._lag = asyncio.create_task(loop_lag.measure("frontend", self.metrics))
 
-    # ------------------------------------------------------------------------------------------------ life
-
     async def start(self) -> None:
         """Start the worker up to READY. Raises MillraceError when it fails."""
         await self.start_ranks()
@@ -191,8 +189,6 @@ class Frontend:
         self.metrics.weights.clear()
         self.metrics.weights.labels(version=self.weights_version).set(1)
 
-    # ------------------------------------------------------------------------------------------------ admin
-
     async def flush_cache(self) -> int:
         """Free the idle pages of the prefix caches. Returns their number when they are free; under load others may be
         cached by then, so the wait is bounded.
@@ -211,8 +207,6 @@ class Frontend:
         objects = [self.gc.freeze(), *await self.ranks.freeze_gc()]
         self.gc.count_freeze("rank", len(objects) - 1, sum(objects[1:]))
         return len(objects), sum(objects)
-
-    # ------------------------------------------------------------------------------------------------ reports
 
     def _count_compilations(self, rank: int, compiled: dict[str, int]) -> None:
         """Those for which a request may have waited; before READY none does."""
