@@ -67,6 +67,8 @@ class KubernetesSource:
         if self._watch is not None:
             self._watch.stop()
 
+    # ------------------------------------------------------------------------------------- on the event loop
+
     def _update(self, change: Callable[..., None], *arguments: object) -> None:
         change(*arguments)
         if not self._due:
@@ -77,6 +79,8 @@ class KubernetesSource:
         self._due = False
         if not self._stopped.is_set():
             self._listener.on_targets(self._store.targets())
+
+    # ------------------------------------------------------------------------------------- in the thread
 
     def _run(self) -> None:
         config, timing, pause = self._config, self._timing, self._timing.first_pause
