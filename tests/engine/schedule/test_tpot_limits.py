@@ -2,19 +2,22 @@
 
 import math
 from collections.abc import Sequence as Many
+from dataclasses import replace
+from unittest import mock
 
 import msgspec
 import pytest
 from engine.harness import Driver, request
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_common.step_times import StepTimes
+from millrace_common.step_times import StepTimes, chunk_pairs
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import Route
 from millrace_serve.engine.lockstep.lockstep import _agreement, _state
 from millrace_serve.engine.schedule.plan import Chunk, ContextParallelTurn, Plan, Work
 from millrace_serve.engine.schedule.sequence import Sequence
 from millrace_serve.engine.schedule.step_fit import StepFit
+from millrace_serve.engine.schedule.waiting import WaitingQueue
 from millrace_serve.engine.step.batch import HostBatch
 from millrace_testing.examples import examples
 
@@ -228,3 +231,14 @@ def test_replicas_count_the_work_of_the_one_that_has_most() -> None:
     agreed = _agreement([_state(plan, last=False) for plan in plans], 0)
     assert agreed.widest(plans[0].work) == agreed.widest(plans[1].work) == Work(3, 900, 700, 9e7)
     assert agreed.widest(plans[2].work) == Work(), "its step tells nothing"
+
+
+def test_the_time_of_a_prompt_counts_from_the_pages_that_it_has() -> None:
+    """Whether it is late depends on it. 124 tokens behind 2,976 take longer than 124 at the beginning."""
+    run = Run(replace(TIMES, pair_s=1e-6))
+    run.submit(1, 3000, outputs=2)
+    run.steps(10)
+    with mock.patch.object(WaitingQueue, "push") as push:
+        run.submit(151, 3100, outputs=2)  # it begins alike
+    full_s, pairs = run.times.step_s(tokens=1024), chunk_pairs(2992, 108)
+    assert push.call_args.args[2] == pytest.approx(full_s + run.times.step_s(tokens=108, pairs=pairs))

@@ -110,8 +110,8 @@ class Leaving(abc.ABC):
             here = self.pages.num_cached(seq)
             here += self.host.count(seq.page_hashes((left - 1) // size, size)[here:])
             left -= max(here, seq.num_offered) * size
-        # in steps that are full of other prompts, too
-        takes_s = self.speeds.times.prompt_s(left + most, 0, most)
+        times = self.speeds.times  # behind a step that is full of other prompts
+        takes_s = times.step_s(tokens=most) + times.prompt_s(left, len(seq.tokens) - left, most)
         self.requests.waiting.push(seq, self.config.length_class(left), takes_s)
 
     def _end_parking(self, seq: Sequence) -> None:
