@@ -196,10 +196,10 @@ class _Load:
     def _chunks(self, sequences: float) -> float:
         """Steps of a prompt's own beside streams, in chunks that the TPOT limit leaves; at least 1."""
         times, start, most = self.times, int(self.workload.cached_tokens), self.capacity.chunk_tokens
-        limit_s, beside = min(self.slo.tpot_s, NEVER_S), (sequences, sequences * self.keys)
-        within = times.fits(AIM * limit_s - times.step_s(*beside) - times.chunk_s, start)
-        worth = min(times.fewest(times.chunk_s, start, most), times.saved(limit_s, *beside, start))
-        chunk = max(within, worth, 1) if times.token_s else most
+        left = AIM * min(self.slo.tpot_s, NEVER_S) - times.step_s(sequences, sequences * self.keys) - times.chunk_s
+        chunk = most if not times.token_s else 1  # where not even the first token of a prompt has time
+        if times.fits(left, 0):
+            chunk = max(times.fits(left, start), times.fewest(times.chunk_s, start, most))
         return max(self.uncached / min(chunk, most), 1.0)
 
     def _beside_s(self, sequences: float) -> float:

@@ -83,15 +83,12 @@ class StepTimes:
         """
         if math.isinf(limit_s) or not self.token_s:
             return MANY, math.inf
-        saved, seconds = self.saved(limit_s, sequences, keys, start), spare_s - self.chunk_s
+        seconds, saved_s = spare_s - self.chunk_s, SAVED * (AIM * limit_s - self.step_s(sequences, keys))
+        saved = self.fits(saved_s - self.chunk_s, start)
         if saved < least:
             return least, math.inf
         within = self.fits(seconds, start)
         return within if within >= min(self.fewest(self.chunk_s, start, wanted), saved) else 0, seconds
-
-    def saved(self, limit_s: float, sequences: float, keys: float, start: int) -> int:
-        """Tokens of a chunk that take what SAVED tokens of each stream save by steps without prompts."""
-        return self.fits(SAVED * (AIM * limit_s - self.step_s(sequences, keys)) - self.chunk_s, start)
 
     def prompts_s(self, tokens: float, pairs: float = 0) -> float:
         """By how much so many prompt tokens make a step longer."""
