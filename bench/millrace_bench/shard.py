@@ -339,6 +339,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="one more step under the profiler, by kernel")
     args = parser.parse_args()
+    if any(args.cached) and not args.prefill:
+        parser.error("--cached is of --prefill")
     device, rows = torch.device("cpu" if args.tiny else "cuda"), []
     for attention in args.attention:
         widths = (v3.TINY if args.tiny else {}) | (v3.SPARSE if attention == "sparse" else {})
