@@ -41,7 +41,8 @@ MAY_IMPORT = {
     f"{ROUTER}.text": {STUBS, COMMON, RPC},
     f"{ROUTER}.discovery": {COMMON, f"{ROUTER}.config"},
     f"{ROUTER}.policy": {STUBS, COMMON, f"{ROUTER}.config"},
-    f"{ROUTER}.health": {COMMON, f"{ROUTER}.config"},
+    f"{ROUTER}.window": set(),
+    f"{ROUTER}.health": {COMMON, f"{ROUTER}.config", f"{ROUTER}.window"},
     f"{ROUTER}.fleet": {
         STUBS,
         COMMON,
@@ -50,7 +51,7 @@ MAY_IMPORT = {
     },
     f"{ROUTER}.duties": {
         *(STUBS, COMMON, RPC),
-        *(f"{ROUTER}.{part}" for part in ("config", "policy", "fleet")),
+        *(f"{ROUTER}.{part}" for part in ("config", "policy", "fleet", "window")),
     },
     f"{ROUTER}.queue": {COMMON, RPC, f"{ROUTER}.policy"},
     f"{ROUTER}.flow": {

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+from millrace_common.step_times import chunk_pairs
 from millrace_load.record import ROOT, Row
 from millrace_serve.plan import predict
 
@@ -98,7 +99,7 @@ def environment(templates: Path = TEMPLATES) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    figures = (results, rows, row, of_runs, by, source, short, computed, predicted_ms, fail, api_fields)
+    figures = (results, rows, row, of_runs, by, source, short, computed, predicted_ms, fail, api_fields, chunk_pairs)
     made.globals |= {function.__name__: function for function in (*figures, min, max, dict)} | {
         "median": statistics.median,
         "nan": math.nan,

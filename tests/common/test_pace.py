@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.pace import FEW, LEAST_S, RECENT, TICK_S, TIMES, PatientClock, Slowest
 from millrace_common.transitions import Transitions
-from millrace_common.window import Window
 
 GAPS = st.lists(st.floats(0.001, 60.0), min_size=FEW, max_size=3 * RECENT)
 
@@ -73,15 +72,3 @@ LIGHT = Transitions({Light.RED: {Light.GREEN}, Light.GREEN: {Light.RED, Light.BR
 def test_an_illegal_move_names_who_made_it() -> None:
     with pytest.raises(AssertionError, match=r"light 7: illegal transition Light.RED -> Light.BROKEN"):
         LIGHT.move(Light.RED, Light.BROKEN, "light 7")
-
-
-@given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 5)), max_size=40))
-def test_a_window_forgets_what_is_older_than_itself(steps: list[tuple[float, int]]) -> None:
-    """Nothing younger than nine tenths of it is forgotten, nothing older than all of it is counted."""
-    window, now, added = Window(10.0, 1), 0.0, []
-    for step, amount in steps:
-        now += step
-        window.add(0, amount, now)
-        added.append((now, amount))
-        (total,) = window.sums(now)
-        assert sum(n for at, n in added if now - at < 9.0) <= total <= sum(n for at, n in added if now - at <= 10.0)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from millrace_common.split import Slo, Workload
-from millrace_common.window import SLOTS, Window
+
+from millrace_router.window import SLOTS, Window
 
 WINDOW_S = 10.0
 RECENT = 3  # slots of it, which count alone where they differ from those before them

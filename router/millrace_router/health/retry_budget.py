@@ -5,9 +5,8 @@
 A request is alive in the window if it runs now or has ended in it.
 """
 
-from millrace_common.window import Window
-
 from millrace_router.config import RetryBudget
+from millrace_router.window import Window
 
 WINDOW_S = 10.0
 ENDED, SPENT = 0, 1

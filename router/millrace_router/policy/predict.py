@@ -83,8 +83,9 @@ class Predictor:
                     chunk = min(max(within, worth), MOST_CHUNK)
             own, ahead = length - have, replica.tokens
             tokens = own + ahead
-            # the prompts ahead are as long as this one
-            pairs = prompt_pairs(have, own, chunk) + ahead / length * prompt_pairs(0, length, chunk)
+            pairs = prompt_pairs(have, own, chunk)
+            if ahead:  # by prompts that are as long as this one
+                pairs += ahead / length * prompt_pairs(0, length, chunk)
             steps = tokens / chunk if tokens > chunk else 1.0
             work_s = steps * times.chunk_s + times.token_s * tokens + times.pair_s * pairs
             outputs = min(want.outputs, replica.expected_output or want.outputs)

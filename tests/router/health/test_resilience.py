@@ -8,9 +8,25 @@ from millrace_router.config import OutlierRules, Resilience, RetryBudget
 from millrace_router.flow.metrics import build
 from millrace_router.health.retry_budget import Budget
 from millrace_router.health.workers import FAULTS, LONGEST_PAUSE_S, WINDOW_S, Record, WorkerHealth
+from millrace_router.window import Window
 from router.harness import Clock
 
 RULES = OutlierRules(consecutive=3, pause=10)
+
+
+# ------------------------------------------------------------------------------------- window
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 5)), max_size=40))
+def test_a_window_forgets_what_is_older_than_itself(steps: list[tuple[float, int]]) -> None:
+    """Nothing younger than nine tenths of it is forgotten, nothing older than all of it is counted."""
+    window, now, added = Window(10.0, 1), 0.0, []
+    for step, amount in steps:
+        now += step
+        window.add(0, amount, now)
+        added.append((now, amount))
+        (total,) = window.sums(now)
+        assert sum(n for at, n in added if now - at < 9.0) <= total <= sum(n for at, n in added if now - at <= 10.0)
 
 
 # ------------------------------------------------------------------------------------- budget
