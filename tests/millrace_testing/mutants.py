@@ -142,7 +142,7 @@ MUTANTS = (
     # the start
     *of(f"{ENGINE}/start/startup.py", "engine/start/test_start.py",
         ("start-without-products",
-         "runner.call(lambda: fp8.compile_ahead(profiling_run.most_rows(config, shapes), setup.device))", "pass"),
+         "runner.call(lambda: fp8.compile_ahead(most, setup.device))", "pass"),
         ("start-without-freeze", "gc_hooks.freeze()", "pass")),
     *of(f"{ENGINE}/step/graphs.py", "engine/start/test_start.py",
         ("captures-with-collector", "gc.disable()", "pass")),

@@ -14,6 +14,7 @@ interpolated between the two numbers that were measured; null: the absorbed form
 import itertools
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from millrace_kernels.mla_prefill import Heads
 from millrace_kernels.scratch import Scratch
 from millrace_load.options import CommandLine, number
 from millrace_load.record import Record, print_record
-from millrace_serve.model.attn_step import FORMS, AttnStep, FormThresholds
+from millrace_serve.model.attn_step import FORMS, AttnStep, FormThresholds, prefix_chunk_tokens
 from millrace_serve.model.checkpoint.random_weights import RandomWeights
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.mla import Mla
@@ -103,7 +104,8 @@ def main() -> None:
         for prefix in prefixes:
             times: dict[str, dict[int, float]] = {form: {} for form in FORMS}
             for form, num in itertools.product(FORMS, queries):
-                call = layer.call(prefix, num, FORMS[form])
+                thresholds = replace(FORMS[form], prefix_chunk_tokens=prefix_chunk_tokens(heads))
+                call = layer.call(prefix, num, thresholds)
                 times[form][num] = round(statistics.median(time_ms(call, args.repeats, device)), 4)
                 rows.append({"heads": heads, "prefix": prefix, "queries": num, "form": form, "ms": times[form][num]})
             crossings.append({"heads": heads, "prefix": prefix, "queries": break_even(**times)})

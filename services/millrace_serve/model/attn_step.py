@@ -9,7 +9,7 @@ Two forms of the same maths (model/mla.py has the formulas); decode sequences ar
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -37,7 +37,8 @@ class FormThresholds:
         if device.type != "cuda":
             return CPU
         rows = FORM_TABLE.rows or {(128,): H200}
-        return rows[min(rows, key=lambda key: (key[0] < num_heads, abs(key[0] - num_heads)))]
+        nearest = rows[min(rows, key=lambda key: (key[0] < num_heads, abs(key[0] - num_heads)))]
+        return replace(nearest, prefix_chunk_tokens=prefix_chunk_tokens(num_heads))
 
     def absorbs(self, q_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
         """Whether a step's prompt chunks are absorbed; never without cached tokens.
@@ -147,6 +148,13 @@ def _planner(heads: Heads, device: torch.device, dtype: torch.dtype) -> MakePlan
         return mla_prefill.plan(q_lens, k_lens, heads, causal, device, dtype)
 
     return plan
+
+
+def prefix_chunk_tokens(num_heads: int) -> int:
+    """As many keys and values as 4,096 tokens have with 128 heads, so that a rank with few heads makes few calls; up to
+    16,384, for products are compiled ahead for as many rows.
+    """
+    return min(4096 * 128 // num_heads, 16384)
 
 
 def prefix_chunks(prefix_lens: Sequence[int], max_tokens: int, page_size: int) -> list[tuple[list[int], list[int]]]:

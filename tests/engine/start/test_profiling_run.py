@@ -9,7 +9,6 @@ from millrace_serve.engine.core import Submit
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.start.phases import Phases, slowest, table
 from millrace_serve.engine.start.profiling_run import (
-    PREFIX_TOKENS,
     StepShape,
     batch_of,
     decode_shapes,
@@ -35,7 +34,7 @@ ONE = Limits(num_pages=9, max_model_len=5, max_running=1, max_prefill_tokens=1)
 
 @pytest.mark.parametrize("limits", [V3, SMALL, SHORT, ONE])
 def test_shapes_respect_the_limits(limits: Limits) -> None:
-    for shape in (largest(limits), *prefill_shapes(limits), *prefill_shapes(limits, 24), *prefill_shapes(limits, 128)):
+    for shape in (largest(limits, 4096), *prefill_shapes(limits), *prefill_shapes(limits, 24), *prefill_shapes(limits, 128)):
         assert shape.pages <= limits.max_pages_per_seq
         assert shape.num_decode + shape.chunks <= limits.max_running
         assert shape.chunk + shape.prefix < limits.max_model_len
@@ -45,8 +44,9 @@ def test_shapes_respect_the_limits(limits: Limits) -> None:
 
 
 def test_largest_step_uses_every_slot_and_a_prefix() -> None:
-    assert largest(V3) == StepShape(num_decode=255, chunks=1, chunk=16384, prefix=4096, greedy=False)
-    assert largest(SHORT) == StepShape(num_decode=0, chunks=3, chunk=32, prefix=0, greedy=False)
+    for expanded in (4096, 16384):
+        assert largest(V3, expanded) == StepShape(255, chunks=1, chunk=16384, prefix=expanded, greedy=False)
+    assert largest(SHORT, 4096) == StepShape(num_decode=0, chunks=3, chunk=32, prefix=0, greedy=False)
 
 
 def test_prompts_of_every_size_class_are_warmed() -> None:
@@ -71,13 +71,16 @@ def test_every_graph_is_warmed() -> None:
     assert steps == [(*key, greedy) for key in keys for greedy in (True, False)]
 
 
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
 @pytest.mark.parametrize(("most", "length"), [(96, 4096), (2048, 4096), (96, 300)])
-def test_products_are_compiled_for_as_many_cached_tokens_as_are_expanded(most: int, length: int) -> None:
+def test_products_are_compiled_for_as_many_cached_tokens_as_are_expanded(most: int, length: int, heads: int) -> None:
     """Their k and v are one product, which may have more rows than a step has."""
     limits = Limits(num_pages=9, max_model_len=length, max_running=8, max_prefill_tokens=most)
-    rows = most_rows(limits, prefill_shapes(limits))
-    chunks = prefix_chunks([length - 1] * limits.max_running, FormThresholds(0).prefix_chunk_tokens, limits.page_size)
-    assert rows >= max(sum(lens) for _, lens in chunks) and rows <= PREFIX_TOKENS
+    expanded = FormThresholds.measured(torch.device("cuda"), heads).prefix_chunk_tokens
+    rows = most_rows(limits, prefill_shapes(limits), expanded)
+    chunks = prefix_chunks([length - 1] * limits.max_running, expanded, limits.page_size)
+    assert rows >= max(sum(lens) for _, lens in chunks) and rows <= expanded <= 16384
+    assert expanded * heads <= 4096 * 128, "no more memory than with all heads"
 
 
 def test_sparse_attention_is_warmed_where_it_is_dense() -> None:
@@ -118,7 +121,7 @@ def test_every_shape_runs_and_leaves_pages_alone() -> None:
     torch.set_num_threads(1)
     engine = load_rank(SMALL, Role.UNIFIED, TINY, ParallelDims(), torch.device("cpu"), torch.float32).engine()
     engine.pool.scrub(range(1, 9))
-    for shape in (largest(SMALL), *prefill_shapes(SMALL), *decode_shapes(SMALL, (1, 4))):
+    for shape in (largest(SMALL, 4096), *prefill_shapes(SMALL), *decode_shapes(SMALL, (1, 4))):
         output = engine._runner.launch(batch_of(shape, SMALL)).result()
         assert len(output.tokens) == shape.num_decode + shape.chunks
     assert len(engine._runner.launch(shared_batch(SMALL, 1, 0)).result().tokens) == 0

@@ -219,14 +219,15 @@ def run(part: CompilePart) -> None:
     config = setup.limits.resolved(2)
     pool = KvPool.create(layout, config.num_pages, setup.device)
     runner = TorchRunner(model, pool, config, setup.model.vocab_size, device_of(setup.device))
-    shapes = [profiling_run.largest(config), *profiling_run.prefill_shapes(config, setup.model.index_topk)]
+    expanded = setup.thresholds.prefix_chunk_tokens
+    shapes = [profiling_run.largest(config, expanded), *profiling_run.prefill_shapes(config, setup.model.index_topk)]
     shapes += [profiling_run.chunk_shape(config, rows) for rows in part.setup.chunk_buckets]
     if setup.role is not Role.PREFILL:
         shapes += profiling_run.decode_shapes(config, setup.buckets or buckets_up_to(config.max_running))
     for shape in turned(shapes, part.index, part.count):
         with contextlib.suppress(torch.OutOfMemoryError):
             runner.launch(profiling_run.batch_of(shape, config, setup.dims.dp)).result()
-    most = profiling_run.most_rows(config, shapes)
+    most = profiling_run.most_rows(config, shapes, expanded)
     runner.call(lambda: fp8.compile_ahead(most, setup.device, part.index / part.count))
     if setup.buckets:
         capture(setup, config, runner)

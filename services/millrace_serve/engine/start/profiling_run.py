@@ -14,7 +14,7 @@ from millrace_serve.engine.step.graphs import graph_keys
 from millrace_serve.engine.step.sampling_batch import HostSampling, SamplingBatch
 from millrace_serve.model.context_parallel.split import Split
 
-PREFIX_TOKENS = 4096  # cached tokens before a chunk: as many as are expanded at a time
+PREFIX_TOKENS = 4096  # cached tokens before a chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,13 @@ class StepShape:
         return self.num_decode * self.num_queries + self.chunks * self.chunk
 
 
-def largest(limits: Limits) -> StepShape:
-    """The step that needs most memory: prompt chunks after cached tokens, all slots in use and sampling from top_p."""
+def largest(limits: Limits, expanded: int) -> StepShape:
+    """The step that needs most memory: prompt chunks after cached tokens, all slots in use and sampling from top_p.
+
+    Args: expanded: cached tokens of which k and v are made at a time.
+    """
     chunks, chunk = _chunks(limits, limits.max_prefill_tokens)
-    return _shape(limits, limits.max_running - chunks, chunks, chunk, _prefix(limits, chunk), greedy=False)
+    return _shape(limits, limits.max_running - chunks, chunks, chunk, _prefix(limits, chunk, expanded), greedy=False)
 
 
 def prefill_shapes(limits: Limits, index_topk: int = 0) -> list[StepShape]:
@@ -75,9 +78,9 @@ def _prefill_shapes(limits: Limits) -> Iterator[StepShape]:
     yield _shape(limits, limits.max_running - 1, chunks=1, chunk=longest, greedy=False)
 
 
-def most_rows(limits: Limits, shapes: Sequence[StepShape]) -> int:
+def most_rows(limits: Limits, shapes: Sequence[StepShape], expanded: int) -> int:
     """Of a product: the tokens of a step, or the cached ones of which k and v are made at a time."""
-    return max(*(shape.num_tokens for shape in shapes), min(PREFIX_TOKENS, limits.max_running * limits.max_model_len))
+    return max(*(shape.num_tokens for shape in shapes), min(expanded, limits.max_running * limits.max_model_len))
 
 
 def _shape(
@@ -181,9 +184,9 @@ def _chunks(limits: Limits, tokens: int) -> tuple[int, int]:
     return chunks, min(tokens // chunks, longest)
 
 
-def _prefix(limits: Limits, chunk: int) -> int:
+def _prefix(limits: Limits, chunk: int, most: int = PREFIX_TOKENS) -> int:
     """Whole pages."""
-    return min(PREFIX_TOKENS, limits.max_model_len - 1 - chunk) // limits.page_size * limits.page_size
+    return min(most, limits.max_model_len - 1 - chunk) // limits.page_size * limits.page_size
 
 
 def _sampling(count: int) -> HostSampling:

@@ -90,9 +90,13 @@ class RankSetup:
         return kept_forms(self.model, runs_quantised(self.device, self.dtype))
 
     @property
-    def thresholds(self) -> FormThresholds | None:
-        """None: as measured."""
-        return FORMS.get(self.execution.form)
+    def thresholds(self) -> FormThresholds:
+        heads = self.model.num_attention_heads // self.dims.tp
+        return FORMS.get(self.execution.form) or FormThresholds.measured(self.device, heads)
+
+    @property
+    def largest_step(self) -> StepShape:
+        return profiling_run.largest(self.limits, self.thresholds.prefix_chunk_tokens)
 
     def random_weights(self) -> RandomWeights:
         """In the forms in which the rank keeps the checkpoint's."""
@@ -123,8 +127,8 @@ def kv_layout(
 
 def estimated(setup: RankSetup, outside_torch: int) -> memory.Demand:
     """Before the weights are read. `outside_torch`: bytes that are known, of the libraries' memory."""
-    weights, step = weight_bytes(setup.model, setup.dims, setup.dtype, setup.kept), profiling_run.largest(setup.limits)
-    prefix = min(step.chunks * step.prefix, profiling_run.PREFIX_TOKENS)
+    weights, step = weight_bytes(setup.model, setup.dims, setup.dtype, setup.kept), setup.largest_step
+    prefix = min(step.chunks * step.prefix, setup.thresholds.prefix_chunk_tokens)
     sampled = setup.limits.max_running * setup.limits.most_queries
     activations = activation_bytes(setup.model, setup.dims, step.num_tokens, prefix, sampled)
     return memory.Demand(weights, activations, _estimated_graphs(setup), memory.CONTEXT_BYTES + outside_torch)
@@ -197,7 +201,7 @@ class MemoryPlanner:
         weights = torch.cuda.memory_allocated(setup.device)
         pool = KvPool.create(setup.layout, 2, setup.device)
         runner = TorchRunner(model, pool, setup.limits.resolved(2), setup.model.vocab_size, device)
-        activations = self._peak(runner, profiling_run.largest(setup.limits))
+        activations = self._peak(runner, setup.largest_step)
         if model.balancer is not None:  # experts move between two steps
             activations = max(activations, model.balancer.staging_bytes)
         graphs = self._chunk_graphs(runner, device)
@@ -253,7 +257,8 @@ def compile_kernels(setup: RankSetup, config: EngineConfig, runner: TorchRunner)
     _profile(setup, runner, shapes)
     if config.context_parallel_tokens:
         runner.launch(profiling_run.shared_batch(config, setup.dims.dp, setup.dims.dp_rank)).result()
-    runner.call(lambda: fp8.compile_ahead(profiling_run.most_rows(config, shapes), setup.device))
+    most = profiling_run.most_rows(config, shapes, setup.thresholds.prefix_chunk_tokens)
+    runner.call(lambda: fp8.compile_ahead(most, setup.device))
     if setup.model.index_topk:
         runner.call(lambda: indexer.compile_ahead(config.max_running * config.most_queries, setup.device))
 
