@@ -20,7 +20,7 @@ def settings(config: PlannedConfig, choices: Sequence[Setting]) -> str:
     for choice in choices:
         value = attrgetter(choice.key)(config)
         why = choice.why if value == choice.value else f"set; the plan has {_text(choice.value)}"
-        lines.append(f"{choice.key:<26}{_text(value):<16}{why}")
+        lines.append(f"{choice.key:<30} {_text(value):<15} {why}")
     return "\n".join(lines)
 
 
