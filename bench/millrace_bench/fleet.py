@@ -220,12 +220,11 @@ class Fleet:
 
     def view(self) -> View:
         rows: dict[str, list[Replica]] = {"prefill": [], "decode": [], "unified": []}
-        ejected = self.health.ejected()
         for name, replica in self.replicas.items():
             duty = self.workers[name].duty
-            row = replace(replica, ejected=ejected.get(name, "")) if ejected else replica
-            rows["unified" if duty == "both" else duty].append(row)
-        return View(tuple(rows["prefill"]), tuple(rows["decode"]), tuple(rows["unified"]))
+            rows["unified" if duty == "both" else duty].append(replica)
+        prefill, decode, unified = map(self.health.marked, rows.values())
+        return View(prefill, decode, unified)
 
     def sent(self, name: str, tokens: int, uncached: int, outputs: int, sub: SubRequest, pair: bool) -> None:
         """What the worker will not have said in its latest report."""

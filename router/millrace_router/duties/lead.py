@@ -64,7 +64,7 @@ class Lead:
             await self._carry_out(flexible, await self._decided(workers, flexible))
 
     def _look(self, flexible: Sequence[Worker], routers: int) -> None:
-        found = [r.expected_output for one in flexible for r in one.replicas(frozenset(), "") if r.expected_output]
+        found = [r.expected_output for one in flexible for r in one.replicas() if r.expected_output]
         expected = round(statistics.median(found or [0]))
         self.demand.look({worker.epoch: _report(worker) for worker in flexible}, expected, routers)
         self.metrics.duty.clear()
@@ -92,8 +92,8 @@ class Lead:
 
     def _situation(self, workers: Sequence[Worker], flexible: Sequence[Worker]) -> FleetState | None:
         workload, slo = self.demand.workload(), self.demand.slo(self.routing.slo.slo)
-        replicas = [replica for worker in flexible for replica in worker.replicas(frozenset(), "")]
-        times = measured([(w.duty, r.held, r.times) for w in flexible for r in w.replicas(frozenset(), "")])
+        replicas = [replica for worker in flexible for replica in worker.replicas()]
+        times = measured([(w.duty, r.held, r.times) for w in flexible for r in w.replicas()])
         if workload is None or times is None or not slo.limited:
             return None
         waiting, tokens = self.queued()
@@ -147,7 +147,7 @@ def duty_name(duty: worker_pb2.Duty) -> str:
 
 
 def _report(worker: Worker) -> Report:
-    replicas = worker.replicas(frozenset(), "")
+    replicas = worker.replicas()
     generated = sum(load.counters.get("output_tokens", 0.0) for load in _loads([worker]))
     return Report(worker.in_flight, sum(r.sequences for r in replicas), sum(r.held for r in replicas), generated)
 

@@ -131,11 +131,11 @@ class Registry:
 
     def view(self, weights: str) -> View:
         roles: dict[int, list[Replica]] = {PREFILL: [], DECODE: [], UNIFIED: []}
-        ejected = self.health.ejected()
         for worker, sources in self._able:
             if worker.weights == weights:
-                roles[worker.serves_as] += worker.replicas(sources, ejected.get(worker.epoch, ""))
-        return View(tuple(roles[PREFILL]), tuple(roles[DECODE]), tuple(roles[UNIFIED]), self._first)
+                roles[worker.serves_as] += worker.replicas(sources)
+        prefill, decode, unified = map(self.health.marked, roles.values())
+        return View(prefill, decode, unified, self._first)
 
     def choose(self, want: PlacementRequest) -> Decision | None:
         """Choose a placement; None: wait. Raises NO_WORKERS when the model that began the answer is gone."""
@@ -156,7 +156,7 @@ class Registry:
         running, fastest = 0, 0.0
         for worker, sources in self._able:
             if worker.role != PREFILL and self._serves(worker):
-                replicas = worker.replicas(sources, "")
+                replicas = worker.replicas(sources)
                 running += max(worker.in_flight, sum(replica.sequences for replica in replicas))
                 fastest = max((fastest, *(replica.output_tokens_per_s for replica in replicas)))
         return Pace(running, 1 / fastest if fastest else 0.0)

@@ -185,16 +185,16 @@ class Worker:
         while self._claims and self._claims[0][0] < time.monotonic() - CLAIM_S:
             self._claims.popleft()
 
-    def replicas(self, sources: frozenset[str], ejected: str) -> tuple[Replica, ...]:
+    def replicas(self, sources: frozenset[str] = frozenset()) -> tuple[Replica, ...]:
         """A snapshot of each replica for the policy; the same objects until something changes."""
-        made_from = (self.load, self.target, sources, ejected, self.link and self.link.ended)
+        made_from = (self.load, self.target, sources, self.link and self.link.ended)
         if self._made_from is None or any(a is not b for a, b in zip(made_from, self._made_from, strict=True)):
             loads = enumerate(self.load.replicas if self.load else ())
-            self._replicas = tuple(self._replica(index, load, sources, ejected) for index, load in loads)
+            self._replicas = tuple(self._replica(index, load, sources) for index, load in loads)
             self._made_from = made_from
         return self._replicas
 
-    def _replica(self, index: int, load: worker_pb2.ReplicaLoad, sources: frozenset[str], ejected: str) -> Replica:
+    def _replica(self, index: int, load: worker_pb2.ReplicaLoad, sources: frozenset[str]) -> Replica:
         requests, tokens, held = self._sent.get(index, (0, 0, 0))
         filled = load.pages_running * self.info.layout.page_size - load.begun_tokens
         room = load.room if load.HasField("room") else UNLIMITED
@@ -223,7 +223,6 @@ class Worker:
             context=self.info.max_context,
             labels=self.target.topology,
             revision=self.target.revision,
-            ejected=ejected,
             page_bytes=self.info.layout.page_bytes,
             output_tokens_per_s=load.output_tokens_per_s,
             read_bytes_per_s=self.load.read_bytes_per_s if self.load else 0.0,

@@ -12,13 +12,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from millrace_common.metrics import Metrics
 from millrace_common.reasons import Reason
 
 from millrace_router.config import OutlierRules, Resilience
 from millrace_router.health.retry_budget import Budget
+from millrace_router.policy.snapshot import Replica
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,12 @@ class WorkerHealth:
         self._ejected = {epoch: record for epoch, record in self._ejected.items() if now < record.ejected_until}
         spared = {epoch for role in self._routable if role <= self._ejected.keys() for epoch in role}
         return {epoch: EJECTED for epoch in self._ejected if epoch not in spared}
+
+    def marked(self, replicas: Iterable[Replica]) -> tuple[Replica, ...]:
+        """These replicas, with the reason on those of workers to be left out now."""
+        if not (ejected := self.ejected()):
+            return tuple(replicas)
+        return tuple(replace(one, excluded=ejected[one.epoch]) if one.epoch in ejected else one for one in replicas)
 
     def spoke(self, epoch: str) -> None:
         """Record the first output for a request."""

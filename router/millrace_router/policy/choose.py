@@ -9,8 +9,8 @@
 4. flexible        any flexible worker runs both phases, whatever its duty
 
 The first of these with a replica that has capacity is taken; within it the role's policy scores the candidates
-(scoring.py). Workers in `PlacementRequest.avoid` are candidates only when no other is left, ejected ones (health/)
-not even then. While the view names a revision that is asked first, the others get what it has no room for.
+(scoring.py). Workers in `PlacementRequest.avoid` are candidates only when no other is left, those that the view
+excludes not even then. While it names a revision that is asked first, the others get what it has no room for.
 
 A `Decision` costs nothing when it is made: it keeps the immutable situation, and because choosing is a pure function,
 choosing once more with notes explains it.
@@ -215,8 +215,8 @@ class _Attempt:
     def _closed(self, replica: Replica) -> str:
         if replica.capacity <= 0:
             return CLOSED
-        if replica.ejected:
-            return replica.ejected
+        if replica.excluded:
+            return replica.excluded
         if self.revision is not None and replica.revision != self.revision:
             return f"revision {self.revision!r} is asked first"
         if replica.address == self.situation.want.kept:

@@ -30,7 +30,7 @@ def prefix_sources(replicas: Iterable[Replica], pages: Mapping[Process, int], wa
     if not pages:
         return ()
     most, size, number = want.cached(want.tokens), want.page_size, pages.get
-    rows = [(n * size, r) for r in replicas if (n := number((r.epoch, r.index))) is not None and not r.ejected]
+    rows = [(n * size, r) for r in replicas if (n := number((r.epoch, r.index))) is not None and not r.excluded]
     found = [(min(tokens, most), r) for tokens, r in rows]  # few of the replicas
     return sorted(found, key=itemgetter(0), reverse=True)
 

@@ -33,7 +33,7 @@ class Replica:
     context: int = UNLIMITED  # tokens of the longest request that it can run, prompt and output
     labels: Mapping[str, str] = field(default_factory=lambda: NO_LABELS, compare=False)  # of its worker: zone, …
     revision: str = ""  # of its worker
-    ejected: str = ""  # why it gets nothing although it could: health/ has ejected it
+    excluded: str = ""  # why it gets nothing although it could
     page_bytes: int = 0
     # Measured by its worker; 0: not yet
     output_tokens_per_s: float = 0.0  # of one sequence
@@ -71,7 +71,7 @@ class View:
     def roomiest(self, want: "PlacementRequest") -> str:
         """The address of the worker that will soonest have room for an output of `want`; empty: none will."""
         replicas = (r for r in (*self.decode, *self.unified) if want.tokens + want.outputs <= r.context)
-        return max(((r.room, r.address) for r in replicas if not r.ejected), default=(0, ""))[1]
+        return max(((r.room, r.address) for r in replicas if not r.excluded), default=(0, ""))[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -321,7 +321,7 @@ def test_work_of_a_begun_prompt_counts_once() -> None:
     worker.load = worker_pb2.LoadSnapshot(replicas=[load, load])
     worker.note_sent(0, 5, 100, 30)
     worker.note_sent(1, 7, 0, 1)
-    replica, other = worker.replicas(frozenset(), "")
+    replica, other = worker.replicas()
     assert (replica.tokens, replica.held, replica.load) == (965, 420, 640 + 640 + 105)
     assert replica.room == 900 - 5 - 100 - 30 and replica.capacity == 2
     assert (other.tokens, other.room, other.capacity) == (967, 900 - 8, 2), "of each replica what was sent there"
@@ -336,7 +336,7 @@ def test_a_batch_has_what_this_router_knows_of_it() -> None:
         if report is not None:
             one = worker_pb2.ReplicaLoad(max_running=4, active=report, **({"capacity": 6 - report} | load))
             worker.note_load(worker_pb2.LoadSnapshot(replicas=[one]))
-        replica = worker.replicas(frozenset(), "")[0]
+        replica = worker.replicas()[0]
         return replica.free_slots, replica.capacity
 
     def submit(room: int, exports: bool = False) -> None:

@@ -83,14 +83,14 @@ async def test_what_was_sent_takes_room_for_a_while(
     worker = made.router.registry.workers[made.workers[0].address]
     made.workers[0].change(counts={"room": 100, "expected_output": 6})
     await made.until(lambda: worker.load.replicas[0].HasField("room"))
-    (before,) = worker.replicas(frozenset(), "")
+    (before,) = worker.replicas()
     worker.note_sent(0, 40, 0, 6)
-    (sent,) = worker.replicas(frozenset(), "")
+    (sent,) = worker.replicas()
     assert (before.room - sent.room, before.capacity - sent.capacity, sent.tokens - before.tokens) == (46, 1, 40)
     seen = worker.load
     made.workers[0].change(counts={"room": 100, "expected_output": 6, "counters": {"steps": 1}})
     await made.until(lambda: worker.load is not seen)
-    (after,) = worker.replicas(frozenset(), "")
+    (after,) = worker.replicas()
     assert (before.room - after.room, after.capacity, after.tokens) == (kept, before.capacity, before.tokens)
 
 

@@ -170,7 +170,7 @@ def test_all_candidates_at_once_are_scored_as_one_by_one(
         replica(
             f"p{i}",
             fingerprint=layout,
-            ejected="ejected" if ejected else "",
+            excluded="ejected" if ejected else "",
             tokens=7 * i,
             times=StepTimes(token_s=speed),
             read_bytes_per_s=read,
@@ -181,7 +181,7 @@ def test_all_candidates_at_once_are_scored_as_one_by_one(
     pages = {r.process: n for r, (n, *_) in zip(replicas, rows, strict=True) if n}
     offers = prefix_sources(replicas, pages, want)
     assert list(offers) == sorted(
-        [(want.cached(pages[r.process]), r) for r in replicas if r.process in pages and not r.ejected],
+        [(want.cached(pages[r.process]), r) for r in replicas if r.process in pages and not r.excluded],
         key=lambda row: -row[0],
     )
 
