@@ -42,7 +42,7 @@ MAY_IMPORT = {
     f"{ROUTER}.discovery": {COMMON, f"{ROUTER}.config"},
     f"{ROUTER}.policy": {STUBS, COMMON, f"{ROUTER}.config"},
     f"{ROUTER}.window": set(),
-    f"{ROUTER}.health": {COMMON, *(f"{ROUTER}.{part}" for part in ("config", "window", "policy.snapshot"))},
+    f"{ROUTER}.health": {STUBS, COMMON, RPC, *(f"{ROUTER}.{part}" for part in ("config", "window", "policy.snapshot"))},
     f"{ROUTER}.fleet": {
         STUBS,
         COMMON,

@@ -1,8 +1,7 @@
 """The router's view of one worker, and the task that keeps the connection.
 
 1. Connect: GetInfo, check the version of its API.
-2. Watch its load. A stream that breaks or stays silent means that the worker is lost, and so does a decode worker that
-   makes no progress with its streams (health/progress.py).
+2. Watch its load and its progress (health/progress.py). A stream that breaks means that the worker is lost.
 3. As soon as it is READY: call GetInfo again (now with model and layout) and open the Link.
 4. When any of these fails, or the process at the address is another one: close the Link, which fails every attempt
    there at once; back to 1 after a pause, unless discovery has dropped it.
@@ -22,7 +21,6 @@ from dataclasses import fields
 import grpc
 from millrace.v1 import worker_pb2, worker_pb2_grpc
 from millrace_common.metrics import Metrics
-from millrace_common.pace import TICK_S, PatientClock
 from millrace_common.reasons import Reason
 from millrace_common.step_times import StepTimes
 from millrace_common.versions import MOST_REPLICAS, WORKER_API
@@ -34,7 +32,7 @@ from millrace_rpc.tls import Identity
 from millrace_router.config import Timeouts
 from millrace_router.discovery.base import Target
 from millrace_router.fleet.link import DECODE, FLEXIBLE, PREFILL, ROLES, UNIFIED, Link
-from millrace_router.health.progress import WorkerProgress
+from millrace_router.health.progress import WorkerWatch
 from millrace_router.policy.snapshot import UNLIMITED, Replica
 
 log = logging.getLogger(__name__)
@@ -67,11 +65,10 @@ class Worker:
         self.load: worker_pb2.LoadSnapshot | None = None  # None: not reachable
         self.link: Link | None = None  # None: not linked
         self._control: worker_pb2_grpc.WorkerServiceStub | None = None
-        self.resumed_at = 0.0  # when its last long operation ended; by the loop's clock
+        self.watch = WorkerWatch(timeouts)
         self.drained_epoch = ""  # the process that an operator told to drain
         self.trouble = "not connected yet"  # why the latest session ended
         self._router = router  # the same to every worker; the epoch is that of the session
-        self._timeouts = timeouts
         self._metrics = metrics
         self._replicas: tuple[Replica, ...] = ()
         self._made_from: tuple[object, ...] | None = None  # what _replicas shows; None: more has been sent since
@@ -80,8 +77,6 @@ class Worker:
         self._identity = identity
         self._token = token
         self._pause = FIRST_PAUSE_S  # before the next session
-        self._on_step: Callable[[], None] = lambda: None
-        self._stuck: worker_pb2.LoadSnapshot | None = None  # what it said when it made no progress, as long as it does
         self._claims: deque[tuple[float, int, int]] = deque()  # when sent, to which replica, tokens of its room
         self._sent: dict[int, tuple[int, int, int]] = {}  # replica: what was sent since the latest load, see note_sent
         self._others: list[int] = []  # of each replica: its sequences that are not this router's
@@ -132,7 +127,7 @@ class Worker:
             return f"unreachable: {self.trouble}"
         if self.load.state != READY:
             return f"{name_of(worker_pb2.WorkerState, self.load.state)} {self.info.state_message}".rstrip()
-        if self._stuck is not None:
+        if self.watch.stuck is not None:
             return "stuck: its numbers have not changed since it was lost"
         return "not linked yet" if self.link is None else ""
 
@@ -140,16 +135,6 @@ class Worker:
     def paused(self) -> bool:
         """It keeps what it works on, and makes no progress until an operator resumes it."""
         return self.load is not None and self.load.state == PAUSED
-
-    @property
-    def long_operation(self) -> bool:
-        """It says itself why its streams stand still: a pause, or what a rank does that takes long."""
-        return self.paused or (self.load is not None and self.load.busy)
-
-    @property
-    def starved(self) -> float:
-        """Part of the time in which its ranks get no CPU, as it says itself; below 1, whatever it says."""
-        return min(max(0.0, self.load.starved), 0.9) if self.load is not None else 0.0
 
     @property
     def withheld(self) -> str:
@@ -247,7 +232,7 @@ class Worker:
                 log.error("worker %s refuses this router: %s", self.address, error.message)
             elif error.reason in UNFIT and error.message != self.trouble:
                 log.warning("worker %s cannot be used: %s", self.address, error.message)
-            self.load, self.trouble = None, error.message
+            self.load, self.trouble, self.watch.load = None, error.message, worker_pb2.LoadSnapshot()
             self._on_change()
             if self.leaving:
                 return
@@ -293,15 +278,13 @@ class Worker:
     async def _watch(self, ready: asyncio.Event) -> None:
         call = self.control.WatchLoad(worker_pb2.WatchLoadRequest())
         while True:
-            load = await heard_within(self._timeouts.silence / (1 - self.starved), call.read())
+            load = await heard_within(self.watch.silence_s, call.read())
             if load is grpc.aio.EOF:
                 raise MillraceError(Reason.WORKER_LOST, "the worker ended its load stream")
             if load.epoch != self.epoch:
                 raise MillraceError(Reason.EPOCH_CHANGED, "another process answers at its address")
             check_count("replicas", len(load.replicas), self.info.replicas)
-            news = self._moves_again(load) or self.load is None or load.state != self.load.state
-            if self.long_operation:
-                self.resumed_at = asyncio.get_running_loop().time()
+            news = self.watch.reported(load) or self.load is None or load.state != self.load.state
             self.note_load(load)
             if load.state == READY:
                 ready.set()
@@ -321,31 +304,13 @@ class Worker:
                 await link.connect(ch, hello)
             self.link, self._pause = link, FIRST_PAUSE_S
             self._on_change()
-            watch = (self._watch_progress(link),) if self.role == DECODE else ()
+            link.on_message = self.watch.moved
+            watch = (self.watch.progress(lambda: link.streams),) if self.role == DECODE else ()
             await _first_end(link.run(), *watch)
         finally:
             self.link = None
             self._on_change()  # before its sub-requests fail: they choose again at once
             link.close(MillraceError(Reason.WORKER_LOST, f"worker {self.address} was lost"))
-
-    async def _watch_progress(self, link: Link) -> None:
-        """Of the streams that the worker has begun, whatever it says of itself."""
-        clock = PatientClock()
-        progress = WorkerProgress(self._timeouts.stall, clock.now())
-        self._on_step = link.on_message = lambda: progress.moved(clock.now())
-        while not (why := progress.look(link.streams and not self.long_operation, clock.tick(), self.starved)):
-            await asyncio.sleep(TICK_S)
-        self._stuck = self.load
-        raise MillraceError(Reason.WORKER_LOST, why)
-
-    def _moves_again(self, load: worker_pb2.LoadSnapshot) -> bool:
-        """Whether it was stuck until now. A worker whose numbers change makes progress."""
-        if self.load is not None and self.load.replicas != load.replicas:
-            self._on_step()
-        if self._stuck is None or (self._stuck.epoch, self._stuck.replicas) == (load.epoch, load.replicas):
-            return False
-        self._stuck = None
-        return True
 
 
 async def _first_end(*calls: Coroutine[None, None, None]) -> None:

@@ -320,14 +320,10 @@ class Generation:
             self._arm()
 
     def _due_since(self, now: float) -> float:
-        """Since when progress is due: during a long operation of a worker, or the request waits for others, none is,
-        and afterwards the time begins again.
-        """
+        """Since when progress is due: while the request waits for others, none is."""
         if self.flow.waits:
             return now
-        found = (self._workers[sub] for sub in self.flow.open)
-        pauses = (now if worker.long_operation else worker.resumed_at for worker in found)
-        return max([self.flow.progress, *pauses])
+        return max([self.flow.progress, *(self._workers[sub].watch.due_since(now) for sub in self.flow.open)])
 
     def _finish(self) -> None:
         self._health.budget.end(self._loop.time())

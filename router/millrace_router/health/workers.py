@@ -54,10 +54,6 @@ class Record:
     ejected_until: float = 0.0
     ejections: int = 0
 
-    def spoke(self) -> None:
-        """A success: the first output for a request."""
-        self.in_a_row = 0
-
     def failed(self, rules: OutlierRules, now: float) -> bool:
         """A failure for which no other worker can be to blame. Returns whether it ejects the worker."""
         if now < self.ejected_until:  # what was sent before an ejection prolongs no ejection
@@ -107,9 +103,9 @@ class WorkerHealth:
         return tuple(replace(one, excluded=ejected[one.epoch]) if one.epoch in ejected else one for one in replicas)
 
     def spoke(self, epoch: str) -> None:
-        """Record the first output for a request."""
+        """Record a success: the first output for a request."""
         if (record := self._records.get(epoch)) is not None:
-            record.spoke()
+            record.in_a_row = 0
 
     def failed(self, epochs: Collection[str], reason: Reason) -> None:
         """Record a failed attempt, by the fault of one worker or of either of two."""

@@ -12,8 +12,8 @@ import pytest
 from millrace.v1 import worker_pb2
 from millrace_common import pace
 from millrace_common.reasons import Reason
-from millrace_router.fleet import worker as worker_module
 from millrace_router.flow.generation import Generation
+from millrace_router.health import progress as progress_module
 from millrace_rpc.errors import from_rpc_error
 from router.fake_worker import DECODE, PREFILL, UNIFIED, FakeWorker, expected, hangs, waits
 from router.fleet.test_workers import detail
@@ -94,7 +94,7 @@ async def test_a_stall_behind_a_pause_is_one(cluster: Callable) -> None:
     assert not second.submitted
     first.change(state=READY)
     await made.until(lambda: not known.paused)
-    known.resumed_at -= 1000.0
+    known.watch.resumed_at -= 1000.0
     pass_time(made)
     assert (await running).tokens() == expected([1], 8)
     assert made.metric("millrace_retries_total", reason="STALLED") == 1
@@ -106,7 +106,7 @@ async def test_a_decode_worker_that_says_why_it_stands_still_is_not_stuck(
 ) -> None:
     """It is looked at many times, for longer than a worker may be silent that does not say why."""
     looks = noted_looks(monkeypatch)
-    monkeypatch.setattr(worker_module, "TICK_S", 0.01)
+    monkeypatch.setattr(progress_module, "TICK_S", 0.01)
     monkeypatch.setattr(pace, "LEAST_S", 0.05)
     prefill, decode, go = FakeWorker(PREFILL), FakeWorker(DECODE), asyncio.Event()
     decode.change(busy=True)  # until the test begins

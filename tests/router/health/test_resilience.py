@@ -63,7 +63,7 @@ def fail(record: Record, now: float, times: int = 1) -> bool:
 def test_a_worker_that_comes_back_is_on_probation_until_its_first_success() -> None:
     record = ejected()
     assert fail(record, 11.0) and record.ejected_until == 31.0, "one failure is enough, and the pause is longer"
-    record.spoke()
+    record.in_a_row = 0
     assert not fail(record, 32.0, 2) and record.ejected_until == 31.0, "it starts anew"
 
 
@@ -91,7 +91,7 @@ def test_an_ejection_in_random_orders_is_never_prolonged(events: list[str]) -> N
         if event == "wait":
             now += 1.0
         elif event == "spoke":
-            record.spoke()
+            record.in_a_row = 0
         else:
             fail(record, now)
         assert record.ejected_until == before or before <= now
