@@ -158,7 +158,7 @@ MUTANTS = (
         ("starvation-of-the-luckiest", "min(max((now.lost_s", "min(min((now.lost_s")),
     *of(f"{ENGINE}/health/progress.py", "engine/health/test_progress.py",
         ("progress-busy-is-slow", "if tokens and not long_operation:", "if tokens:")),
-    *of(f"{ENGINE}/health/forecast.py", "engine/health/test_forecast.py",
+    *of(f"{ENGINE}/step/forecast.py", "engine/step/test_forecast.py",
         ("forecast-of-the-slowest", "seconds = min(", "seconds = max(")),
 )  # fmt: skip
 

@@ -189,7 +189,7 @@ MUTANTS = (
         ("waiting-tokens-never-fall", "self.num_tokens -= self._members.pop(seq, 0)", "self._members.pop(seq, 0)")),
     *of(f"{ENGINE}/schedule/waiting.py", WAITS,
         ("waits-of-the-ended", "if seq not in self._told and seq.phase is not Phase.DONE", "if seq not in self._told")),
-    *of(f"{ENGINE}/health/forecast.py", "engine/health/test_forecast.py",
+    *of(f"{ENGINE}/step/forecast.py", "engine/step/test_forecast.py",
         ("forecast-of-long-ago", "if now - latest[-1][0] >= FRESH_S:", "if False:")),
     *of(f"{ENGINE}/drafts/counts.py", EXPECTED,
         ("drafts-behind-a-bad-one", "tuple(itertools.takewhile(", "tuple(filter("),

@@ -6,7 +6,7 @@
 sequence that leaves with step N may still be named by step N+1: the tokens of that step are dropped, and the sequence's
 pages are kept, until N+1 is committed.
 
-With overlap, step N+1 is launched shortly before step N is expected to end (health/forecast.py): what is submitted
+With overlap, step N+1 is launched shortly before step N is expected to end (step/forecast.py): what is submitted
 until then takes part in it, and `reserve` serves those whose KV comes from elsewhere meanwhile.
 
 Where step N+1 depends on the tokens of step N (`Plan.awaited`), `launch` reads step N first: no sequence sits it out.
@@ -23,13 +23,13 @@ from millrace_serve.engine.cache.kv_pool import KvPool
 from millrace_serve.engine.config import GIB, EngineConfig
 from millrace_serve.engine.core import EngineInput, Events, Load, Pause
 from millrace_serve.engine.grammar.grammars import Grammars
-from millrace_serve.engine.health.forecast import Forecast, Kind, kind
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.lockstep.packing import Copies
 from millrace_serve.engine.offload.page_copier import PageCopier
 from millrace_serve.engine.schedule.plan import Plan
 from millrace_serve.engine.schedule.scheduler import Scheduler
 from millrace_serve.engine.step.batch import BatchBuilder
+from millrace_serve.engine.step.forecast import Forecast, Kind, kind
 from millrace_serve.engine.step.runner import Runner, StepHandle
 
 IDLE_PLAN = Plan([], [])

@@ -15,8 +15,6 @@ from millrace_common.pace import LEAST_S, Slowest
 from millrace_serve.engine.step.batch import HostBatch
 
 MARGIN = 5.0  # of a step with prompt chunks, over what it should take
-FIXED_TOKENS = 256.0  # that a step costs beside its own
-FAR_TOKENS = 16384.0  # a token that sees so many before it costs twice that of one that sees none
 
 
 class Progress:
@@ -109,18 +107,10 @@ class Progress:
         self.limit_s = limit_s
 
 
-def weight(batch: HostBatch) -> float:
-    """The work of a step with prompt chunks of this replica, in tokens that see none before them."""
-    chunks = list(zip(batch.chunk_lens, batch.chunk_ends, strict=True))
-    if batch.shared is not None:
-        chunks.append((batch.shared.split.num_tokens, batch.shared.split.end))
-    return FIXED_TOKENS + sum(length * (1 + end / FAR_TOKENS) for length, end in chunks) + batch.num_decode
-
-
 def _tokens(batch: HostBatch) -> float | None:
     """The weight of a step with prompt chunks; 0 without chunks. None: only other replicas have chunks, and say how
     long the step may take.
     """
     if not batch.is_decode:
-        return weight(batch)
+        return batch.weight
     return 0.0 if batch.all_decode else None

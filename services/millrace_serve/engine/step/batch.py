@@ -30,6 +30,8 @@ from millrace_serve.model.context_parallel.split import Split
 if TYPE_CHECKING:
     from torch import Tensor
 
+FIXED_TOKENS = 256.0  # that a step costs beside its own
+FAR_TOKENS = 16384.0  # a token that sees so many before it costs twice that of one that sees none
 A = TypeVar("A")  # numpy array on the host, tensor on the device (engine/step/staging.py)
 Array = TypeVar("Array", np.ndarray, "Tensor")
 
@@ -100,6 +102,14 @@ class StepBatch(Generic[A]):
     @property
     def num_sampled(self) -> int:
         return self.num_decode + len(self.sampling_chunks)
+
+    @property
+    def weight(self) -> float:
+        """The work of a step with prompt chunks of this replica, in tokens that see none before them."""
+        chunks = list(zip(self.chunk_lens, self.chunk_ends, strict=True))
+        if self.shared is not None:
+            chunks.append((self.shared.split.num_tokens, self.shared.split.end))
+        return FIXED_TOKENS + sum(length * (1 + end / FAR_TOKENS) for length, end in chunks) + self.num_decode
 
     @classmethod
     def decode(

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from millrace_serve.engine.health.progress import weight
 from millrace_serve.engine.step.batch import HostBatch
 
 RECENT = 4  # steps of a kind that are remembered
@@ -59,7 +58,7 @@ def kind(batch: HostBatch) -> Kind | None:
     """None: of the chunks of other replicas nothing is known here."""
     if batch.all_decode:
         return batch.num_queries, _class(max(batch.dp_num_tokens, default=batch.num_tokens))
-    return None if batch.dp_num_tokens else (0, _class(weight(batch)))
+    return None if batch.dp_num_tokens else (0, _class(batch.weight))
 
 
 def _class(work: float) -> int:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import KvOffered, RequestId, Route
-from millrace_serve.engine.health.forecast import FRESH_S, RECENT, SPARE, SPARE_S, Forecast, kind
 from millrace_serve.engine.step.batch import HostBatch
+from millrace_serve.engine.step.forecast import FRESH_S, RECENT, SPARE, SPARE_S, Forecast, kind
 
 
 def decode(num_sequences: int, num_queries: int = 1, **fields: object) -> HostBatch:
