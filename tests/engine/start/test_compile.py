@@ -101,7 +101,7 @@ def test_first_step_of_each_size_on_a_gpu_is_announced() -> None:
         yield
 
     runner = TorchRunner.__new__(TorchRunner)
-    runner.announce, runner._met = announce, set()
+    runner._announce, runner._met = announce, set()
     batch = StepBatch.idle()
     for device, expected in (("cpu", 0), ("cuda", 1), ("cuda", 1)):
         runner._device = SimpleNamespace(torch=torch.device(device))  # type: ignore[assignment]

@@ -28,7 +28,7 @@ class Compilations:
         self._started = False
         self._counts: Counter[str] = Counter()
         self._kernels, self._changed_at, self._num_kernels = kernels, -1, 0
-        self._looking = threading.Thread()  # the latest that heartbeats began
+        self._looking = threading.Thread()  # the latest look
         self._look()
 
     def subscribe(self) -> None:
@@ -48,8 +48,8 @@ class Compilations:
         self._started = True
 
     def counts(self) -> dict[str, int]:
-        """Of this process since its start was over, by library. Heartbeats call this: a network's folder that hangs
-        must not hold them up, and is not asked again before it has answered.
+        """Of this process since its start was over, by library. Takes LOOK_S at most: a network's folder may not
+        answer, and is not asked again before it has.
         """
         if not self._looking.is_alive():
             self._looking = threading.Thread(target=self._count_kernels, name="kernels-look", daemon=True)

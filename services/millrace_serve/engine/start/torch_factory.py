@@ -18,7 +18,6 @@ from millrace_serve.engine.config import EngineConfig, Execution, Limits, Role
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.grammar.llguidance_compiler import LlguidanceCompiler
-from millrace_serve.engine.health.progress import Progress
 from millrace_serve.engine.lockstep.join import join, own_host
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.offload.cuda_copier import CudaCopier
@@ -110,7 +109,7 @@ def load_rank(
         hosts = [host.decode() for host in dims.exchange(own_host().encode())]
         check_host_tier(limits, dims.tp, hosts, hosts[dims.rank], host_memory())
     lockstep = Lockstep() if dims.world == 1 else join(dims.rank, dims.tp, dims.dp, dims.exchange, address)
-    compilations = _watch_compilers(setup, lockstep.progress)
+    compilations = _watch_compilers(setup, lockstep)
     exchange = None
     if model is None:
         with phases("load"):
@@ -123,9 +122,9 @@ def load_rank(
         if "poison" in config.checks:
             pool.scrub(range(1, config.num_pages))
         copier = _copier(config, pool, device, dims)
-    acceptance = execution.simulated_acceptance
-    runner = TorchRunner(model, pool, config, model_config.vocab_size, device_of(device), acceptance)
-    _watch(runner, lockstep.progress, exchange, model.reduce.fused)
+    more = execution.simulated_acceptance, lockstep.progress.busy
+    runner = TorchRunner(model, pool, config, model_config.vocab_size, device_of(device), *more)
+    _watch(runner, exchange, model.reduce.fused)
     with phases("memory"):
         finite.check(setup, runner, model)
     prepare(setup, config, runner, phases)
@@ -136,15 +135,15 @@ def load_rank(
     return Rank(*parts, planner.plans)
 
 
-def _watch_compilers(setup: RankSetup, progress: Progress) -> Compilations:
+def _watch_compilers(setup: RankSetup, lockstep: Lockstep) -> Compilations:
     """Whoever watches this rank learns of each compilation, while it runs and how many there were."""
     folder = setup.execution.cache_dir
     own = Path.home() / ".deep_gemm" if folder is None else folder.expanduser() / "deep_gemm"
     compilations = Compilations(own / "cache")
     if setup.device.type == "cuda":
-        announce_kernels(progress.busy)
+        announce_kernels(lockstep.progress.busy)
         compilations.subscribe()
-        progress.compiled = compilations.counts
+        lockstep.progress.compiled = compilations.counts
     return compilations
 
 
@@ -177,9 +176,8 @@ def _load(setup: RankSetup, path: Path, planner: MemoryPlanner) -> tuple[Deepsee
     return model, exchange
 
 
-def _watch(runner: TorchRunner, progress: Progress, exchange: ExpertExchange | None, sums: Fused | None) -> None:
-    """The runner says what takes long, and notices ranks that do not answer."""
-    runner.announce = progress.busy
+def _watch(runner: TorchRunner, exchange: ExpertExchange | None, sums: Fused | None) -> None:
+    """The runner notices ranks that do not answer."""
     if exchange is not None and exchange.error is not None:
         runner.watch("the exchange of experts", exchange.error)
     if sums is not None:

@@ -57,9 +57,11 @@ class TorchRunner:
         vocab_size: int,
         device: Device,
         simulated: Sequence[float] = (),
+        announce: Announce = contextlib.nullcontext,
     ) -> None:
-        """`simulated`: Execution.simulated_acceptance"""
+        """`simulated`: Execution.simulated_acceptance; `announce`: what takes long."""
         self._model, self._pool, self._kv, self._device = model, pool, pool.view(), device
+        self._announce = announce
         self._sums = PageSums(pool) if pool.layout.summed else None
         self.slots = Slots(config, device.torch)
         self.accept = Drafter(model, self._kv, self.slots, simulated).accept if config.draft_tokens else None
@@ -70,7 +72,6 @@ class TorchRunner:
         self._errors: dict[str, Tensor] = {}
         pages = config.max_running * config.max_pages_per_seq
         self._staging = Staging(device, 8 * config.max_prefill_tokens + 20 * pages + 256 * config.max_running)
-        self.announce: Announce = contextlib.nullcontext
         self._num_steps = 0
         self._met: set[tuple[int, ...]] = set()  # sizes of steps
         self._in_flight = threading.BoundedSemaphore(NUM_SLOTS)
@@ -134,7 +135,7 @@ class TorchRunner:
         if size in self._met or self._device.torch.type != "cuda":
             return contextlib.nullcontext()
         self._met.add(size)
-        return self.announce("the first step of its size")
+        return self._announce("the first step of its size")
 
     def _read(self, launched: Future[Read]) -> StepOutput:
         try:
@@ -145,7 +146,7 @@ class TorchRunner:
     @torch.inference_mode()
     def _run(self, batch: HostBatch, staging_slot: int) -> Read:
         if self._balancer is not None:
-            with self.announce("the move of experts") if self._balancer.moving else contextlib.nullcontext():
+            with self._announce("the move of experts") if self._balancer.moving else contextlib.nullcontext():
                 self._balancer.before_step()
         graphs = self._graphs if self._graphs is not None and self._graphs.holds(batch) else None
         step = self._staging.upload(staging_slot, batch if graphs is None else graphs.pad(batch), StepBatch[Tensor])
