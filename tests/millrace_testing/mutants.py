@@ -151,7 +151,7 @@ MUTANTS = (
     # the watch over ranks
     *of(f"{ENGINE}/health/rank_watch.py", "engine/health/test_rank_watch.py",
         ("watch-ignores-silence", "if not one.heartbeat.doing and one.silent_s > LEAST_S:", "if False:"),
-        ("watch-ignores-starvation", "self._lived + passed * (1 - self.health.starved)", "now"),
+        ("watch-ignores-starvation", "self._lived + passed * (1 - self.starved)", "now"),
         ("watch-names-the-first", "behind = min(ranks[rank].heartbeat.launched for rank in stuck)",
          "behind = max(ranks[rank].heartbeat.launched for rank in stuck)")),
     *of("proto/millrace_common/pace.py", "common/test_starvation.py",

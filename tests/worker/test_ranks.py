@@ -20,7 +20,7 @@ from millrace_serve.engine.core import Events, Load
 from millrace_serve.engine.health import heartbeat as heartbeat_module
 from millrace_serve.engine.health.heartbeat import HeartbeatThread
 from millrace_serve.engine.health.progress import Progress
-from millrace_serve.engine.health.rank_watch import RankHeartbeat
+from millrace_serve.engine.health.rank_watch import RankHeartbeat, RankWatch
 from millrace_serve.engine.sim.factory import sim_layout
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.worker import main as worker_main
@@ -135,11 +135,11 @@ async def test_rank_that_hangs_ends_the_worker(bench: Callable[..., Bench]) -> N
     """
     it = bench()
     ranks = it.ranks
-    assert not ranks.health.busy
+    assert not ranks.watch.busy
     _, rank = await it.start()
     for doing in ("a profile", ""):
         rank.send(FromRank(0, RankHeartbeat(marks=5, waiting=False, launched=3, limit_s=0.3, doing=doing)))
-        while ranks.health.busy != bool(doing):
+        while ranks.watch.busy != bool(doing):
             await asyncio.sleep(0.01)
     asking = asyncio.create_task(ranks.freeze_gc())
     while not it.lost:
@@ -153,9 +153,9 @@ async def test_rank_that_hangs_ends_the_worker(bench: Callable[..., Bench]) -> N
 
 async def test_fault_of_the_watch_ends_the_worker() -> None:
     """Else nobody would notice a rank that hangs."""
-    ranks = Mock(_watch=Mock(hung=Mock(side_effect=KeyError)))
-    await Ranks._watch_ranks(ranks)
-    assert "cannot be watched" in ranks._lose.call_args[0][0]
+    watch = RankWatch(1, 1.0, Mock())
+    watch.hung = Mock(side_effect=KeyError)  # type: ignore[method-assign]
+    assert "cannot be watched" in await watch.until_hung()
 
 
 @pytest.mark.parametrize("told", [True, False])

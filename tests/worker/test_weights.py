@@ -87,7 +87,7 @@ async def test_pause_keeps_sequences_and_a_resume_goes_on_with_them() -> None:
         link.abort(ours[0])
         await link.finish(ours[0])  # messages are handled
         before = [len(link.tokens(one)) for one in ours]  # with those that were on their way
-        while not all(rank.heartbeat.waiting for rank in worker.process.frontend.ranks._watch._ranks):
+        while not all(rank.heartbeat.waiting for rank in worker.process.frontend.ranks.watch._ranks):
             await asyncio.sleep(0.01)
         load = await worker.load()
         assert load.state == worker_pb2.WORKER_STATE_PAUSED and all(r.paused for r in load.replicas)

@@ -43,7 +43,8 @@ class Worker:
         """`seen`: the frontend sees how starved a silent rank is."""
         self.ranks, self.now = ranks, 0.0
         accounts = [SimpleNamespace(look=lambda rank=rank: rank.starved) if seen else None for rank in ranks]
-        self.watch = RankWatch(len(ranks), CEILING_S, 0.0, accounts.__getitem__)
+        self.watch = RankWatch(len(ranks), CEILING_S, lambda rank: None, lambda: self.now)
+        self.watch._begin_account = accounts.__getitem__  # type: ignore[method-assign, assignment]
 
     def run(self, seconds: float) -> str:
         """Until something is found, or the time is over."""
@@ -52,9 +53,9 @@ class Worker:
             self.now += TICK_S
             for rank, fake in enumerate(self.ranks):
                 if fake.heartbeats and self.now >= fake.next_heartbeat:
-                    self.watch.heard(rank, fake.heartbeat(self.now), self.now)
+                    self.watch.heard(rank, fake.heartbeat(self.now))
                     fake.next_heartbeat = self.now + HEARTBEAT_S
-            if why := self.watch.hung(self.now):
+            if why := self.watch.hung():
                 return why
         return ""
 
@@ -125,9 +126,9 @@ def test_while_one_rank_announces_none_owes_progress() -> None:
     compiling.doing, compiling.stuck, other.stuck = "the compilation of a kernel", True, True
     assert worker.run(0.5) == ""
     compiling.heartbeats = False  # a compiler may keep the interpreter's lock
-    assert worker.run(CEILING_S - 10) == "" and worker.watch.health.busy
+    assert worker.run(CEILING_S - 10) == "" and worker.watch.busy
     compiling.doing, compiling.heartbeats = "", True
-    assert worker.run(LEAST_S - HEARTBEAT_S) == "" and not worker.watch.health.busy  # all get the time of a step again
+    assert worker.run(LEAST_S - HEARTBEAT_S) == "" and not worker.watch.busy  # all get the time of a step again
     compiling.stuck = False
     assert worker.run(10).startswith("rank 1 hangs")
 
@@ -201,7 +202,7 @@ def test_nobody_is_starved_for_ever() -> None:
     """A limit is ten times as long at most."""
     rank = Fake(starved=1.0)
     worker = Worker(rank)
-    assert worker.run(5) == "" and worker.watch.health.starved == 1 - LEAST_COUNTED
+    assert worker.run(5) == "" and worker.watch.starved == 1 - LEAST_COUNTED
     rank.stuck, at = True, worker.now
     assert worker.run(1000).startswith("rank 0 hangs")
     assert worker.now - at <= (LEAST_S + LATE_S) / LEAST_COUNTED

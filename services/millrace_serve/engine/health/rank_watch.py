@@ -1,4 +1,4 @@
-"""Finds the rank that hangs: stopped, stuck in a kernel that never ends, or without its host. Pure.
+"""Finds the rank that hangs: stopped, stuck in a kernel that never ends, or without its host.
 
 A rank's process sends heartbeats, so one without heartbeats for LEAST_S is lost. A rank whose heartbeats go on and
 whose main thread has not come further for longer than any rank may take now, is lost too. Ranks wait for each other,
@@ -10,12 +10,17 @@ No time counts in which a rank lacked a CPU, a disk or memory, except LEAST_COUN
 heartbeats, that of the most starved rank for the progress of all.
 """
 
+import asyncio
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
-from millrace_common.pace import LEAST_S, Starvation
+from millrace_common.log import survived
+from millrace_common.pace import LEAST_S, TICK_S, PatientClock, Starvation
+
+log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.4  # between two heartbeats of a rank
 OVERDUE_S = 2 * HEARTBEAT_S  # without a heartbeat: stopped, if something hangs anyway
@@ -38,18 +43,6 @@ class RankHeartbeat(msgspec.Struct, frozen=True, tag=True):
     starved: float = 0.0
 
 
-class RankHealth(NamedTuple):
-    """What a worker says of its ranks.
-
-    Attributes:
-        busy: a rank does what it has announced
-        starved: how starved the most starved rank is, from 0 to 1 - LEAST_COUNTED
-    """
-
-    busy: bool = False
-    starved: float = 0.0
-
-
 @dataclass(slots=True)
 class WatchedRank:
     """What was heard of a rank."""
@@ -63,51 +56,68 @@ class WatchedRank:
 
 class RankWatch:
     def __init__(
-        self, num_ranks: int, ceiling_s: float, now: float, account: Callable[[int], Starvation | None]
+        self,
+        num_ranks: int,
+        ceiling_s: float,
+        pid: Callable[[int], int | None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Times are of one PatientClock.
-
+        """
         Args:
             ceiling_s: of anything, announced or not.
-            account: begins to account for a rank whose heartbeats are overdue; None: it is not seen from here, so it
-                is as starved as it said last.
+            pid: of a rank; None: it is not seen from here, so it is as starved as it said last.
         """
-        self._ceiling_s, self._account = ceiling_s, account
+        self._ceiling_s, self._pid, self._clock = ceiling_s, pid, PatientClock(clock)
+        now = self._clock.now()
         unheard = RankHeartbeat(0, True, 0, ceiling_s, "")
         self._ranks = [WatchedRank(unheard, now, now) for _ in range(num_ranks)]
         self._now = self._lived = now  # of the latest look; the latter without what a rank was starved
 
-    def heard(self, rank: int, heartbeat: RankHeartbeat, now: float) -> None:
+    def heard(self, rank: int, heartbeat: RankHeartbeat) -> None:
         one = self._ranks[rank]
         if heartbeat.waiting or heartbeat.marks != one.heartbeat.marks:
             one.moved_at = self._lived
         if not heartbeat.doing or heartbeat.doing != one.heartbeat.doing:
-            one.began_at = now
+            one.began_at = self._clock.now()
         one.heartbeat, one.silent_s, one.account = heartbeat, 0.0, None
 
     @property
-    def health(self) -> RankHealth:
-        told = [one.heartbeat for one in self._ranks]
-        return RankHealth(any(it.doing for it in told), min(max(it.starved for it in told), 1 - LEAST_COUNTED))
+    def busy(self) -> bool:
+        """A rank does what it has announced."""
+        return any(one.heartbeat.doing for one in self._ranks)
 
-    def hung(self, now: float) -> str:
-        """Which rank hangs, and how that shows; empty: none does. To be called all the time, because of what others
-        announce.
+    @property
+    def starved(self) -> float:
+        """How starved the most starved rank is, from 0 to 1 - LEAST_COUNTED."""
+        return min(max(one.heartbeat.starved for one in self._ranks), 1 - LEAST_COUNTED)
+
+    async def until_hung(self) -> str:
+        """Looks all the time, because of what ranks announce. Returns which one hangs, and how that shows. A heartbeat
+        of each has come before, and the clock stood still since.
         """
+        why = ""
+        with survived(log, "the ranks cannot be watched"):
+            while not (why := self.hung()):
+                await asyncio.sleep(TICK_S)
+        return why or "the ranks cannot be watched, and one that hangs would not be found"
+
+    def hung(self) -> str:
+        """Empty: none does."""
+        now = self._clock.tick()
         ranks, passed = self._ranks, now - self._now
         for rank, one in enumerate(ranks):
             if one.silent_s > OVERDUE_S and one.account is not None:
                 one.heartbeat = msgspec.structs.replace(one.heartbeat, starved=one.account.look())
             elif one.silent_s > OVERDUE_S:
-                one.account = self._account(rank)
+                one.account = self._begin_account(rank)
             one.silent_s += passed * (1 - min(one.heartbeat.starved, 1 - LEAST_COUNTED))
-        self._now, self._lived = now, self._lived + passed * (1 - self.health.starved)
+        self._now, self._lived = now, self._lived + passed * (1 - self.starved)
         for rank, one in enumerate(ranks):
             if one.heartbeat.doing and now - one.began_at > self._ceiling_s:
                 return f"rank {rank} hangs: {one.heartbeat.doing} has taken {now - one.began_at:.1f} s"
             if not one.heartbeat.doing and one.silent_s > LEAST_S:
                 return _silent(rank, one.silent_s)
-        if self.health.busy:
+        if self.busy:
             for one in ranks:
                 one.moved_at = self._lived
             return ""
@@ -122,6 +132,9 @@ class RankWatch:
         named = [rank for rank in stuck if ranks[rank].heartbeat.launched == behind]
         names, silence = ", ".join(map(str, named)), self._lived - ranks[named[0]].moved_at
         return f"rank {names} hangs: no step has ended for {silence:.1f} s, and {limit_s:.1f} s are allowed"
+
+    def _begin_account(self, rank: int) -> Starvation | None:
+        return None if (pid := self._pid(rank)) is None else Starvation(pid)
 
 
 def _silent(rank: int, seconds: float) -> str:

@@ -238,7 +238,8 @@ class Frontend:
         self.links.end_all(MillraceError(Reason.WORKER_LOST, why))
 
     def _state(self) -> worker_pb2.LoadSnapshot:
-        return worker_pb2.LoadSnapshot(state=STATES[self.lifecycle.state], **self.ranks.health._asdict())
+        state, watch = STATES[self.lifecycle.state], self.ranks.watch
+        return worker_pb2.LoadSnapshot(state=state, busy=watch.busy, starved=watch.starved)
 
     def _on_state(self, state: State) -> None:
         for name in State:

@@ -14,13 +14,11 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import zmq
-from millrace_common.log import survived
-from millrace_common.pace import TICK_S, PatientClock, Starvation
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import MillraceError
 
 from millrace_serve.engine.core import EngineInput
-from millrace_serve.engine.health.rank_watch import RankHealth, RankHeartbeat, RankWatch
+from millrace_serve.engine.health.rank_watch import RankHeartbeat, RankWatch
 from millrace_serve.engine.start.phases import slowest
 from millrace_serve.transfer.base import MemoryHandle
 from millrace_serve.transfer.messages import StopReader, ToReader
@@ -70,6 +68,7 @@ class Ranks:
         """
         self._config = config
         self._launcher = launcher
+        self.watch = RankWatch(config.num_ranks, config.timeouts.start, launcher.pid)
         self.handlers: dict[type, Handler] = {
             Dropped: lambda rank, report: on_stray("undecodable"),
             RankReady: self._connect,
@@ -88,7 +87,6 @@ class Ranks:
         self._readers: dict[int, Sender[ToReader]] = {}
         self._infos: dict[int, RankReady] = {}
         self._asked: dict[tuple[type, int], asyncio.Future[Any]] = {}  # (answer's type, rank): answers to come
-        self._clock = PatientClock()
         self._watcher: asyncio.Task[None] | None = None
         self._lost = ""
         self._last_words: asyncio.TimerHandle | None = None
@@ -105,12 +103,11 @@ class Ranks:
         group = secrets.token_hex(16)
         self._key = channel_key(self._config.secret, group)
         self._stopping, self._context = False, zmq.Context()
+        self.watch = RankWatch(self._config.num_ranks, self._config.timeouts.start, self._launcher.pid)
         self._inbox: Receiver[FromRank] = Receiver(
             self._context, self._launcher.bind(), FromRank, self._key, lambda: self._on_stray("undecodable")
         )
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        timeouts, now = self._config.timeouts, self._clock.now()
-        self._watch = RankWatch(self._config.num_ranks, timeouts.start, now, self._account)
         self._inbox.watch(self._take)
         config = self._config if model is None else self._config.model_copy(update={"model": model})
         await self._launcher.start(config, self._inbox.endpoint, group, self._on_exit)
@@ -150,11 +147,6 @@ class Ranks:
         if (info := self.info) is None:
             raise MillraceError(Reason.NOT_READY, "the ranks are not up yet")
         return info
-
-    @property
-    def health(self) -> RankHealth:
-        """Of ranks that are up."""
-        return self._watch.health if self._watcher is not None else RankHealth()
 
     def startup(self) -> dict[str, float]:
         """Seconds of each phase of the ranks' start."""
@@ -228,19 +220,11 @@ class Ranks:
         self._asked.pop((type(answer), rank)).set_result(answer)
 
     def _heard(self, rank: int, heartbeat: RankHeartbeat) -> None:
-        self._watch.heard(rank, heartbeat, self._clock.now())
+        self.watch.heard(rank, heartbeat)
         self._on_compiled(rank, heartbeat.compiled)
 
     async def _watch_ranks(self) -> None:
-        """A heartbeat of each rank has come before it was ready, and the clock stood still since the start."""
-        why = ""
-        with survived(log, "the ranks cannot be watched"):
-            while not (why := self._watch.hung(self._clock.tick())):
-                await asyncio.sleep(TICK_S)
-        self._lose(why or "the ranks cannot be watched, and one that hangs would not be found")
-
-    def _account(self, rank: int) -> Starvation | None:
-        return None if (pid := self._launcher.pid(rank)) is None else Starvation(pid)
+        self._lose(await self.watch.until_hung())
 
     def _connect(self, rank: int, info: RankReady) -> None:
         self._infos[rank] = info
