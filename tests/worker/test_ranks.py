@@ -153,9 +153,8 @@ async def test_rank_that_hangs_ends_the_worker(bench: Callable[..., Bench]) -> N
 
 async def test_fault_of_the_watch_ends_the_worker() -> None:
     """Else nobody would notice a rank that hangs."""
-    watch = RankWatch(1, 1.0, Mock())
-    watch.hung = Mock(side_effect=KeyError)  # type: ignore[method-assign]
-    assert "cannot be watched" in await watch.until_hung()
+    watch = Mock(hung=Mock(side_effect=KeyError))
+    assert "cannot be watched" in await RankWatch.until_hung(watch)
 
 
 @pytest.mark.parametrize("told", [True, False])

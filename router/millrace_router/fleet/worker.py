@@ -304,7 +304,7 @@ class Worker:
                 await link.connect(ch, hello)
             self.link, self._pause = link, FIRST_PAUSE_S
             self._on_change()
-            link.on_message = self.watch.moved
+            link.on_message = lambda: self.watch.moved()
             watch = (self.watch.progress(lambda: link.streams),) if self.role == DECODE else ()
             await _first_end(link.run(), *watch)
         finally:

@@ -321,9 +321,8 @@ class Generation:
 
     def _due_since(self, now: float) -> float:
         """Since when progress is due: while the request waits for others, none is."""
-        if self.flow.waits:
-            return now
-        return max([self.flow.progress, *(self._workers[sub].watch.due_since(now) for sub in self.flow.open)])
+        due = (self._workers[sub].watch.due_since(now) for sub in self.flow.open)
+        return now if self.flow.waits else max([self.flow.progress, *due])
 
     def _finish(self) -> None:
         self._health.budget.end(self._loop.time())

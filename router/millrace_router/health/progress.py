@@ -31,11 +31,8 @@ class WorkerProgress:
         self._moved_at = self._lived
 
     def look(self, streams: bool, now: float, starved: float = 0.0) -> str:
-        """To be called all the time. Returns why the worker is lost.
-
-        Args:
-            streams: some that have begun have not ended.
-            starved: part of the time in which the ranks get no CPU; below 1.
+        """To be called all the time. Returns why the worker is lost. `streams`: some that have begun have not ended;
+        `starved`: part of the time in which the ranks get no CPU, below 1.
         """
         self._live(now)
         self._starved = starved
@@ -57,7 +54,7 @@ class WorkerWatch:
         self.load = worker_pb2.LoadSnapshot()  # its latest report; empty while it is not reachable
         self.stuck: worker_pb2.LoadSnapshot | None = None  # what it said when it made no progress, as long as it does
         self.resumed_at = 0.0  # when its last long operation ended; by the loop's clock
-        self._clock, self._progress = PatientClock(), WorkerProgress(timeouts.stall, 0.0)
+        self.moved: Callable[[], None] = lambda: None  # to be called with each of its outputs
 
     @property
     def silence_s(self) -> float:
@@ -78,9 +75,6 @@ class WorkerWatch:
         """Since when progress is due there: during a long operation none is, and afterwards the time begins again."""
         return now if self._explained else self.resumed_at
 
-    def moved(self) -> None:
-        self._progress.moved(self._clock.now())
-
     def reported(self, load: worker_pb2.LoadSnapshot) -> bool:
         """Returns whether it was stuck until now. A worker whose numbers change makes progress."""
         if self._explained:
@@ -94,9 +88,10 @@ class WorkerWatch:
 
     async def progress(self, streams: Callable[[], bool]) -> None:
         """Raises MillraceError when the streams that it has begun stand still, whatever it says of itself."""
-        self._clock = clock = PatientClock()
-        self._progress = WorkerProgress(self._timeouts.stall, clock.now())
-        while not (why := self._progress.look(streams() and not self._explained, clock.tick(), self._starved)):
+        clock = PatientClock()
+        progress = WorkerProgress(self._timeouts.stall, clock.now())
+        self.moved = lambda: progress.moved(clock.now())
+        while not (why := progress.look(streams() and not self._explained, clock.tick(), self._starved)):
             await asyncio.sleep(TICK_S)
         self.stuck = self.load
         raise MillraceError(Reason.WORKER_LOST, why)

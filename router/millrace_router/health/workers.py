@@ -23,7 +23,6 @@ from millrace_router.policy.snapshot import Replica
 
 log = logging.getLogger(__name__)
 
-NONE: Mapping[str, str] = {}
 FAULTS = frozenset(
     {
         Reason.INTERNAL,
@@ -87,20 +86,18 @@ class WorkerHealth:
         self._roles, self._seen = roles, self._seen | set(roles.values())
         self._routable = tuple(routable)
 
-    def ejected(self) -> Mapping[str, str]:
-        """Epochs of the workers to be left out now, and why."""
-        if not self._ejected:
-            return NONE
+    def ejected(self) -> set[str]:
+        """Epochs of the workers to be left out now."""
         now = self._clock()
         self._ejected = {epoch: record for epoch, record in self._ejected.items() if now < record.ejected_until}
         spared = {epoch for role in self._routable if role <= self._ejected.keys() for epoch in role}
-        return {epoch: EJECTED for epoch in self._ejected if epoch not in spared}
+        return {epoch for epoch in self._ejected if epoch not in spared}
 
     def marked(self, replicas: Iterable[Replica]) -> tuple[Replica, ...]:
         """These replicas, with the reason on those of workers to be left out now."""
-        if not (ejected := self.ejected()):
+        if not self._ejected or not (ejected := self.ejected()):
             return tuple(replicas)
-        return tuple(replace(one, excluded=ejected[one.epoch]) if one.epoch in ejected else one for one in replicas)
+        return tuple(replace(one, excluded=EJECTED) if one.epoch in ejected else one for one in replicas)
 
     def spoke(self, epoch: str) -> None:
         """Record a success: the first output for a request."""

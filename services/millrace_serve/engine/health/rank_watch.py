@@ -12,9 +12,9 @@ heartbeats, that of the most starved rank for the progress of all.
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import monotonic
 
 import msgspec
 from millrace_common.log import survived
@@ -28,11 +28,7 @@ LEAST_COUNTED = 0.1  # so a limit is ten times as long at most
 
 
 class RankHeartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The rank's process runs. The other fields are those of progress.py.
-
-    Attributes:
-        starved: part of the last HEARTBEAT_S that a thread lost (pace.py), or by which the heartbeat came late
-    """
+    """The rank's process runs. The first five fields are those of progress.py."""
 
     marks: int
     waiting: bool
@@ -40,7 +36,7 @@ class RankHeartbeat(msgspec.Struct, frozen=True, tag=True):
     limit_s: float
     doing: str
     compiled: dict[str, int] = {}
-    starved: float = 0.0
+    starved: float = 0.0  # part of the last HEARTBEAT_S that a thread lost (pace.py), or by which this came late
 
 
 @dataclass(slots=True)
@@ -51,22 +47,14 @@ class WatchedRank:
     moved_at: float  # its main thread came further, or owed nothing; in the time of all ranks
     began_at: float  # what it announces; by the watcher's clock
     silent_s: float = 0.0  # in its own time
-    account: Starvation | None = None  # since its heartbeat is overdue
+    account: Starvation | None = None  # since its heartbeat is overdue; None: it is as starved as it said last
 
 
 class RankWatch:
     def __init__(
-        self,
-        num_ranks: int,
-        ceiling_s: float,
-        pid: Callable[[int], int | None],
-        clock: Callable[[], float] = time.monotonic,
+        self, num_ranks: int, ceiling_s: float, pid: Callable[[int], int | None], clock: Callable[[], float] = monotonic
     ) -> None:
-        """
-        Args:
-            ceiling_s: of anything, announced or not.
-            pid: of a rank; None: it is not seen from here, so it is as starved as it said last.
-        """
+        """`ceiling_s`: of anything, announced or not; `pid`: of a rank, None if it is not seen from here."""
         self._ceiling_s, self._pid, self._clock = ceiling_s, pid, PatientClock(clock)
         now = self._clock.now()
         unheard = RankHeartbeat(0, True, 0, ceiling_s, "")
@@ -92,9 +80,7 @@ class RankWatch:
         return min(max(one.heartbeat.starved for one in self._ranks), 1 - LEAST_COUNTED)
 
     async def until_hung(self) -> str:
-        """Looks all the time, because of what ranks announce. Returns which one hangs, and how that shows. A heartbeat
-        of each has come before, and the clock stood still since.
-        """
+        """Look all the time, because of what ranks announce. Returns which one hangs, and how that shows."""
         why = ""
         with survived(log, "the ranks cannot be watched"):
             while not (why := self.hung()):

@@ -112,7 +112,7 @@ class Ranks:
         config = self._config if model is None else self._config.model_copy(update={"model": model})
         await self._launcher.start(config, self._inbox.endpoint, group, self._on_exit)
         await self._ready
-        self._watcher = asyncio.create_task(self._watch_ranks())
+        self._watcher = asyncio.create_task(self._watch_ranks())  # a heartbeat of each has come before
 
     async def stop(self, grace_s: float) -> None:
         """Ranks that are not up yet, or beside a lost one, have no work to end, and are killed."""
