@@ -21,7 +21,7 @@ import torch
 from millrace_common.page_hash import BLOCK_BYTES
 from millrace_load.options import CommandLine, form
 from millrace_load.record import ROOT, Record, Row, Summary, print_record, print_row
-from millrace_serve.engine.cache.changes import TierChanges
+from millrace_serve.engine.cache.changes import BlockChanges
 from millrace_serve.engine.cache.kv_pool import KvLayout, KvPool
 from millrace_serve.engine.config import GIB, EngineConfig, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
@@ -77,7 +77,7 @@ def _copy(copier: PageCopier, places: list[int], to_host: bool) -> float:
 
 def _job(copier: PageCopier, places: list[int], to_host: bool) -> CopyJob:
     """Of these pages and the slots of the same numbers."""
-    tier = HostTier(copier.num_slots, TierChanges())
+    tier = HostTier(copier.num_slots, BlockChanges())
     every = [copy for block in range(places[-1] + 1) if (copy := tier.begin(block.to_bytes(BLOCK_BYTES)))]
     return CopyJob(to_host, places, [every[place] for place in places], lambda: None)
 

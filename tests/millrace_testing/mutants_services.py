@@ -98,9 +98,10 @@ MUTANTS = (
         ("disk-warns-of-each", "if time.monotonic() - self._warned_at >= WARN_EVERY_S:", "if True:")),
     # the frontend
     *of(f"{FRONTEND}/cache_board.py", "worker/test_cache_board.py",
-        ("board-snapshot-begins-again", "snapshot=start == 0,", "snapshot=True,"),
-        ("board-restart-keeps-host", "CacheChange([], list(device), [], list(host))", "CacheChange([], list(device))"),
+        ("board-snapshot-begins-again", "snapshot=index == 0", "snapshot=True"),
         ("board-keeps-watchers", "self._watchers.discard(watcher)", "pass")),
+    *of(f"{ENGINE}/cache/changes.py", "worker/test_cache_board.py",
+        ("board-restart-keeps-host", ", *self.host.look()[::-1])", ")")),
     *of(f"{FRONTEND}/convert.py", "worker/test_convert.py",
         ("wire-retry-in-seconds", ".retry_after_s * 1000)", ".retry_after_s)"),
         ("wire-timeout-in-seconds", "wire.timeout_ms / 1000 if", "wire.timeout_ms if"),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.page_hash import page_hashes
 from millrace_common.reasons import Reason
-from millrace_serve.engine.cache.changes import TierChanges
+from millrace_serve.engine.cache.changes import BlockChanges
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.core import FlushCache, Load, Pause, Route, SequenceOutput
 from millrace_serve.engine.offload import disk_moves, disk_tier
@@ -64,7 +64,7 @@ class Store:
 
 
 def made(slots: int, clock: Callable[[], float] = lambda: 0.0) -> tuple[HostTier, DiskMoves, Store]:
-    tier, store = HostTier(slots, TierChanges()), Store()
+    tier, store = HostTier(slots, BlockChanges()), Store()
     moves = DiskMoves(tier, clock)
     moves.store = store
     return tier, moves, store

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from millrace_common.page_hash import page_hashes
 from millrace_serve.engine.cache.block_pool import InvariantError
-from millrace_serve.engine.cache.changes import TierChanges
+from millrace_serve.engine.cache.changes import BlockChanges
 from millrace_serve.engine.config import EngineConfig, Role
 from millrace_serve.engine.core import (
     Abort,
@@ -284,7 +284,7 @@ def test_any_order_of_events(role: Role, data: st.DataObject):
 @given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=60))
 def test_tier_under_random_use(total: int, ops: list[tuple[int, int]]):
     """Against a plain model: which blocks are whole, who holds a pin; slots of pinned copies are never given away."""
-    changes = TierChanges()
+    changes = BlockChanges()
     tier, pinned, whole = HostTier(total, changes), list[Copy](), set[bytes]()
     for op, number in ops:
         its = block(number)
@@ -313,7 +313,7 @@ def test_tier_under_random_use(total: int, ops: list[tuple[int, int]]):
 
 
 def test_copy_used_longest_ago_goes_first():
-    tier = HostTier(2, TierChanges())
+    tier = HostTier(2, BlockChanges())
     one, two, three = blocks(1, 2, 3)
     for its in (one, two):
         tier.end(tier.begin(its), good=True)
@@ -323,7 +323,7 @@ def test_copy_used_longest_ago_goes_first():
 
 
 def test_lost_slot_is_found():
-    tier = HostTier(2, TierChanges())
+    tier = HostTier(2, BlockChanges())
     tier._free.pop()
     with pytest.raises(InvariantError, match="1 slots free, 0 with a copy, total 2"):
         tier.check([])

@@ -1,15 +1,13 @@
-"""Blocks (millrace_common/page_hash.py) that the tiers of a prefix cache stored and removed since the last `take`.
+"""Blocks (millrace_common/page_hash.py) that a prefix cache stored and removed since the last `take`.
 
 Only the difference counts: a block that was stored and removed again is in neither list. So the order does not matter,
-and a collector that is never emptied is no larger than the two states.
+and a collector that is never emptied is no larger than the two states. One from the start has what the cache has.
 """
 
 from millrace_serve.engine.core import CacheChange
 
 
-class TierChanges:
-    __slots__ = ("is_stored",)
-
+class BlockChanges:
     def __init__(self) -> None:
         self.is_stored: dict[bytes, bool] = {}  # by block; False: it was removed
 
@@ -28,16 +26,20 @@ class TierChanges:
             self.store(block)
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
-        """Return and clear the changes: stored blocks, each after its predecessors in the chain, and removed ones."""
-        changed, self.is_stored = self.is_stored, {}
-        return [b for b, stored in changed.items() if stored], [b for b, stored in changed.items() if not stored]
+        """Return and clear the changes, as `look` has them."""
+        changes = self.look()
+        self.is_stored = {}
+        return changes
+
+    def look(self) -> tuple[list[bytes], list[bytes]]:
+        """Stored blocks, each after its predecessors in the chain, and removed ones."""
+        changed = self.is_stored.items()
+        return [block for block, stored in changed if stored], [block for block, stored in changed if not stored]
 
 
 class CacheChanges:
-    __slots__ = ("device", "host")
-
     def __init__(self) -> None:
-        self.device, self.host = TierChanges(), TierChanges()
+        self.device, self.host = BlockChanges(), BlockChanges()
 
     def __bool__(self) -> bool:
         return bool(self.device.is_stored or self.host.is_stored)
@@ -49,3 +51,13 @@ class CacheChanges:
     def take(self) -> CacheChange | None:
         """Return and clear the changes; None when there are none."""
         return CacheChange(*self.device.take(), *self.host.take()) if self else None
+
+    def undone(self) -> CacheChange:
+        """The change that takes all of them back."""
+        return CacheChange(*self.device.look()[::-1], *self.host.look()[::-1])
+
+    def parts(self, most: int) -> list[CacheChange]:
+        """What was stored, in one part at least, each with at most so many blocks of a kind."""
+        (device, _), (host, _) = self.device.look(), self.host.look()
+        starts = range(0, max(len(device), len(host), 1), most)
+        return [CacheChange(device[at : at + most], [], host[at : at + most]) for at in starts]

@@ -11,27 +11,26 @@ its parents too, keeps them as long, and leaves the deepest first; so a parent i
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from millrace_serve.engine.cache.changes import TierChanges
+from millrace_serve.engine.cache.changes import BlockChanges
 
 Key = bytes | tuple[bytes, bytes]
 
 
+@dataclass(slots=True, eq=False)
 class Node:
-    __slots__ = ("block", "children", "keep", "key", "page", "parent", "salt")
-
-    def __init__(self, parent: "Node | None", key: Key, page: int, block: bytes, salt: bytes) -> None:
-        self.parent = parent
-        self.key = key  # the page's tokens (u32), after the salt on a first page
-        self.page = page
-        self.block = block  # millrace_common/page_hash.py; of the root: empty
-        self.salt = salt  # of its prompts
-        self.keep = 0  # the minute until which it is kept; 0: it is not
-        self.children: dict[Key, Node] = {}
+    parent: "Node | None"
+    key: Key  # the page's tokens (u32), after the salt on a first page
+    page: int
+    block: bytes  # millrace_common/page_hash.py; of the root: empty
+    salt: bytes  # of its prompts
+    keep: int = 0  # the minute until which it is kept; 0: it is not
+    children: dict[Key, "Node"] = field(default_factory=dict, repr=False)
 
 
 class RadixTree:
-    def __init__(self, page_size: int, changes: TierChanges, most_kept: int) -> None:
+    def __init__(self, page_size: int, changes: BlockChanges, most_kept: int) -> None:
         """`changes` hears of every block that comes and goes. Salts that keep pages share `most_kept` of them."""
         self.page_size = page_size
         self.most_kept = most_kept

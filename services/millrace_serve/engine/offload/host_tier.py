@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from millrace_serve.engine.cache.block_pool import InvariantError
-from millrace_serve.engine.cache.changes import TierChanges
+from millrace_serve.engine.cache.changes import BlockChanges
 from millrace_serve.engine.cache.radix import Node
 
 
@@ -28,7 +28,7 @@ class Copy:
 class HostTier:
     """Slots 0 .. total-1. `changes` hears of every block that comes and goes."""
 
-    def __init__(self, total: int, changes: TierChanges) -> None:
+    def __init__(self, total: int, changes: BlockChanges) -> None:
         self.offered: deque[Node] = deque()  # that came into the prefix cache, and nobody has looked at since
         self._changes = changes
         self._copies: dict[bytes, Copy] = {}  # by block

@@ -6,7 +6,7 @@ its backlog is never larger than the cache.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import msgspec
 from millrace.v1 import worker_pb2
@@ -18,40 +18,35 @@ from millrace_serve.worker.frontend.wakeup import Wakeup
 CHUNK = 8192  # blocks in one change of a snapshot: a watcher takes each in a few milliseconds
 
 
-# The blocks on the device, each after those before it in its chain, and those in the host's memory.
-Tiers = tuple[dict[bytes, None], dict[bytes, None]]
-
-
 class CacheBoard:
     def __init__(self, replicas: int, epoch: str) -> None:
         self.epoch = epoch
-        self._blocks: list[Tiers] = [({}, {}) for _ in range(replicas)]
+        self._contents = [CacheChanges() for _ in range(replicas)]  # since the start
         self._sequences = [0] * replicas
         self._watchers: set[_Watcher] = set()
 
     def update(self, replica: int, change: CacheChange) -> None:
-        device, host = self._blocks[replica]
-        _apply(device, change.stored, change.removed)
-        _apply(host, change.host_stored, change.host_removed)
+        self._contents[replica].add(change)
         self._sequences[replica] += 1
         for watcher in self._watchers:
             watcher.add(replica, change)
 
     def restart(self) -> None:
         """The engines are gone, and what they had cached."""
-        for replica, (device, host) in enumerate(self._blocks):
-            if device or host:
-                self.update(replica, CacheChange([], list(device), [], list(host)))
+        for replica, content in enumerate(self._contents):
+            if content:
+                self.update(replica, content.undone())
 
     async def watch(self, min_interval_s: float) -> AsyncIterator[worker_pb2.CacheChanges]:
         """Snapshots at once, then changes, at most one message each `min_interval_s`."""
         watcher = _Watcher(self._sequences)
         self._watchers.add(watcher)
-        blocks = [(list(device), list(host)) for device, host in self._blocks]
-        snapshots = list(zip(self._sequences, blocks, strict=True))  # all of the same moment
+        contents = [content.parts(CHUNK) for content in self._contents]
+        snapshots = list(zip(self._sequences, contents, strict=True))  # all of the same moment
         try:
-            for replica, (sequence, tiers) in enumerate(snapshots):
-                for change in _snapshot(replica, sequence, *tiers):
+            for replica, (sequence, parts) in enumerate(snapshots):
+                for index, part in enumerate(parts):
+                    change = _wire(replica, sequence, sequence, part, snapshot=index == 0)
                     yield worker_pb2.CacheChanges(epoch=self.epoch, changes=[change])
             while True:
                 if not watcher.behind:
@@ -83,26 +78,11 @@ class _Watcher:
         found = []
         for replica, (after, sequence) in enumerate(zip(self._told, sequences, strict=True)):
             if after != sequence:
-                blocks = msgspec.structs.asdict(self._pending[replica].take() or CacheChange([], []))
-                found.append(worker_pb2.CacheChange(replica=replica, after=after, sequence=sequence, **blocks))
+                found.append(_wire(replica, after, sequence, self._pending[replica].take() or CacheChange([], [])))
         self._told = list(sequences)
         return found
 
 
-def _apply(blocks: dict[bytes, None], stored: list[bytes], removed: list[bytes]) -> None:
-    for block in removed:
-        blocks.pop(block, None)
-    for block in stored:
-        blocks[block] = None
-
-
-def _snapshot(replica: int, sequence: int, device: list[bytes], host: list[bytes]) -> Iterator[worker_pb2.CacheChange]:
-    for start in range(0, max(len(device), len(host), 1), CHUNK):
-        yield worker_pb2.CacheChange(
-            replica=replica,
-            after=sequence,
-            sequence=sequence,
-            snapshot=start == 0,
-            stored=device[start : start + CHUNK],
-            host_stored=host[start : start + CHUNK],
-        )
+def _wire(replica: int, after: int, to: int, change: CacheChange, snapshot: bool = False) -> worker_pb2.CacheChange:
+    blocks = msgspec.structs.asdict(change)
+    return worker_pb2.CacheChange(replica=replica, after=after, sequence=to, snapshot=snapshot, **blocks)

@@ -3,8 +3,8 @@
     READY -- pause --> PAUSED -- load, sleep, wake --> PAUSED -- resume --> READY
 
 A client's answer is of one version, whole. So whatever the worker still holds of its weights ends before they change
-(`forget`): its requests, which routers begin again where no client has seen a token; the KV that it has exported; all
-tiers of its prefix cache. From then on the worker has another epoch, as another process would have, so nobody who knew
+(`forget`): its requests, which routers begin again where no client has seen a token; the KV that it has exported; and
+its prefix cache. From then on the worker has another epoch, as another process would have, so nobody who knew
 the old weights asks it for more; and a KV layout with another fingerprint, so it pairs with those of its version only.
 
 A load that fails half-way leaves weights of no version: `resume` is refused until a load has succeeded.
