@@ -64,7 +64,7 @@ MAY_IMPORT = {
     MODEL: {KERNELS, COMMON},
     ENGINE: set(),
     CORE: set(),
-    LIMITS: {COMMON, CORE, f"{DRAFTS}.limits"},
+    LIMITS: {COMMON, CORE, f"{DRAFTS}.limits", f"{OFFLOAD}.limits"},
     f"{ENGINE}.engine": {CORE, LIMITS, CACHE, GRAMMAR, SCHEDULE, OFFLOAD, LOCKSTEP, STEP},
     CACHE: {CORE, COMMON, f"{OFFLOAD}.host_tier"},
     GRAMMAR: {CORE, COMMON},

@@ -30,6 +30,10 @@ class ConfigError(Exception):
     """A configuration that cannot be used; the message names every offending key."""
 
 
+class OverCommitted(ValueError):
+    """The configuration needs more memory than there is. The message has the numbers and the keys to change."""
+
+
 class Config(BaseModel, frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, str_max_length=MOST):
     """A section. Only with a limit of their length are texts with half of a character refused."""
 

@@ -10,7 +10,7 @@ from millrace_common import config as configuration
 from millrace_common.split import Capacity
 from millrace_serve.engine.config import Role
 from millrace_serve.engine.start import layouts
-from millrace_serve.engine.start.memory import MemoryPlan, OverCommitted
+from millrace_serve.engine.start.memory import MemoryPlan
 from millrace_serve.model.config import ModelConfig, ModelConfigError
 from millrace_serve.plan import report, splits
 from millrace_serve.plan.facts import EXPERTS
@@ -85,7 +85,7 @@ def _chosen(
 
 
 def _memory(setup: Setup, config: WorkerConfig) -> MemoryPlan:
-    with told(OverCommitted, ValueError, code=1):
+    with told(configuration.OverCommitted, ValueError, code=1):
         return layouts.memory_plan(setup, config, GPUS[setup.gpu])
 
 

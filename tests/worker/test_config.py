@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 from millrace.v1 import worker_pb2
-from millrace_common.config import ConfigError, load
+from millrace_common.config import ConfigError, OverCommitted, load
 from millrace_serve.engine.config import Role
-from millrace_serve.engine.start.memory import OverCommitted
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.worker.config import WorkerConfig
 from millrace_serve.worker.rank import process

@@ -7,12 +7,13 @@ import enum
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
 
-from millrace_common.config import MOST, Config, Count, OrAuto
+from millrace_common.config import Config, Count, OrAuto
 from millrace_common.json_values import Json
 from pydantic import BeforeValidator, Field, model_validator
 
 from millrace_serve.engine.core import Route
 from millrace_serve.engine.drafts.limits import DraftLimits
+from millrace_serve.engine.offload.limits import TierLimits
 
 
 class Role(enum.StrEnum):
@@ -37,7 +38,7 @@ def shared_tokens(prompt_tokens: int) -> int:
     return max(prompt_tokens // 4 * 2, 1)
 
 
-class Limits(DraftLimits):
+class Limits(TierLimits, DraftLimits):
     num_pages: Annotated[Count, Field(ge=2)] | Literal["auto"]  # KV pages, the null page included; auto: what fits
     max_model_len: Count = Field(ge=1 + WARM_UP_OUTPUTS)  # tokens of one sequence, prompt and outputs
     page_size: Count = Field(64, ge=1)  # tokens
@@ -49,11 +50,6 @@ class Limits(DraftLimits):
     context_parallel_tokens: Annotated[Count, OrAuto()] = Field(0, ge=0)
     # Pages that prompts may hold until their lease ends; None: the pool, on a flexible worker half of it.
     max_held_pages: Count | None = Field(None, ge=1)
-    prefix_cache: bool = True
-    # Of each replica for copies of cached pages in the host's memory; 0: none. auto: by the pod's memory limit.
-    host_cache_gib: Annotated[float, OrAuto()] = Field(0.0, ge=0, le=MOST)
-    disk_cache: Path | None = None  # folder for cached pages, which outlives restarts; one user's workers may share it
-    disk_cache_gib: float = Field(100.0, gt=0, le=MOST)  # size of that folder, all layouts together
     overlap: bool = True  # schedule step N+1 while step N runs
     # checksum: every page carries one, which a worker that reads the page checks. For debugging: canary, the hash of a
     # page's tokens, checked before each step; poison, freed pages are filled with NaN.
@@ -76,18 +72,6 @@ class Limits(DraftLimits):
     def length_class(self, tokens: int) -> int:
         """0 for prompts of at most half of a step's tokens; each further class has prompts four times as long."""
         return ((max(tokens - 1, 0) // max(self.max_prefill_tokens // 2, 1)).bit_length() + 1) // 2
-
-    def host_pages(self, page_bytes: int) -> int:
-        """Copies of pages that the host tier has room for."""
-        return int(self.host_cache_gib * GIB) // page_bytes
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if self.host_cache_gib and not self.prefix_cache:
-            raise ValueError(f"host_cache_gib={self.host_cache_gib}: needs prefix_cache, whose pages it keeps")
-        if self.disk_cache and not self.host_cache_gib:
-            raise ValueError(f"disk_cache={self.disk_cache}: needs host_cache_gib: pages go through the host tier")
-        return self
 
     def resolved(self, num_pages: int) -> "EngineConfig":
         """The same limits with this number of pages."""

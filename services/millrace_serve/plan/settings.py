@@ -95,6 +95,8 @@ AUTO_KEYS = (
     *("limits.context_parallel_tokens", "limits.draft_tokens", "limits.draft_batches", "expert_tp"),
     *("redundant_experts", "memory_fraction", "limits.host_cache_gib"),
 )
+# No tier is a default: it takes memory that the operator may have meant for something else.
+ASKED_KEYS = ("limits.host_cache_gib",)
 
 
 def prompt_rows(model: ModelConfig, tp: int) -> int:
@@ -186,15 +188,15 @@ def _range(found: Sequence[Gain], setup: Setup) -> str:
 
 
 def filled(values: Mapping[str, Json], choices: Iterable[Setting]) -> JsonObject:
-    """`values` of a configuration with the choices where a key is `auto` or absent. A key that is `auto` and has no
-    choice goes: the model's default holds.
+    """`values` of a configuration with the choices where a key is `auto` or absent; ASKED_KEYS only where they are
+    `auto`. A key that is `auto` and has no choice goes: the model's default holds.
     """
     result: JsonObject = {name: dict(part) if isinstance(part, Mapping) else part for name, part in values.items()}
     chosen = {choice.key: choice.value for choice in choices}
     for key in AUTO_KEYS:
         section, _, leaf = key.rpartition(".")
         place = result.setdefault(section, {}) if section else result
-        if not isinstance(place, dict) or place.get(leaf, "auto") != "auto":
+        if not isinstance(place, dict) or place.get(leaf, "" if key in ASKED_KEYS else "auto") != "auto":
             continue
         place.pop(leaf, None)
         if key in chosen:

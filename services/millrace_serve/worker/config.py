@@ -89,9 +89,7 @@ class WorkerConfig(Execution):
         limits = values.get("limits") or {}
         if isinstance(limits, dict):
             pages = "auto" if planned else DEFAULT_PAGES
-            # A tier is no default: it takes memory that the operator may have meant for something else.
-            defaults = {"num_pages": pages, "max_model_len": _context_of(values), "host_cache_gib": 0.0}
-            limits = {**defaults, **limits}
+            limits = {"num_pages": pages, "max_model_len": _context_of(values), **limits}
         values = {"dtype": "bfloat16" if on_cuda else "float32", **values, "limits": limits}
         setup = setup_of(values, gpu_here(), memory_limit()) if planned else None
         return filled(values, decide(setup) if setup else ())

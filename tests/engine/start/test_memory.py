@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from millrace_bench import v3
+from millrace_common.config import OverCommitted
 from millrace_serve.engine.config import GIB, Execution, Limits, Role
 from millrace_serve.engine.start import memory
 from millrace_serve.engine.start.activations import activation_bytes
-from millrace_serve.engine.start.memory import MIB, Demand, Memory, MemoryPlan, OverCommitted, make_plan
+from millrace_serve.engine.start.memory import MIB, Demand, Memory, MemoryPlan, make_plan
 from millrace_serve.engine.start.startup import RankSetup, estimated, kv_layout
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.parallel import ParallelDims
@@ -109,18 +110,18 @@ def test_graphs_take_what_was_measured() -> None:
 def test_host_tier_that_cannot_fit_is_refused_with_numbers() -> None:
     limits, hosts = Limits(num_pages=10, max_model_len=64, host_cache_gib=100), ["a"] * 8 + ["b"] * 4
     for tp, available in ((1, 800 * GIB), (2, 400 * GIB), (4, 200 * GIB)):
-        memory.check_host_tier(limits, tp, hosts, "a", available)
+        limits.check_host_memory(tp, hosts, "a", available)
         refused = rf"=100 for each of the {8 // tp} replicas of this host is {available / GIB:.2f} GiB, but only"
         with pytest.raises(OverCommitted, match=refused):
-            memory.check_host_tier(limits, tp, hosts, "a", available - 1)
+            limits.check_host_memory(tp, hosts, "a", available - 1)
     with pytest.raises(OverCommitted, match=r"only 700\.00 GiB of its memory are available. Set it to 87\.5 or less"):
-        memory.check_host_tier(limits, 1, hosts, "a", 700 * GIB)
+        limits.check_host_memory(1, hosts, "a", 700 * GIB)
 
 
 def test_host_tier_of_a_replica_on_several_hosts_is_refused() -> None:
     limits = Limits(num_pages=10, max_model_len=64, host_cache_gib=1)
     with pytest.raises(ValueError, match=r"host_cache_gib=1: the tp=2 ranks of replica 1 must be in one container"):
-        memory.check_host_tier(limits, 2, ["a", "a", "a", "b"], "b", 8 * GIB)
+        limits.check_host_memory(2, ["a", "a", "a", "b"], "b", 8 * GIB)
 
 
 @pytest.mark.parametrize(

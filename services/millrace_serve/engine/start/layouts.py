@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from millrace_common.config import OverCommitted
 
 from millrace_serve.engine.config import GIB, Execution, Limits, Role
 from millrace_serve.engine.start.exchange import expected_bytes
-from millrace_serve.engine.start.memory import Demand, Memory, MemoryPlan, OverCommitted
+from millrace_serve.engine.start.memory import Demand, Memory, MemoryPlan
 from millrace_serve.engine.start.startup import RankSetup, estimated, kv_layout, planned
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.parallel import ParallelDims

@@ -7,10 +7,11 @@ numbers.
 The needs are estimated before the weights are loaded, and measured after (docs/explanation/gpu.md, "Memory").
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from millrace_common.config import OverCommitted
 
 from millrace_serve.engine.config import GIB, EngineConfig, Limits
 from millrace_serve.plan.facts import CGROUP, memory_limit
@@ -19,10 +20,6 @@ MIB = 1 << 20
 GRAPH_BYTES = 12 * MIB  # of a captured graph, besides the scratch memory that all share
 CONTEXT_BYTES = 1 * GIB  # of CUDA, cuBLAS, NCCL and loaded kernels, before they are measured
 MOST_LIBRARY_BYTES = 4 * GIB  # more than that has been taken by another process that starts at the same time
-
-
-class OverCommitted(ValueError):
-    """The configuration needs more memory than there is. The message has the numbers and the keys to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,24 +99,6 @@ def make_plan(
     return MemoryPlan(memory, fraction, demand, page_bytes, limits.page_size, fit)
 
 
-def check_host_tier(limits: Limits, tp: int, hosts: Sequence[str], host: str, available: int) -> None:
-    """Args: hosts: of every rank. host: this one. available: bytes of its memory. Raises: ValueError, OverCommitted"""
-    for leader in range(0, len(hosts), tp):
-        if len({*hosts[leader : leader + tp]}) > 1:
-            raise ValueError(
-                f"limits.host_cache_gib={limits.host_cache_gib:g}: the tp={tp} ranks of replica {leader // tp} must be "
-                f"in one container, whose memory they share, and are in several. Lower tp, or set it to 0"
-            )
-    num_replicas = hosts[::tp].count(host)
-    wanted = int(limits.host_cache_gib * GIB) * num_replicas
-    if wanted > available:
-        raise OverCommitted(
-            f"limits.host_cache_gib={limits.host_cache_gib:g} for each of the {num_replicas} replicas of this host is "
-            f"{_gib(wanted)}, but only {_gib(available)} of its memory are available. Set it to "
-            f"{available * 10 // (num_replicas * GIB) / 10:g} or less"
-        )
-
-
 def check_pages(num_pages: int, page_bytes: int, available: int) -> None:
     """Of a pool in the host's memory, of which bytes are available. Raises: OverCommitted"""
     if (wanted := num_pages * page_bytes) > available:
@@ -132,7 +111,7 @@ def check_pages(num_pages: int, page_bytes: int, available: int) -> None:
 def check_simulated(config: EngineConfig, page_bytes: int) -> None:
     """Of an engine all of whose pages are in the host's memory. Raises: OverCommitted"""
     check_pages(config.num_pages, page_bytes, host_memory())
-    check_host_tier(config, 1, [""], "", host_memory())
+    config.check_host_memory(1, [""], "", host_memory())
 
 
 def host_memory(proc: Path = Path("/proc"), cgroup: Path = CGROUP) -> int:

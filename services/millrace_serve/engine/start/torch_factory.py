@@ -28,7 +28,7 @@ from millrace_serve.engine.start import compile_ahead, finite
 from millrace_serve.engine.start.compilations import Compilations
 from millrace_serve.engine.start.compile import announce_kernels
 from millrace_serve.engine.start.exchange import ExpertExchange, make_exchange
-from millrace_serve.engine.start.memory import MemoryPlan, check_host_tier, host_memory
+from millrace_serve.engine.start.memory import MemoryPlan, host_memory
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.engine.start.reload import load
 from millrace_serve.engine.start.startup import MemoryPlanner, RankSetup, kv_layout, prepare
@@ -107,7 +107,7 @@ def load_rank(
     planner = MemoryPlanner(setup)
     if limits.host_cache_gib:  # collective, before any rank takes memory
         hosts = [host.decode() for host in dims.exchange(own_host().encode())]
-        check_host_tier(limits, dims.tp, hosts, hosts[dims.rank], host_memory())
+        limits.check_host_memory(dims.tp, hosts, hosts[dims.rank], host_memory())
     lockstep = Lockstep() if dims.world == 1 else join(dims.rank, dims.tp, dims.dp, dims.exchange, address)
     compilations = _watch_compilers(setup, lockstep)
     exchange = None
