@@ -27,9 +27,8 @@ from millrace_serve.engine.config import GIB, EngineConfig, Role
 from millrace_serve.engine.core import Request, RequestId, SamplingParams, Submit
 from millrace_serve.engine.engine import Engine
 from millrace_serve.engine.offload.cuda_copier import CudaCopier
-from millrace_serve.engine.offload.host_copies import CopyJob
 from millrace_serve.engine.offload.host_tier import HostTier
-from millrace_serve.engine.offload.page_copier import STORE_BYTES, PageCopier
+from millrace_serve.engine.offload.page_copier import STORE_BYTES, CopyJob, PageCopier
 from millrace_serve.engine.sim.factory import build_sim_engine
 from millrace_serve.engine.sim.runner import SimSettings
 from millrace_serve.engine.start.torch_factory import load_rank
@@ -137,7 +136,7 @@ def _steps(
 
 
 def _nbytes(copier: PageCopier) -> int:
-    counts = copier.counters()
+    counts = copier.counters
     return int(counts["host_bytes/store"] + counts["host_bytes/load"])
 
 
@@ -168,7 +167,7 @@ def _run(engine: Engine, prompts: list[list[int]], clients: int, first_room: int
     ttft: list[float] = []
     for _ in range(clients):
         _send(engine, left, sent, params)
-    while sent or engine.has_work() or engine.copier.busy:
+    while sent or engine.has_work() or engine.host.copier.busy:
         for output in engine.step().outputs:
             if output.first_index == 0:
                 ttft.append(time.perf_counter() - sent[output.id.room])

@@ -59,7 +59,7 @@ def run(one: Engine, requests: list[Request], *, close: bool = True) -> Said:
     said: Said = {request.id.room: [] for request in requests}
     for each in requests:
         one.submit(Submit(each))
-    while one.has_work() or one.copier.busy or one.load().waiting:  # of those, grammars are being compiled
+    while one.has_work() or one.host.copier.busy or one.load().waiting:  # of those, grammars are being compiled
         for output in one.step().outputs:
             assert output.error is None, output.error
             said[output.id.room].append(output)

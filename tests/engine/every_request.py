@@ -166,7 +166,7 @@ def check_step(engine: Engine, seen: Counter[str]) -> int:
     outputs = engine.step().outputs
     for output in outputs:
         assert output.error is None, output.error
-        seen["cached prefix"] += output.num_cached_tokens > 0
+        seen["cached prefix"] += output.found.cached_tokens > 0
         seen["drafts"] += output.num_drafted > 0
     return sum(output.finish is not None for output in outputs)
 

@@ -183,7 +183,7 @@ class Driver:
 
     def copying(self) -> bool:
         """Whether copies between the device and the host tier will end."""
-        return bool(self.scheduler.host._under_way)
+        return bool(self.engine.host._under_way)
 
     def expected(self, id: RequestId) -> list[int]:
         request = self.requests[id]
@@ -230,7 +230,7 @@ class Driver:
         pool = self.cache.pool
         assert pool.num_free + pool.num_cached == pool.total
         self.cache.flush()
-        assert pool.num_free == pool.total and self.cache.host.used == 0
+        assert pool.num_free == pool.total and self.cache.host.tier.used == 0
         for id in self.requests:
             assert id in self.finish or id in self.parts, f"request {id} was never answered"
 

@@ -101,7 +101,7 @@ def test_greedy_is_transformers_generate(prompts, reference, config):
     again = requests(prompts, start=100, **GREEDY)
     outputs = collect(engine, again)
     assert_same(said(outputs, again), reference)
-    cached = {output.id.room - 100: output.num_cached_tokens for output in outputs if output.first_index == 0}
+    cached = {output.id.room - 100: output.found.cached_tokens for output in outputs if output.first_index == 0}
     if engine.config.prefix_cache:
         assert [cached[room] for room in range(len(LENGTHS))] == [(n - 1) // 64 * 64 for n in LENGTHS]
     else:

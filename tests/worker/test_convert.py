@@ -10,6 +10,7 @@ from millrace.v1 import common_pb2, worker_pb2
 from millrace_common.reasons import Reason
 from millrace_rpc.errors import TABLE, MillraceError
 from millrace_serve.engine.core import (
+    CachedTokens,
     Failure,
     FinishReason,
     Grammar,
@@ -69,7 +70,7 @@ def test_a_room_is_needed() -> None:
 @pytest.mark.parametrize(
     "output",
     [
-        SequenceOutput(ID, 0, [TokenOutput(1)], None, None, 128, num_host_cached=64, num_fetched=63),
+        SequenceOutput(ID, 0, [TokenOutput(1)], None, None, CachedTokens(128, 64, 63)),
         SequenceOutput(ID, 7, [], FinishReason.ERROR, Failure("KV_EXPIRED", "too late")),
         SequenceOutput(ID, 7, [], FinishReason.ABORT),
         SequenceOutput(ID, 7, [TokenOutput(1)], FinishReason.STOP, num_drafted=9, num_accepted=4),

@@ -1,6 +1,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace_serve.engine.core import Failure, FinishReason, RequestId, SequenceOutput, TokenOutput, Wait
+from millrace_serve.engine.core import CachedTokens, Failure, FinishReason, RequestId, SequenceOutput, TokenOutput, Wait
 from millrace_serve.worker.frontend import convert
 from millrace_serve.worker.frontend.links import MAX_TOKENS, LinkOutbox, RouterLink
 
@@ -27,7 +27,7 @@ def test_refusal_of_what_no_request_may_be_goes_out() -> None:
 
 
 def test_slow_router_gets_merged_outputs_with_the_end_last() -> None:
-    first = SequenceOutput(RequestId(1, 0), 0, [TokenOutput(0)], num_cached_tokens=64, queued_s=0.5)
+    first = SequenceOutput(RequestId(1, 0), 0, [TokenOutput(0)], found=CachedTokens(64), queued_s=0.5)
     error = Failure("STALLED", "late")
     end = SequenceOutput(first.id, 100, [], FinishReason.ERROR, error, num_drafted=90, num_accepted=40)
     box = LinkOutbox()
@@ -36,7 +36,7 @@ def test_slow_router_gets_merged_outputs_with_the_end_last() -> None:
         box.put(output(1, step, 1))
     box.put(end)
     tokens = [TokenOutput(step) for step in range(100)]
-    merged = SequenceOutput(first.id, 0, tokens, FinishReason.ERROR, error, 64, num_drafted=90, num_accepted=40)
+    merged = SequenceOutput(first.id, 0, tokens, FinishReason.ERROR, error, first.found, 0.0, 90, 40)
     assert box.take() == [convert.wire_output(merged)]
 
 

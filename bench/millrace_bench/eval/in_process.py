@@ -114,7 +114,7 @@ class EngineBackend:
         if last.finish is FinishReason.ERROR:
             return Answer(error=last.error.message if last.error else "unknown error")
         tokens = tuple(token.token_id for output in outputs for token in output.tokens)
-        cached = max(output.num_cached_tokens for output in outputs)
+        cached = max(output.found.cached_tokens for output in outputs)
         return Answer(self._tokenizer.decode(tokens), tokens, len(prompt), cached, len(tokens), len(outputs) - 1)
 
 

@@ -126,6 +126,14 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
 
 
+class CachedTokens(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt tokens whose KV was there. The names are those of worker.proto and of the counters of Load."""
+
+    cached_tokens: int = 0  # from a prefix cache, wherever it has them
+    host_cached_tokens: int = 0  # of these, from the host tier
+    fetched_tokens: int = 0  # of these, from another worker
+
+
 class SequenceOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """New tokens of one sequence after one step. `first_index` is the 0-based output position of tokens[0]."""
 
@@ -134,13 +142,11 @@ class SequenceOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: list[TokenOutput]
     finish: FinishReason | None = None
     error: Failure | None = None
-    num_cached_tokens: int = 0  # prompt tokens served from this engine's prefix cache; set on the first output
+    found: CachedTokens = CachedTokens()  # set on the first output
     queued_s: float = 0.0  # from its arrival until it got pages; set on the first output
     num_drafted: int = 0  # drafts that this engine verified for the sequence; set on the last output
     num_accepted: int = 0  # of these
     drafts: tuple[int, ...] = ()  # of the tokens behind; set where another worker goes on
-    num_host_cached: int = 0  # of num_cached_tokens, from the host tier
-    num_fetched: int = 0  # of num_cached_tokens, from another worker
 
 
 class KvChunk(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ import msgspec
 
 from millrace_serve.engine.cache.block_pool import InvariantError
 from millrace_serve.engine.cache.kv_pool import KvPool
-from millrace_serve.engine.config import GIB, EngineConfig
+from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.core import EngineInput, Events, Load, Pause
 from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.lockstep.lockstep import Lockstep
@@ -34,8 +34,6 @@ from millrace_serve.engine.step.runner import Runner, StepHandle
 
 IDLE_PLAN = Plan([], [])
 COMPILE_POLL_S = 0.005  # how often to look for the end of a grammar's compilation while there is no other work
-STORE_POLL_S = 0.02  # likewise for the end of stores in the disk tier, for which nobody waits
-COPY_POLL_S = 0.001  # likewise for the end of copies between the device and the host tier
 
 
 class Engine:
@@ -55,12 +53,11 @@ class Engine:
         self.config = config
         self.pool = pool
         self._scheduler = scheduler
-        self._disk = scheduler.host.disk
         self._grammars = grammars
         self._builder = builder
         self._runner = runner
-        self.copier = copier or PageCopier(pool, config.host_pages(pool.layout.page_bytes))
-        scheduler.pages.cache.host.open(self.copier.num_slots)
+        self.host = scheduler.pages.cache.host
+        self.host.open(copier or PageCopier(pool, config.host_pages(pool.layout.page_bytes)))
         self._lockstep = lockstep or Lockstep()
         self.progress = self._lockstep.progress
         self._forecast = Forecast(lambda: self.progress.clock())
@@ -74,12 +71,8 @@ class Engine:
         self._paused = False
 
     def open_store(self, secret: bytes = b"", *, patient: bool = True) -> None:
-        """Pages of the host tier go to `disk_cache`, if it is set, from now on, until `close`. `patient`: raises
-        TransferError, else what is wrong with the folder holds up nothing.
-        """
-        if (folder := self.config.disk_cache) is not None:
-            layout, most = self.pool.layout.fingerprint, int(self.config.disk_cache_gib * GIB)
-            self._disk.open(folder, layout, self.copier.memory, most, secret, patient)
+        """Keep cached pages in a folder, too, if one is set. `patient`: raises TransferError if it is of no use."""
+        self.host.disk.open(self.config, self.pool.layout.fingerprint, self.host.copier.memory, secret, patient)
 
     def submit(self, msg: EngineInput) -> None:
         """Never raises for a bad request: it ends in an output with finish ERROR, in the next step's Events."""
@@ -100,9 +93,7 @@ class Engine:
         """Schedule, build and launch the next step, if there is anything to do."""
         for msg in self._grammars.admitted():
             self._scheduler.handle(msg)
-        for job in self.copier.poll():
-            self._scheduler.host.finished(job)
-        self._disk.poll()
+        self.host.poll()
         if self._awaited:
             self._ahead = False
             self.commit()
@@ -163,8 +154,7 @@ class Engine:
             None if self._paused else self._scheduler.requests.seconds_to_deadline(),
             None if self._paused else self._scheduler.seconds_to_look(),
             COMPILE_POLL_S if self._grammars.waiting else None,
-            COPY_POLL_S if self.copier.busy or self._disk.loads else None,
-            STORE_POLL_S if self._disk.stores else None,
+            self.host.wait_s(),
         )
         return min((wait for wait in waits if wait is not None), default=None)
 
@@ -176,10 +166,9 @@ class Engine:
         return () if self._in_flight else self._lockstep.fds
 
     def load(self) -> Load:
-        load, more = self._scheduler.load(), self._runner.counts() | self._scheduler.host.counts()
-        load.counters.update(self.copier.counters() | self._disk.counters())
-        moving = self._in_flight or self.copier.busy or self._disk.loads or self._disk.stores
-        paused = self._paused and not moving
+        load, more = self._scheduler.load(), self._runner.counts() | self.host.counts()
+        load.counters.update(self.host.copier.counters | self.host.disk.counters())
+        paused = self._paused and not self._in_flight and self.host.wait_s() is None
         return msgspec.structs.replace(load, paused=paused, **more) if more or paused else load
 
     def check_empty(self) -> None:
@@ -192,7 +181,7 @@ class Engine:
         """Raise InvariantError with the numbers if pages are lost, or are not all back when no request is live."""
         scheduler, cache = self._scheduler, self._scheduler.pages.cache
         cache.check()
-        scheduler.host.check()
+        self.host.check()
         pool, used = cache.pool, scheduler.requests.live or scheduler.served_pages
         if not used and pool.num_free + pool.num_cached != pool.total:
             raise InvariantError(
@@ -205,8 +194,7 @@ class Engine:
         self._lockstep.close()
         self._grammars.close()
         self._runner.close()
-        if self._disk.close():  # else a move may still write to the memory
-            self.copier.close()
+        self.host.close()
 
     def _launch(self, plan: Plan | None) -> bool:
         """False: no replica has anything to do."""
@@ -241,8 +229,4 @@ class Engine:
 
     def _copy(self) -> None:
         """Start the copies that were decided, on all ranks: after the scrubbing of pages that are to be filled."""
-        jobs = self._scheduler.host.take_jobs(self.copier.most_pages)
-        if jobs:
-            self._lockstep.share(Copies([job.moves for job in jobs], settled=not self._in_flight))
-        for job in jobs:
-            self.copier.start(job)
+        self.host.start(lambda moves: self._lockstep.share(Copies(moves, settled=not self._in_flight)))

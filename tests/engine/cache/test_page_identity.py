@@ -57,7 +57,7 @@ class Caches(Driver):
         return self.cached[room]
 
     def settle(self) -> None:
-        host = self.scheduler.host
+        host = self.engine.host
         while self.engine.has_work() or self.copying() or host.disk.pinned or host.disk.loads:
             self.step()
         host.check()
@@ -68,7 +68,7 @@ class Caches(Driver):
             self.ask(([room % 100 + number] * (4 * SIZE), b"nobody"), room + number)
 
     def _take(self, output: SequenceOutput) -> None:
-        self.cached.setdefault(output.id.room, output.num_cached_tokens)
+        self.cached.setdefault(output.id.room, output.found.cached_tokens)
         super()._take(output)
 
 
@@ -175,6 +175,6 @@ def test_prompts_whose_blocks_collide(seed: int, tiers: bool) -> None:
         errors = {output.error.reason for output in driver.finish.values() if output.error}
         assert errors <= ({Reason.KV_MISMATCH} if tiers else set())
         driver.end_leases()
-        driver.scheduler.host.check()
+        driver.engine.host.check()
         driver.check_whole()
         driver.engine.close()

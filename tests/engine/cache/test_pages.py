@@ -210,7 +210,7 @@ def test_cache_under_random_use(seed: int, enabled: bool, bits: int):
             elif act >= 0.6:
                 cache.release(prefix, pages)
                 del live[index]
-        if change := cache.take_changes():
+        if change := cache.changes.take():
             assert set(change.removed) <= told and not set(change.stored) & told
             told = (told - set(change.removed)) | set(change.stored)
         assert told == cache._tree._by_block.keys()

@@ -237,12 +237,12 @@ class OnDisk(Driver):
             outputs += self.engine.step().outputs
         answer = [token.token_id for output in outputs for token in output.tokens]
         assert answer == oracle_outputs(tokens, asked.sampling, SETTINGS)
-        return outputs[0].num_cached_tokens
+        return outputs[0].found.cached_tokens
 
     def settle(self) -> Load:
         """Until nothing moves between the tiers."""
-        host = self.engine._scheduler.host
-        while self.engine.has_work() or self.engine.copier.busy or host.disk.pinned:
+        host = self.engine.host
+        while self.engine.has_work() or self.engine.host.copier.busy or host.disk.pinned:
             self.engine.step()
         host.check()
         return self.engine.load()
@@ -294,11 +294,11 @@ def test_folder_that_does_not_answer_holds_up_no_step(tmp_path: Path, monkeypatc
     monkeypatch.setattr(PageFolder, "has", hangs)
     monkeypatch.setattr(disk_tier, "LOOK_S", 0.0)
     assert second.ask(1, PROMPT) == second.ask(2, [9, *PROMPT]) == 0
-    second.engine._disk.remove([block(1)])
+    second.engine.host.disk.remove([block(1)])
     monkeypatch.setattr(disk_tier, "LOOK_S", 60.0)
     answers.set()
-    second.engine._disk.store._asked.join(HANG_S)
-    assert second.engine._disk.store.count(page_hashes(PROMPT, 4)) == 5
+    second.engine.host.disk.store._asked.join(HANG_S)
+    assert second.engine.host.disk.store.count(page_hashes(PROMPT, 4)) == 5
     second.settle()
     second.engine.close()
 
@@ -306,7 +306,7 @@ def test_folder_that_does_not_answer_holds_up_no_step(tmp_path: Path, monkeypatc
 def test_folder_that_hangs_keeps_weights_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It hangs in a store, then where the folder of the new weights is opened; at last it answers."""
     first, answers, now = OnDisk(tmp_path, host_pages=100), threading.Event(), [0.0]
-    engine, host, real = first.engine, first.engine._scheduler.host, {}
+    engine, host, real = first.engine, first.engine.host, {}
     host.disk._clock = lambda: now[0]
     for name in ("store", "__init__"):
 
@@ -319,7 +319,7 @@ def test_folder_that_hangs_keeps_weights_from_nothing(tmp_path: Path, monkeypatc
     monkeypatch.setattr(disk_tier, "CLOSE_S", 0.0)
     monkeypatch.setattr(disk_moves, "OPEN_S", 0.0)
     assert first.ask(1, PROMPT) == 0
-    while not host.disk.stores or engine.copier.busy:
+    while not host.disk.stores or engine.host.copier.busy:
         engine.step()
     engine.submit(Pause(on=True))
     engine.step()
@@ -346,7 +346,7 @@ def test_page_of_other_tokens_is_an_error_once_and_gone(tmp_path: Path) -> None:
     fill_folder(tmp_path)
     second = OnDisk(tmp_path, host_pages=100)
     hashes = page_hashes(PROMPT, 4)
-    folder = second.engine._disk.store._folder
+    folder = second.engine.host.disk.store._folder
     assert folder.load(hashes[3], 0)
     folder.store(hashes[4], 0)
     second.submit(request(1, PROMPT, Route.LOCAL, max_tokens=2))
@@ -355,7 +355,7 @@ def test_page_of_other_tokens_is_an_error_once_and_gone(tmp_path: Path) -> None:
         outputs = second.engine.step().outputs
     assert outputs[0].error is not None and outputs[0].error.reason == Reason.KV_MISMATCH
     second.settle()
-    assert not second.engine._disk.store.count(hashes[4:])
+    assert not second.engine.host.disk.store.count(hashes[4:])
     assert second.ask(2, PROMPT) == 0
     second.settle()
     second.engine.close()

@@ -39,25 +39,24 @@ class Tiered(Driver):
         self.firsts: dict[RequestId, SequenceOutput] = {}
         super().__init__(role, host_pages=host_pages, **config)
         self.held = False
-        self.host = self.scheduler.host
-        copier = self.engine.copier
+        copier = self.engine.host.copier
         poll = copier.poll
         copier.poll = lambda: [] if self.held else poll()  # type: ignore[method-assign]
         assert copier.num_slots == self.engine.load().host_pages_total == host_pages
 
     def copying(self) -> bool:
-        return self.engine.copier.busy and not self.held
+        return self.engine.host.copier.busy and not self.held
 
     def ask(self, room: int, tokens: list[int], **wants: Any) -> None:
         route = Route.EXPORT if self.here._role is Role.PREFILL else Route.LOCAL
         self.submit(request(room, tokens, route, **{"max_tokens": 2, **wants}))
 
     def cached(self, room: int) -> int:
-        return self.firsts[RequestId(room, 0)].num_cached_tokens
+        return self.firsts[RequestId(room, 0)].found.cached_tokens
 
     def tiers(self, room: int) -> tuple[int, int]:
         """Cached tokens from the host tier and from another worker."""
-        return (first := self.firsts[RequestId(room, 0)]).num_host_cached, first.num_fetched
+        return (first := self.firsts[RequestId(room, 0)]).found.host_cached_tokens, first.found.fetched_tokens
 
     def _take(self, output: SequenceOutput) -> None:
         self.firsts.setdefault(output.id, output)
@@ -72,10 +71,10 @@ class Tiered(Driver):
     def end(self) -> None:
         self.held = False
         self.end_leases()
-        assert not self.engine.copier.busy and not self.host._under_way
-        self.host.check()
+        assert not self.engine.host.copier.busy and not self.cache.host._under_way
+        self.cache.host.check()
         self.check_whole()
-        assert self.cache.host.used == 0  # check_whole flushes
+        assert self.cache.host.tier.used == 0  # check_whole flushes
 
 
 def evicted(make: Callable[..., Tiered] = Tiered, prompt: list[int] = PROMPT, **config: Any) -> Tiered:
@@ -120,7 +119,7 @@ def test_what_happens_during_a_fill(role, why):
     driver.step()
     driver.run() if why == "flush" else driver.end_leases()
     load = driver.engine.load()
-    assert load.pages_running == 4 and load.host_pages_used == (3 if why == "flush" else driver.cache.host.used)
+    assert load.pages_running == 4 and load.host_pages_used == (3 if why == "flush" else driver.cache.host.tier.used)
     driver.held = False
     driver.run()
     if why == "flush":
@@ -133,14 +132,14 @@ def test_what_happens_during_a_fill(role, why):
 def test_page_that_was_evicted_during_its_copy_is_not_found():
     driver = Tiered(max_model_len=60)
     driver.ask(1, PROMPT)
-    while not driver.engine.copier.busy:
+    while not driver.engine.host.copier.busy:
         driver.step()
     driver.held = True
     driver.run()
     driver.push_out()
     driver.held = False
     driver.run()
-    assert driver.cache.host.find(page_hashes(PROMPT, 4)[:3]) == []
+    assert driver.cache.host.tier.find(page_hashes(PROMPT, 4)[:3]) == []
     driver.ask(2, PROMPT)
     driver.run()
     assert driver.cached(2) == 0
@@ -154,8 +153,8 @@ def test_stores_are_one_at_a_time():
     for room in range(1, 5):
         driver.ask(room, [room] * 9)
         driver.run()
-        seen += sum(job.to_host for job in driver.host._under_way)
-    assert seen == 4 and len(driver.cache.host.offered) > 0
+        seen += sum(job.to_host for job in driver.cache.host._under_way)
+    assert seen == 4 and len(driver.cache.host.tier.offered) > 0
     driver.end()
 
 
@@ -221,10 +220,10 @@ def test_long_prompt_that_the_tier_has_waits_for_no_other(known):
 @pytest.mark.parametrize("role", [Role.UNIFIED, Role.PREFILL])
 def test_wrong_bytes_fail_one_request_and_empty_the_tier(role, overlap):
     driver = evicted(role=role, overlap=overlap)
-    driver.engine.copier._host[:] = 7
+    driver.engine.host.copier._host[:] = 7
     driver.ask(2, PROMPT)
     driver.end_leases()
-    assert driver.finish[RequestId(2, 0)].error.reason == "KV_MISMATCH" and driver.cache.host.used == 0
+    assert driver.finish[RequestId(2, 0)].error.reason == "KV_MISMATCH" and driver.cache.host.tier.used == 0
     driver.ask(3, PROMPT)
     driver.end_leases()
     assert driver.cached(3) == 0 and RequestId(3, 0) in driver.firsts

@@ -24,8 +24,7 @@ from millrace_serve.engine.lockstep import packing
 from millrace_serve.engine.lockstep.links import FRAME, RankLost
 from millrace_serve.engine.lockstep.lockstep import Lockstep
 from millrace_serve.engine.lockstep.packing import Copies
-from millrace_serve.engine.offload.host_copies import PageMoves
-from millrace_serve.engine.offload.page_copier import PageCopier, SharedStore, share
+from millrace_serve.engine.offload.page_copier import PageCopier, PageMoves, SharedStore, share
 from millrace_serve.engine.sim.runner import SimHandle, SimRunner
 from millrace_serve.engine.start.torch_factory import load_rank
 from millrace_serve.engine.step.batch import HostBatch, StepBatch
@@ -71,9 +70,9 @@ class Replica(Tiered):
         engine, self.behind = self.engine, 0
         pool = KvPool(engine.pool.layout, self.config.num_pages)
         self.shared = stores(2, 1, host_pages, pool.layout.page_bytes)
-        engine.copier = PageCopier(engine.pool, host_pages, self.shared[0])
-        poll = engine.copier.poll
-        engine.copier.poll = lambda: [] if self.held else poll()  # type: ignore[method-assign]
+        engine.host.copier = PageCopier(engine.pool, host_pages, self.shared[0])
+        poll = engine.host.copier.poll
+        engine.host.copier.poll = lambda: [] if self.held else poll()  # type: ignore[method-assign]
         engine._lockstep = Lockstep(followers=[self])  # type: ignore[arg-type]
         self.copier = SlowCopier(pool, host_pages, self.shared[1])
         self._runner = SimRunner(SETTINGS, pool, self.config)
@@ -121,7 +120,7 @@ def test_evicted_prefix_comes_back_to_both_ranks(overlap: bool) -> None:
     driver.run()
     load = driver.engine.load()
     assert driver.cached(2) == load.counters["host_cached_tokens"] == 12
-    assert driver.shared[0].ended.tolist() == [[0, 0], [1, driver.engine.copier._started[True]]]
+    assert driver.shared[0].ended.tolist() == [[0, 0], [1, driver.engine.host.copier._started[True]]]
     driver.end()
 
 
@@ -134,7 +133,7 @@ def test_copy_counts_when_the_last_rank_has_carried_it_out() -> None:
     for _ in range(20):
         driver.step()
     assert RequestId(3, 0) in driver.finish and RequestId(2, 0) not in driver.firsts
-    assert [copy.num_pins for copy in driver.cache.host.find(page_hashes(PROMPT, 4)[:3])] == [1] * 3
+    assert [copy.num_pins for copy in driver.cache.host.tier.find(page_hashes(PROMPT, 4)[:3])] == [1] * 3
     driver.run()
     assert driver.cached(2) == 12
     driver.end()
@@ -198,7 +197,7 @@ def serve(dims: ParallelDims, sizes: dict[str, Any], folder: str, kind: str = "c
     todo = [[start + room for room in range(dims.dp_rank, len(PROMPTS), dims.dp)] for start in (0, 100)]
     done = [Path(f"{folder}-{rank.copier.num_slots}-{replica}") for replica in range(dims.dp)]
     while not engine.stopped:
-        if not engine.has_work() and not engine.copier.busy and not engine._disk.pinned:
+        if not engine.has_work() and not engine.host.copier.busy and not engine.host.disk.pinned:
             for room in todo.pop(0) if todo else ():
                 said[room] = []
                 engine.submit(Submit(request(room, PROMPTS[room % 100], max_tokens=OUTPUTS)))

@@ -57,7 +57,7 @@ def test_rest_is_computed_from_where_the_fill_ended(role, num_pages, overlap):
     driver.run()
     first = driver.parts[id][-1].first if role is Role.PREFILL else None
     assert first is not None or driver.finish[id].finish is FinishReason.LENGTH
-    assert driver.engine.load().counters["cached_tokens"] == seq.num_cached_tokens == 4 * num_pages
+    assert driver.engine.load().counters["cached_tokens"] == seq.found.cached_tokens == 4 * num_pages
     driver.finish_all()
 
 

@@ -91,7 +91,7 @@ def test_prompt_preempted_on_its_way_counts_no_cached_or_recomputed_token(overla
     load = driver.engine.load()
     assert load.counters["preemptions"] == 1 and load.counters["prompt_tokens"] == 24
     assert (load.counters["resumed"], load.counters["recomputed"]) == (1, 0)
-    assert load.counters["cached_tokens"] == 0 and all(output.num_cached_tokens == 0 for output in outputs)
+    assert load.counters["cached_tokens"] == 0 and all(output.found.cached_tokens == 0 for output in outputs)
     driver.check_whole()
 
 
@@ -254,7 +254,7 @@ def test_cached_pages_are_published_before_anything_is_computed():
     assert (part.num_tokens, part.last) == (8, False)
     assert part.page_ids == first.page_ids + last.page_ids[:1]
     driver.run()
-    assert driver.parts[RequestId(2, 0)][-1].first.num_cached_tokens == 8
+    assert driver.parts[RequestId(2, 0)][-1].first.found.cached_tokens == 8
 
 
 def test_prompt_that_is_cached_whole_computes_its_last_page_again():
@@ -263,7 +263,7 @@ def test_prompt_that_is_cached_whole_computes_its_last_page_again():
     for room in (1, 2):
         driver.run(request(room, PROMPT[:8], Route.EXPORT))
     last = driver.parts[RequestId(2, 0)][-1]
-    assert last.last and last.first.num_cached_tokens == 4
+    assert last.last and last.first.found.cached_tokens == 4
 
 
 def test_first_token_that_ends_it_is_final_in_the_last_part():

@@ -102,6 +102,6 @@ def test_drafts_are_of_use_behind_cached_pages(first_tail: list[int]) -> None:
         one.step()
     said = run(one, then)
     assert tokens(said) == tokens(run(engine(0), then))
-    assert said[1][0].num_cached_tokens == said[2][0].num_cached_tokens == PAGE
+    assert said[1][0].found.cached_tokens == said[2][0].found.cached_tokens == PAGE
     share = one.load().accepted[0] / one.load().drafted[0]
     assert share > 0.4, share

@@ -118,7 +118,7 @@ def test_answers_are_those_of_one_rank(tmp_path: Path) -> None:
         assert (sum(one.accepted for one in leaders) > 0) is (drafts > 0), case
         assert (sum(one.preemptions for one in leaders) > 0) is bool(limits), case
         if not limits:
-            assert [said[room][0].num_cached_tokens for room in (0, 5, 7, 9)] == [0, 8 * PAGE, 0, 9 * PAGE], case
+            assert [said[room][0].found.cached_tokens for room in (0, 5, 7, 9)] == [0, 8 * PAGE, 0, 9 * PAGE], case
         kinds = {"mixed", "uneven", "empty", f"{1 + drafts} rows"}  # the one that ends last never has an empty step
         assert set.union(*(one.steps for one in leaders)) >= kinds, (case, leaders[0].steps, leaders[1].steps)
         assert all(("a graph with chunks" in one.steps) is (graphs == "on") for one in leaders), case

@@ -76,7 +76,7 @@ def test_cached_prompts_bring_their_index_keys(folder: Path, expected: dict[int,
     for turn in range(2):
         said = run(one, requests(first=100 * turn), close=turn > 0)
         assert list(tokens(said).values()) == list(expected.values())
-        cached = [outputs[0].num_cached_tokens for outputs in said.values()]
+        cached = [outputs[0].found.cached_tokens for outputs in said.values()]
         assert cached == [turn * ((length - 1) // 16 * 16) for length in LENGTHS]
 
 

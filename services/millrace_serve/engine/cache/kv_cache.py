@@ -11,27 +11,25 @@ Life of a page:
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from millrace_serve.engine.cache.block_pool import BlockPool, Holder, InvariantError
 from millrace_serve.engine.cache.changes import CacheChanges
 from millrace_serve.engine.cache.radix import Node, RadixTree
-from millrace_serve.engine.core import CacheChange
-from millrace_serve.engine.offload.host_tier import HostTier
+from millrace_serve.engine.offload.host_copies import HostCopies
 
 MINUTE_S = 60.0
 KEPT_SHARE = 0.5  # of all pages: so that requests which do not ask for it have a cache, too
 
 
+@dataclass(slots=True, eq=False)
 class CachedPrefix:
     """One sequence's place in the tree: its own pages in it, and the equal pages of others that it pins."""
 
-    __slots__ = ("num_pages", "pins", "salt", "tail")
-
-    def __init__(self, tail: Node, num_pages: int, salt: bytes) -> None:
-        self.tail = tail
-        self.num_pages = num_pages
-        self.salt = salt
-        self.pins: list[int] = []
+    tail: Node
+    num_pages: int
+    salt: bytes
+    pins: list[int] = field(default_factory=list)
 
     def path_up(self) -> Iterator[Node]:
         """From the deepest node to the one below the root."""
@@ -48,9 +46,9 @@ class KvCache:
         self.page_size = page_size
         self._clock = clock
         self.pool = BlockPool(num_pages)
-        self._changes = CacheChanges()  # for reports to routers
-        self._tree = RadixTree(page_size, self._changes.device, int(KEPT_SHARE * self.pool.total))
-        self.host = HostTier(0, self._changes.host)  # until the engine opens it
+        self.changes = CacheChanges()  # for reports to routers
+        self._tree = RadixTree(page_size, self.changes.device, int(KEPT_SHARE * self.pool.total))
+        self.host = HostCopies(self.changes.host, self._tree.holds)  # none until the engine opens it
         self._enabled = prefix_cache
 
     @property
@@ -86,7 +84,7 @@ class KvCache:
             prefix.tail = self._tree.extend(prefix.tail, tokens, index, prefix.salt, page=page, block=blocks[index])
             if prefix.tail.page == page:
                 self.pool.hold([page], Holder.CACHE)
-                self.host.offer(prefix.tail)
+                self.host.tier.offer(prefix.tail)
             else:
                 self._share([prefix.tail.page])
                 prefix.pins.append(prefix.tail.page)
@@ -126,18 +124,10 @@ class KvCache:
         self._set_idle(reversed(pages))
 
     def flush(self) -> None:
-        """Evict every idle page, and forget the host tier."""
-        self.host.clear()
+        """Evict every idle page, and forget the copies."""
+        self.host.tier.clear()
         for _ in range(self._tree.num_idle):
             self.pool.drop([self._tree.evict()], Holder.CACHE)
-
-    def holds(self, node: Node) -> bool:
-        """Whether its page is in the prefix cache, where it is read only."""
-        return self._tree.holds(node)
-
-    def take_changes(self) -> CacheChange | None:
-        """The blocks that the prefix cache stored and removed since the last call."""
-        return self._changes.take()
 
     def check(self) -> None:
         self.pool.check()
@@ -155,7 +145,7 @@ class KvCache:
         self._set_idle(reversed(pages))
         if prefix.pins:  # pages and pins interleave on the path: bring all of it into order
             self._set_idle(node.page for node in prefix.path_up())
-        self.host.touch(node.block for node in prefix.path_up())  # as on the device, the deepest is evicted first
+        self.host.tier.touch(node.block for node in prefix.path_up())  # as on the device, the deepest is evicted first
 
     def _set_idle(self, pages: Iterable[int]) -> None:
         for page in pages:

@@ -7,7 +7,7 @@ import struct
 import msgspec
 import numpy as np
 
-from millrace_serve.engine.offload.host_copies import PageMoves
+from millrace_serve.engine.offload.page_copier import PageMoves
 from millrace_serve.engine.step.batch import HostBatch
 
 ALIGN = 16  # bytes, for the vector loads of kernels

@@ -5,13 +5,12 @@ is filled belongs to no launched step; and the step that reads it is launched af
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from millrace_serve.engine.cache.kv_pool import KvPool
-from millrace_serve.engine.offload.host_copies import PageMoves
-from millrace_serve.engine.offload.page_copier import WAYS, Mark, PageCopier, SharedStore
+from millrace_serve.engine.offload.page_copier import WAYS, Mark, PageCopier, PageMoves, SharedStore, share
 
 
 class CudaCopier(PageCopier):
@@ -66,6 +65,16 @@ class CudaCopier(PageCopier):
     def _ended(self, mark: Mark) -> float | None:
         begin, end = mark
         return begin.elapsed_time(end) / 1000 if end.query() else None
+
+
+def make_copier(
+    pool: KvPool, num_slots: int, rank: int, tp: int, exchange: Callable[[bytes], list[bytes]], poison: bool
+) -> PageCopier:
+    """Collective over all ranks of a worker, as `share` is."""
+    shared = share(rank, tp, exchange, num_slots, pool.layout.page_bytes) if num_slots and tp > 1 else None
+    if num_slots and pool.buffer.device.type == "cuda":
+        return CudaCopier(pool, num_slots, shared, poison)
+    return PageCopier(pool, num_slots, shared)
 
 
 def runs(src_pages: Sequence[int], dst_pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from millrace_serve.engine.offload.disk_tier import DiskTier
 from millrace_serve.engine.offload.host_tier import Copy, HostTier
+from millrace_serve.engine.offload.limits import GIB, TierLimits
 from millrace_serve.engine.offload.page_folder import PageFolder
 from millrace_serve.transfer.base import PageBuffer
 
@@ -57,15 +57,16 @@ class DiskMoves:
         """
         return {f"disk_pages/{way}": count for way, count in self._counts.items()} if self.store else {}
 
-    def open(
-        self, folder: Path, fingerprint: str, memory: PageBuffer, max_bytes: int, secret: bytes, patient: bool
-    ) -> None:
-        """From now on `folder` is the store. `memory`: of the tier's slots. `patient`: wait until it is open, and raise
-        TransferError if it cannot be; else its store tries again.
+    def open(self, limits: TierLimits, layout: str, memory: PageBuffer, secret: bytes, patient: bool) -> None:
+        """From now on the folder of `limits`, if there is one, is the store. `layout`: fingerprint of the pages.
+        `memory`: of the tier's slots. `patient`: wait until it is open, and raise TransferError if it cannot be; else
+        its store tries again.
         """
+        if (folder := limits.disk_cache) is None:
+            return
         self.close()
-        self._hangs = False
-        self.store = DiskTier(lambda: PageFolder(folder, fingerprint, memory, max_bytes, secret), self.store)
+        self._hangs, most = False, int(limits.disk_cache_gib * GIB)
+        self.store = DiskTier(lambda: PageFolder(folder, layout, memory, most, secret), self.store)
         if patient:
             self.store.opened.result()
         else:

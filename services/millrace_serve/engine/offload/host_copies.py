@@ -11,69 +11,68 @@ same KV: each copies its share of what goes to the host, and all of what comes b
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
-import msgspec
-
-from millrace_serve.engine.cache.kv_cache import KvCache
+from millrace_serve.engine.cache.changes import BlockChanges
 from millrace_serve.engine.cache.radix import Node
 from millrace_serve.engine.offload.disk_moves import DiskMoves
-from millrace_serve.engine.offload.host_tier import Copy
+from millrace_serve.engine.offload.host_tier import Copy, HostTier
+from millrace_serve.engine.offload.page_copier import CopyJob, PageCopier, PageMoves
 
-
-class PageMoves(msgspec.Struct, frozen=True, array_like=True):
-    """pages[i] to or from the host's slots[i]"""
-
-    to_host: bool
-    pages: list[int]
-    slots: list[int]
-
-
-@dataclass(slots=True, eq=False)
-class CopyJob:
-    """pages[i] to or from the host's slot of copies[i]."""
-
-    to_host: bool
-    pages: list[int]
-    copies: list[Copy]
-    done: Callable[[], None]  # what follows when the bytes are there, on every rank of the replica
-
-    @property
-    def moves(self) -> PageMoves:
-        return PageMoves(self.to_host, self.pages, [copy.slot for copy in self.copies])
+STORE_POLL_S = 0.02  # how often to look for the end of stores in the disk tier, for which nobody waits
+COPY_POLL_S = 0.001  # likewise for the end of copies between the device and the host tier
 
 
 class HostCopies:
-    def __init__(self, cache: KvCache) -> None:
-        self._cache, self._tier = cache, cache.host
-        self.disk = DiskMoves(cache.host)
+    def __init__(self, changes: BlockChanges, holds: Callable[[Node], bool]) -> None:
+        """`holds`: whether the prefix cache has a node's page, which is read only then."""
+        self.tier = HostTier(0, changes)
+        self.disk = DiskMoves(self.tier)
+        self.copier: PageCopier  # `open` brings it
+        self.total = 0  # pages for which there is room; 0: there is no host tier, and none of this does anything
+        self._holds = holds
         self._new: list[CopyJob] = []
         self._under_way: dict[CopyJob, None] = {}
         self._storing = False
 
-    @property
-    def total(self) -> int:
-        """Pages for which there is room. 0: there is no host tier, and none of this does anything."""
-        return self._tier.total
+    def open(self, copier: PageCopier) -> None:
+        """Before the first copy."""
+        self.copier, self.total = copier, copier.num_slots
+        self.tier.open(self.total)
+
+    def close(self) -> None:
+        if self.disk.close():  # else a move may still write to the memory
+            self.copier.close()
 
     def counts(self) -> dict[str, object]:
-        """The fields of engine.core.Load that are known here."""
-        return {"host_pages_total": self.total, "host_pages_used": self._tier.used} if self.total else {}
+        """The fields of engine.core.Load that are known here, but for counters."""
+        return {"host_pages_total": self.total, "host_pages_used": self.tier.used} if self.total else {}
 
-    def take_jobs(self, most_pages: int) -> list[CopyJob]:
-        """Those to start now; `finished` ends each. `most_pages`: of a store."""
+    def start(self, share: Callable[[list[PageMoves]], None]) -> None:
+        """Begin what was decided, here and, by `share`, on the other ranks of the replica."""
         if not self._storing:
-            self._store(most_pages)
+            self._store()
         jobs, self._new = self._new, []
-        return jobs
+        if jobs:
+            share([job.moves for job in jobs])
+        for job in jobs:
+            self.copier.start(job)
 
-    def finished(self, job: CopyJob) -> None:
-        del self._under_way[job]
-        job.done()
+    def poll(self) -> None:
+        """Take note of what has ended."""
+        for job in self.copier.poll():
+            del self._under_way[job]
+            job.done()
+        self.disk.poll()
+
+    def wait_s(self) -> float | None:
+        """Seconds until `poll` should be called; None: nothing moves, as far as it seems."""
+        if self.copier.busy or self.disk.loads:
+            return COPY_POLL_S
+        return STORE_POLL_S if self.disk.stores else None
 
     def count(self, blocks: list[bytes]) -> int:
         """The longest leading run of `blocks` that is here, and behind it in the disk tier."""
-        here = len(self._tier.find(blocks))
+        here = len(self.tier.find(blocks))
         return here + self.disk.count(blocks[here:])
 
     def fill(self, pages: list[int], blocks: list[bytes], least: int, then: Callable[[int], None]) -> bool:
@@ -82,11 +81,11 @@ class HostCopies:
         """
         if (count := self.count(blocks)) < least:
             return False
-        copies = self._tier.find(blocks)
-        self._tier.pin(*copies)
+        copies = self.tier.find(blocks)
+        self.tier.pin(*copies)
 
         def done() -> None:
-            self._tier.unpin(*copies)
+            self.tier.unpin(*copies)
             then(len(copies))
 
         job = CopyJob(False, pages, copies, done)
@@ -104,12 +103,12 @@ class HostCopies:
         """Copy those of `pages` that are not here yet, as far as there is room. False: there is nothing to copy."""
         copies: dict[int, Copy] = {}
         for page, block in zip(pages, blocks, strict=True):
-            if self._tier.get(block) is None and (copy := self._tier.begin(block)):
+            if self.tier.get(block) is None and (copy := self.tier.begin(block)):
                 copies[page] = copy
 
         def done() -> None:
             for copy in reversed(copies.values()):
-                self._tier.end(copy, good=True)
+                self.tier.end(copy, good=True)
             self.disk.keep(copies.values())
             then()
 
@@ -119,15 +118,14 @@ class HostCopies:
 
     def check(self) -> None:
         """Raise InvariantError if a slot is lost."""
-        self._tier.check([copy for job in self._under_way for copy in job.copies] + self.disk.pinned)
+        self.tier.check([copy for job in self._under_way for copy in job.copies] + self.disk.pinned)
 
-    def _store(self, most_pages: int) -> None:
-        offered, cache = self._tier.offered, self._cache
-        copies: dict[Node, Copy] = {}
-        while offered and len(copies) < most_pages:
+    def _store(self) -> None:
+        offered, copies = self.tier.offered, dict[Node, Copy]()
+        while offered and len(copies) < self.copier.most_pages:
             node = offered[0]
-            if cache.holds(node) and self._tier.get(node.block) is None:
-                copy = self._tier.begin(node.block)
+            if self._holds(node) and self.tier.get(node.block) is None:
+                copy = self.tier.begin(node.block)
                 if copy is None:
                     break
                 copies[node] = copy
@@ -136,7 +134,7 @@ class HostCopies:
         def done() -> None:
             self._storing = False
             for node, copy in reversed(copies.items()):
-                self._tier.end(copy, good=cache.holds(node))
+                self.tier.end(copy, good=self._holds(node))
             self.disk.keep(copies.values())
 
         if copies:

@@ -9,20 +9,19 @@ Life of a copy:
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from millrace_serve.engine.cache.block_pool import InvariantError
 from millrace_serve.engine.cache.changes import BlockChanges
 from millrace_serve.engine.cache.radix import Node
 
 
+@dataclass(slots=True, eq=False)
 class Copy:
-    __slots__ = ("block", "is_whole", "num_pins", "slot")
-
-    def __init__(self, block: bytes, slot: int) -> None:
-        self.block = block
-        self.slot = slot
-        self.num_pins = 1  # its writer; readers later
-        self.is_whole = False
+    block: bytes
+    slot: int
+    num_pins: int = 1  # its writer; readers later
+    is_whole: bool = False
 
 
 class HostTier:

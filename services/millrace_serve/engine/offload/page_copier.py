@@ -8,12 +8,14 @@ import mmap
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from millrace_serve.engine.cache.kv_pool import KvPool, PoolMemory
-from millrace_serve.engine.offload.host_copies import CopyJob, PageMoves
+from millrace_serve.engine.offload.host_tier import Copy
 from millrace_serve.transfer.base import PageBuffer
 
 # Of one store: more than 2048 prompt tokens of the 671B model (138 MiB), so that one store per step keeps up.
@@ -24,24 +26,41 @@ WAYS = 2  # of a copy: from the host, to the host
 Mark = Any  # of the end of a copy: a copier's own
 
 
+class PageMoves(msgspec.Struct, frozen=True, array_like=True):
+    """pages[i] to or from the host's slots[i]"""
+
+    to_host: bool
+    pages: list[int]
+    slots: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class CopyJob:
+    """pages[i] to or from the host's slot of copies[i]."""
+
+    to_host: bool
+    pages: list[int]
+    copies: list[Copy]
+    done: Callable[[], None]  # what follows when the bytes are there, on every rank of the replica
+
+    @property
+    def moves(self) -> PageMoves:
+        return PageMoves(self.to_host, self.pages, [copy.slot for copy in self.copies])
+
+
 class SharedStore:
     """The memory of a host tier that several ranks share: one block for a replica, mapped by each of its ranks.
 
     The leader makes the block without a name. The others open it by the leader's process. So nothing is left of it when
     the ranks have ended, however they ended.
-
-    Attributes:
-        rank, ranks: of the replica; rank 0 is its leader
-        memory: uint8 [bytes of everything]
-        ended: int64 [ranks, WAYS], copies that each rank but the leader has carried out; alone in the first page
-        slots: uint8 [num_slots, page_bytes]
     """
 
     def __init__(self, fd: int, rank: int, ranks: int, page_bytes: int) -> None:
-        self.rank, self.ranks = rank, ranks
-        self.memory = np.frombuffer(mmap.mmap(fd, 0), np.uint8)
+        self.rank, self.ranks = rank, ranks  # of the replica; rank 0 is its leader
+        self.memory = np.frombuffer(mmap.mmap(fd, 0), np.uint8)  # [bytes of everything]
+        # int64 [ranks, WAYS], copies that each rank but the leader has carried out; alone in the first page
         self.ended = self.memory[: mmap.PAGESIZE].view(np.int64)[: ranks * WAYS].reshape(ranks, WAYS)
-        self.slots = self.memory[mmap.PAGESIZE :].reshape(-1, page_bytes)
+        self.slots = self.memory[mmap.PAGESIZE :].reshape(-1, page_bytes)  # [num_slots, page_bytes]
 
     def part(self, count: int) -> slice:
         """The share of this rank in `count` pages that go to the host. Neighbours stay together."""
@@ -52,10 +71,8 @@ class PageCopier:
     """Jobs in flight and their totals. Not thread-safe."""
 
     def __init__(self, pool: KvPool, num_slots: int, shared: SharedStore | None = None) -> None:
-        """
-        Args:
-            num_slots: of the host tier. 0: there is none, and `start` is never called.
-            shared: memory of the slots, where a replica has several ranks.
+        """`num_slots`: of the host tier; 0: there is none, and `start` is never called. `shared`: memory of the slots,
+        where a replica has several ranks.
         """
         self.num_slots = num_slots
         self.most_pages = max(STORE_BYTES // pool.layout.page_bytes, 1)  # of a store
@@ -66,7 +83,8 @@ class PageCopier:
         self._in_flight: list[tuple[CopyJob, int, Mark]] = []
         self._started = {True: 0, False: 0}  # by whether they go to the host
         names = [f"host_{what}/{way}" for what in ("bytes", "seconds") for way in ("store", "load")]
-        self._counters: dict[str, float] = dict.fromkeys(names if num_slots else (), 0)
+        # of Load: bytes copied to the host tier and back, and the time that it took on this rank
+        self.counters: dict[str, float] = dict.fromkeys(names if num_slots else (), 0)
 
     @property
     def address(self) -> int:
@@ -105,15 +123,11 @@ class PageCopier:
         ]
         for job, seconds in ended:
             way = "store" if job.to_host else "load"
-            self._counters[f"host_bytes/{way}"] += len(job.pages) * self._page_bytes
-            self._counters[f"host_seconds/{way}"] += seconds
+            self.counters[f"host_bytes/{way}"] += len(job.pages) * self._page_bytes
+            self.counters[f"host_seconds/{way}"] += seconds
         jobs = [job for job, _ in ended]
         self._in_flight = [entry for entry in self._in_flight if entry[0] not in jobs]
         return jobs
-
-    def counters(self) -> dict[str, float]:
-        """Of Load: bytes copied to the host tier and back, and the time that it took on this rank."""
-        return self._counters
 
     def close(self) -> None:
         """Jobs in flight may be dropped, but nothing moves any more."""

@@ -67,4 +67,4 @@ class ReplicaCapacity:
         """Tokens of the pages that it will get, and of those that it gives back at its end."""
         length, count = len(seq.tokens), self._pages.count
         rest = min(self._outputs.expected(seq.num_outputs, seq.order[1]), seq.limit - length)
-        return (count(length + rest) - count(length)) * self._pages.size, length - seq.num_cached_tokens
+        return (count(length + rest) - count(length)) * self._pages.size, length - seq.found.cached_tokens

@@ -8,12 +8,11 @@ import abc
 
 from millrace_serve.engine.config import EngineConfig
 from millrace_serve.engine.core import Failure, FinishReason
-from millrace_serve.engine.offload.host_copies import HostCopies
 from millrace_serve.engine.schedule.expected import Outputs
 from millrace_serve.engine.schedule.outbox import Outbox
 from millrace_serve.engine.schedule.pages import Pages
 from millrace_serve.engine.schedule.requests import EngineRequests
-from millrace_serve.engine.schedule.sequence import KvWriter, Phase, Sequence, Trust
+from millrace_serve.engine.schedule.sequence import KvWriter, Phase, Sequence
 from millrace_serve.engine.schedule.speeds import Speeds
 
 
@@ -22,7 +21,6 @@ class Leaving(abc.ABC):
         self.config, self.requests, self.pages, self.speeds = config, requests, pages, speeds
         self.outbox = Outbox()
         self.outputs = Outputs()
-        self.host = HostCopies(pages.cache)
         self.leaving: set[Sequence] = set()  # have left, but a launched step still names them
         self.num_held = 0
 
@@ -32,15 +30,9 @@ class Leaving(abc.ABC):
 
     def _stop(self, seq: Sequence, finish: FinishReason, error: Failure | None = None) -> None:
         """End a request in any phase but HELD and DONE."""
-        self.outbox.put(seq.output([], finish, error))
+        self.outbox.report(seq, [], finish, error)
         self._take_off(seq)
         self._leave(seq, Phase.DONE)
-
-    def _condemn(self, seq: Sequence, why: Failure) -> None:
-        """A step found that a page of `seq` is wrong. It may have come from any tier."""
-        seq.trust = Trust.CORRUPT
-        self.host.disk.remove(seq.page_hashes(len(seq.tokens) // self.pages.size, self.pages.size))
-        self._stop(seq, FinishReason.ERROR, why)
 
     def _preempt(self, seq: Sequence) -> None:
         """`seq` gives its pages up and returns to the queue, to be computed again."""
@@ -68,29 +60,20 @@ class Leaving(abc.ABC):
         """Free what a sequence that has left still holds, unless a launched step or a transfer uses it."""
         if seq.kv is KvWriter.READING:
             return
+        if not seq.inflight and seq.phase is Phase.WAITING and self.pages.save(seq, lambda: self._saved(seq)):
+            seq.inflight += 1
         if seq.inflight:
             self.leaving.add(seq)
-        elif seq.phase is not Phase.WAITING or not self._save(seq):
+        else:
             self._free(seq)
 
-    def _save(self, seq: Sequence) -> bool:
-        """Copy full pages of a preempted sequence to the host tier before they are given back. False: nothing to do."""
-        full, size = seq.num_computed // self.pages.size, self.pages.size
-        if not self.host.total or seq.trust is not Trust.PROVEN:
-            return False
-
-        def saved() -> None:
-            seq.inflight -= 1
-            if seq.phase is Phase.WAITING:
-                self._free(seq)
-            else:
-                self._settle(seq)
-
-        if not self.host.save(seq.pages[:full], seq.page_hashes(full, size), saved):
-            return False
-        seq.inflight += 1
-        self.leaving.add(seq)
-        return True
+    def _saved(self, seq: Sequence) -> None:
+        """There are copies now of the pages that it gives up."""
+        seq.inflight -= 1
+        if seq.phase is Phase.WAITING:
+            self._free(seq)
+        else:
+            self._settle(seq)
 
     def _free(self, seq: Sequence) -> None:
         self.leaving.discard(seq)
@@ -105,11 +88,9 @@ class Leaving(abc.ABC):
             del self.requests.live[seq.id]
 
     def _enqueue(self, seq: Sequence) -> None:
-        left, most, size = 0 if seq.imports else len(seq.tokens), self.config.max_prefill_tokens, self.pages.size
+        left, most = 0 if seq.imports else len(seq.tokens), self.config.max_prefill_tokens
         if self.config.length_class(left):
-            here = self.pages.num_cached(seq)
-            here += self.host.count(seq.page_hashes((left - 1) // size, size)[here:])
-            left -= max(here, seq.num_offered) * size
+            left -= max(self.pages.num_cached(seq), seq.num_offered) * self.pages.size
         times = self.speeds.times  # behind a step that is full of other prompts
         takes_s = times.step_s(tokens=most) + times.prompt_s(left, len(seq.tokens) - left, most)
         self.requests.waiting.push(seq, self.config.length_class(left), takes_s)

@@ -1,6 +1,10 @@
 """The reports of an engine for its next `Events`, and its running totals."""
 
-from millrace_serve.engine.core import Events, Failure, FinishReason, Request, SequenceOutput
+import operator
+
+from msgspec.structs import astuple
+
+from millrace_serve.engine.core import CachedTokens, Events, Failure, FinishReason, Request, SequenceOutput, TokenOutput
 from millrace_serve.engine.schedule.sequence import Sequence
 
 COUNTED = (
@@ -8,9 +12,7 @@ COUNTED = (
     "resumed",  # preempted sequences that went on and computed about a page again at most
     "recomputed",  # preempted sequences that computed more again
     "prompt_tokens",  # accepted, cached ones included
-    "cached_tokens",  # prompt tokens served from a prefix cache, on whatever tier
-    "host_cached_tokens",  # of these, from the host tier
-    "fetched_tokens",  # of these, from another worker
+    *CachedTokens.__struct_fields__,
     "output_tokens",
 )
 
@@ -35,12 +37,25 @@ class Outbox:
         gained = seq.num_computed - seq.num_known
         if seq.silent and gained > 0:
             seq.num_known = seq.num_computed
-            seq.num_cached_tokens += gained
-            self.counters["cached_tokens"] += gained
-            seq.num_host_cached += gained * from_host
-            self.counters["host_cached_tokens"] += gained * from_host
-            seq.num_fetched += gained * fetched
-            self.counters["fetched_tokens"] += gained * fetched
+            gains = gained, gained * from_host, gained * fetched
+            seq.found = CachedTokens(*map(operator.add, astuple(seq.found), gains))
+            for name, tokens in zip(CachedTokens.__struct_fields__, gains, strict=True):
+                self.counters[name] += tokens
+
+    def report(
+        self, seq: Sequence, tokens: list[TokenOutput], finish: FinishReason | None = None, error: Failure | None = None
+    ) -> SequenceOutput:
+        """Of one step. `tokens` are the newest of `seq`."""
+        first = len(seq.tokens) - seq.num_prompt - len(tokens)
+        if not seq.silent and finish is None:  # nearly always
+            output = SequenceOutput(seq.id, first, tokens)
+        else:
+            found, queued_s = (seq.found, seq.queued_s) if seq.silent else (CachedTokens(), 0.0)
+            drafts = (seq.num_drafted, seq.num_accepted) if finish is not None else (0, 0)
+            seq.silent = False
+            output = SequenceOutput(seq.id, first, tokens, finish, error, found, queued_s, *drafts)
+        self.put(output)
+        return output
 
     def put(self, output: SequenceOutput) -> None:
         self.events.outputs.append(output)

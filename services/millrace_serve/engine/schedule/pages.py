@@ -1,4 +1,8 @@
-"""The pages and slots of sequences: taking them, growing, and giving them back."""
+"""The pages and slots of sequences: taking them, growing, and giving them back. What there are copies of, in the host's
+memory and on disk, comes from there.
+"""
+
+from collections.abc import Callable
 
 from millrace_serve.engine.cache.block_pool import Holder
 from millrace_serve.engine.cache.kv_cache import CachedPrefix, KvCache
@@ -32,10 +36,30 @@ class Pages:
         return True
 
     def num_cached(self, seq: Sequence) -> int:
-        """Leading pages of `seq` that are in the prefix cache."""
+        """Leading pages of `seq` that are in the prefix cache, and behind them copies."""
         pages, prefix = self.cache.match(seq.tokens, len(seq.tokens) // self.size, seq.request.cache_salt)
         self.cache.release(prefix, pages)
-        return len(pages)
+        return len(pages) + self.cache.host.count(self._behind(seq, len(pages)))
+
+    def fill(self, seq: Sequence, then: Callable[[int], None]) -> bool:
+        """Begin to fill pages of `seq` behind those with KV from copies. `then` gets the number of pages that have KV
+        in the end. False: there are no copies, or with them fewer pages than somebody else offers.
+        """
+        own = seq.num_computed // self.size
+        pages, blocks, least = seq.pages[own:], self._behind(seq, own), max(seq.num_offered - own, 1)
+        return self.cache.host.fill(pages, blocks, least, lambda count: then(own + count))
+
+    def _behind(self, seq: Sequence, own: int) -> list[bytes]:
+        """Blocks of the full pages of a prompt behind the first `own`. None where there are no copies of any."""
+        num_pages = (len(seq.tokens) - 1) // self.size if self.cache.host.total else 0
+        return seq.page_hashes(num_pages, self.size)[own:]
+
+    def save(self, seq: Sequence, then: Callable[[], None]) -> bool:
+        """Begin to copy the full pages whose KV is written. False: nothing is copied."""
+        if not self.cache.host.total or seq.trust is not Trust.PROVEN:
+            return False
+        full = seq.num_computed // self.size
+        return self.cache.host.save(seq.pages[:full], seq.page_hashes(full, self.size), then)
 
     def grow(self, seq: Sequence, count: int) -> None:
         """Give `seq` `count` more pages, which must be available."""
@@ -96,6 +120,11 @@ class Pages:
     def unpublish(self, seq: Sequence) -> None:
         """The published pages of a prompt that a launched step still names stay its own."""
         self.cache.pool.drop(seq.pages[: seq.num_published], Holder.PUBLISHED)
+
+    def condemn(self, seq: Sequence) -> None:
+        """One of its pages is wrong, which may have come from anywhere."""
+        seq.trust = Trust.CORRUPT
+        self.cache.host.disk.remove(seq.page_hashes(len(seq.tokens) // self.size, self.size))
 
     def _keep(self, seq: Sequence, prefix: CachedPrefix) -> None:
         """The time begins when the sequence leaves."""

@@ -150,17 +150,11 @@ class Prompts(Leaving):
         return end - start
 
     def _run(self, seq: Sequence) -> None:
-        """Start to compute the prompt of a sequence that has pages. What the host tier has of the rest comes first, if
-        with it there are as many pages as somebody else offers.
-        """
+        """Start to compute the prompt of a sequence that has pages. What there are copies of comes first."""
         self.pages.run(seq)
         self._prefilling[seq] = None
-        size, own = self.pages.size, seq.num_computed // self.pages.size
-        if self.host.total:
-            blocks = seq.page_hashes((len(seq.tokens) - 1) // size, size)[own:]
-            pages, least = seq.pages[own:], max(seq.num_offered - own, 1)
-            if self.host.fill(pages, blocks, least, lambda count: self._filled(seq, own + count, from_host=True)):
-                self._fill(seq)
+        if self.pages.fill(seq, lambda num_pages: self._filled(seq, num_pages, from_host=True)):
+            self._fill(seq)
 
     def _fill(self, seq: Sequence) -> None:
         """Somebody else will write leading pages of `seq`, which has just begun to run."""

@@ -11,7 +11,7 @@ Then each step gives both up to 1 + draft_tokens rows: the last token and drafts
 one of them or more. The rows need pages; with pages for one row a sequence goes on, and the device accepts no
 token beyond the sequence's capacity. Without a free page even for one row, the sequence that goes last (lowest
 priority, latest arrival) is preempted: it returns to the queue without pages and is recomputed here from prompt and
-outputs, whatever its route was, as far as no tier of the prefix cache has its pages. No EXPORT is preempted. Abort or
+outputs, whatever its route was, as far as the prefix cache has not its pages. No EXPORT is preempted. Abort or
 deadline: DONE; pages of an IMPORTING request stay until KvArrived or KvFailed ends the transfer.
 """
 
@@ -278,7 +278,8 @@ class Scheduler(Streams):
         if seq.phase in ENDED:
             return False
         if output.corrupt and index in output.corrupt:
-            self._condemn(seq, output.corrupt[index])
+            self.pages.condemn(seq)
+            self._stop(seq, FinishReason.ERROR, output.corrupt[index])
             return False
         seq.trust = PROVEN
         return True
@@ -304,8 +305,7 @@ class Scheduler(Streams):
     def _export(self, seq: Sequence, row: int, tokens: list[int], output: StepOutput) -> None:
         """The prompt is complete: its first token goes out with the last chunk."""
         _, finish = seq.extend(tokens)
-        first = seq.output(output.outputs(row, tokens, seq), finish)
-        self.outbox.put(first)
+        first = self.outbox.report(seq, output.outputs(row, tokens, seq), finish)
         self._publisher.publish(seq, len(seq.pages), replace(first, drafts=output.drafts_of(row)))
         self._take_off(seq)
         self._leave(seq, Phase.HELD)
@@ -318,7 +318,7 @@ class Scheduler(Streams):
         tokens, finish = seq.extend(tokens)
         if self._num_queries > 1:
             self._drafts.add(seq, int(output.drafted[row]), len(tokens) - 1)
-        self.outbox.put(seq.output(output.outputs(row, tokens, seq), finish))
+        self.outbox.report(seq, output.outputs(row, tokens, seq), finish)
         if finish is not None:
             self._take_off(seq)
             self._leave(seq, Phase.DONE)
@@ -334,7 +334,7 @@ class Scheduler(Streams):
 
     def take_events(self) -> Events:
         events, self.outbox.events = self.outbox.events, Events()
-        events.cache = self.pages.cache.take_changes()
+        events.cache = self.pages.cache.changes.take()
         events.waits = self._waits.look(self._idle(), self.requests.clock())
         return events
 

@@ -30,7 +30,7 @@ from millrace_common.page_hash import page_hashes
 from millrace_common.transitions import Transitions
 
 from millrace_serve.engine.cache.kv_cache import CachedPrefix
-from millrace_serve.engine.core import Failure, FinishReason, Request, RequestId, Route, SequenceOutput, TokenOutput
+from millrace_serve.engine.core import CachedTokens, FinishReason, Request, RequestId, Route
 from millrace_serve.engine.grammar.grammars import Walk
 
 
@@ -50,7 +50,7 @@ class KvWriter(enum.Enum):
     OWN = enum.auto()  # this worker, or it is all there
     AWAITED = enum.auto()  # another worker computes the prompt
     READING = enum.auto()  # the same, and reads into the sequence's pages may be in flight
-    FILLING = enum.auto()  # a tier or another worker writes leading pages: no step may use the sequence yet
+    FILLING = enum.auto()  # copies, or another worker, write leading pages: no step may use the sequence yet
 
 
 class Trust(enum.Enum):
@@ -103,9 +103,7 @@ class Sequence:
     num_computed: int = 0  # tokens that are known and have their KV once the launched steps are done
     num_reserved: int = 0  # tokens that have their KV then, at most
     inflight: int = 0  # launched steps that name this sequence and are not committed; 1 more while it is filling
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    num_host_cached: int = 0  # of these, from the host tier
-    num_fetched: int = 0  # of these, from another worker
+    found: CachedTokens = field(default_factory=CachedTokens)
     preempted: bool = False  # and not computing again yet
     num_known: int = 0  # tokens whose KV was found or filled, or was here when the sequence was preempted
     due_s: float = math.nan  # token n is due at `due_s` + n x AIM x the TPOT limit; nan: it has not decoded yet
@@ -168,19 +166,6 @@ class Sequence:
     def set_computed(self, num_tokens: int) -> None:
         """The KV of exactly so many tokens is in the pages, or will be with the step that is being planned."""
         self.num_computed = self.num_reserved = num_tokens
-
-    def output(
-        self, tokens: list[TokenOutput], finish: FinishReason | None = None, error: Failure | None = None
-    ) -> SequenceOutput:
-        """Of one step. `tokens` are the newest of self.tokens."""
-        first = len(self.tokens) - self.num_prompt - len(tokens)
-        if not self.silent and finish is None:  # nearly always
-            return SequenceOutput(self.id, first, tokens)
-        cached, queued_s = (self.num_cached_tokens, self.queued_s) if self.silent else (0, 0.0)
-        drafts = (self.num_drafted, self.num_accepted) if finish is not None else (0, 0)
-        tiers = (self.num_host_cached, self.num_fetched) if self.silent else (0, 0)
-        self.silent = False
-        return SequenceOutput(self.id, first, tokens, finish, error, cached, queued_s, *drafts, (), *tiers)
 
     def extend(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
         """Append outputs up to the one that ends the sequence. Returns these outputs, and why the sequence ends."""

@@ -127,7 +127,7 @@ class Streams(Prompts):
         holders = [*importing, *self._ready, *self._local_prompts(), *self._decoding]
         if not holders:
             return 0
-        needs = [(self._rest(seq), len(seq.tokens) - seq.num_cached_tokens) for seq in holders]
+        needs = [(self._rest(seq), len(seq.tokens) - seq.found.cached_tokens) for seq in holders]
         if not newcomer.exports:
             needs.append((self._rest(newcomer), 0))
         return max(self.pages.count(need(needs)), len(self._ready) + len(self._decoding))

@@ -34,8 +34,8 @@ class WaitingQueue:
         return iter(self._members)
 
     def push(self, seq: Sequence, length_class: int, takes_s: float) -> None:
-        """`takes_s`: from its beginning to its first token. It may be less, as tiers and other workers may have some of
-        its pages. So it is not late before half of its limit. Once preempted it never is.
+        """`takes_s`: from its beginning to its first token. It may be less, as a cache or another worker may have some
+        of its pages. So it is not late before half of its limit. Once preempted it never is.
         """
         limit_s = math.inf if seq.preempted else seq.request.ttft_limit_s or math.inf
         seq.late, seq.late_at = False, seq.arrived + limit_s - min(takes_s, limit_s / 2)

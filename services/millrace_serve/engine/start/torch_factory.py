@@ -20,8 +20,8 @@ from millrace_serve.engine.grammar.grammars import Grammars
 from millrace_serve.engine.grammar.llguidance_compiler import LlguidanceCompiler
 from millrace_serve.engine.lockstep.join import join, own_host
 from millrace_serve.engine.lockstep.lockstep import Lockstep
-from millrace_serve.engine.offload.cuda_copier import CudaCopier
-from millrace_serve.engine.offload.page_copier import PageCopier, share
+from millrace_serve.engine.offload.cuda_copier import make_copier
+from millrace_serve.engine.offload.page_copier import PageCopier
 from millrace_serve.engine.schedule.factory import UNKNOWN, make_scheduler
 from millrace_serve.engine.schedule.limits import ModelFacts
 from millrace_serve.engine.start import compile_ahead, finite
@@ -119,9 +119,9 @@ def load_rank(
     with phases("memory"):
         config = limits.resolved(planner.pages(model))
         pool = KvPool.create(layout, config.num_pages, device)
-        if "poison" in config.checks:
+        if poison := "poison" in config.checks:
             pool.scrub(range(1, config.num_pages))
-        copier = _copier(config, pool, device, dims)
+        copier = make_copier(pool, config.host_pages(layout.page_bytes), dims.rank, dims.tp, dims.exchange, poison)
     more = execution.simulated_acceptance, lockstep.progress.busy
     runner = TorchRunner(model, pool, config, model_config.vocab_size, device_of(device), *more)
     _watch(runner, exchange, model.reduce.fused)
@@ -145,16 +145,6 @@ def _watch_compilers(setup: RankSetup, lockstep: Lockstep) -> Compilations:
         compilations.subscribe()
         lockstep.progress.compiled = compilations.counts
     return compilations
-
-
-def _copier(config: EngineConfig, pool: KvPool, device: torch.device, dims: ParallelDims) -> PageCopier:
-    page_bytes = pool.layout.page_bytes
-    slots, shared = config.host_pages(page_bytes), None
-    if slots and dims.tp > 1:
-        shared = share(dims.rank, dims.tp, dims.exchange, slots, page_bytes)
-    if slots and device.type == "cuda":
-        return CudaCopier(pool, slots, shared, "poison" in config.checks)
-    return PageCopier(pool, slots, shared)
 
 
 def _model_config(limits: Limits, path: Path) -> ModelConfig:

@@ -99,11 +99,9 @@ def wire_output(output: core.SequenceOutput) -> worker_pb2.SequenceOutput:
         first_index=output.first_index,
         token_ids=[token.token_id for token in output.tokens],
         finish_reason=None if output.finish is None else _FINISH[output.finish],
-        cached_tokens=output.num_cached_tokens,
+        **msgspec.structs.asdict(output.found),
         drafted_tokens=output.num_drafted,
         accepted_draft_tokens=output.num_accepted,
-        host_cached_tokens=output.num_host_cached,
-        fetched_tokens=output.num_fetched,
     )
     if output.tokens and output.tokens[0].logprob is not None:
         wire.logprobs.extend(map(_wire_logprobs, output.tokens))
@@ -121,9 +119,9 @@ def core_output(wire: worker_pb2.SequenceOutput) -> core.SequenceOutput:
         tokens = [core.TokenOutput(token) for token in wire.token_ids]
     error = core_failure(wire.failure) if wire.HasField("failure") else None
     finish = _FINISH_BACK.get(wire.finish_reason)
-    counts = wire.cached_tokens, 0.0, wire.drafted_tokens, wire.accepted_draft_tokens  # it was queued elsewhere
-    tiers = wire.host_cached_tokens, wire.fetched_tokens
-    return core.SequenceOutput(request_id(wire.id), wire.first_index, tokens, finish, error, *counts, (), *tiers)
+    found = core.CachedTokens(*[getattr(wire, name) for name in core.CachedTokens.__struct_fields__])
+    counts = 0.0, wire.drafted_tokens, wire.accepted_draft_tokens  # it was queued elsewhere
+    return core.SequenceOutput(request_id(wire.id), wire.first_index, tokens, finish, error, found, *counts)
 
 
 def wire_failure(failure: core.Failure) -> common_pb2.Failure:

@@ -90,7 +90,7 @@ class WorkerSpans:
         queue = self._tracer.begin("queue", attempt.span.traceparent, attempt.began)
         queue.end(attempt.began + output.queued_s)
         attempt.answered = True
-        cached, fetched = output.num_cached_tokens, attempt.fetched
+        cached, fetched = output.found.cached_tokens, attempt.fetched
         attempt.span.end(now, {"millrace.cached_tokens": cached, "millrace.pages_fetched": fetched})
         if attempt.route is Route.LOCAL:
             self._decode(attempt, now)
