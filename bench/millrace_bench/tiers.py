@@ -136,8 +136,7 @@ def _steps(
 
 
 def _nbytes(copier: PageCopier) -> int:
-    counts = copier.counters
-    return int(counts["host_bytes/store"] + counts["host_bytes/load"])
+    return int(copier.counters["host_bytes/store"] + copier.counters["host_bytes/load"])
 
 
 def passes(kind: str, engine: Engine, prompts: list[list[int]], clients: int) -> Row:

@@ -39,8 +39,7 @@ class Tiered(Driver):
         self.firsts: dict[RequestId, SequenceOutput] = {}
         super().__init__(role, host_pages=host_pages, **config)
         self.held = False
-        copier = self.engine.host.copier
-        poll = copier.poll
+        poll = (copier := self.engine.host.copier).poll
         copier.poll = lambda: [] if self.held else poll()  # type: ignore[method-assign]
         assert copier.num_slots == self.engine.load().host_pages_total == host_pages
 

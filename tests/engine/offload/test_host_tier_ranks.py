@@ -23,7 +23,6 @@ from millrace_serve.engine.core import Abort, FlushCache, RequestId, Submit
 from millrace_serve.engine.lockstep import packing
 from millrace_serve.engine.lockstep.links import FRAME, RankLost
 from millrace_serve.engine.lockstep.lockstep import Lockstep
-from millrace_serve.engine.lockstep.packing import Copies
 from millrace_serve.engine.offload.page_copier import PageCopier, PageMoves, SharedStore, share
 from millrace_serve.engine.sim.runner import SimHandle, SimRunner
 from millrace_serve.engine.start.torch_factory import load_rank
@@ -143,7 +142,7 @@ def test_step_that_the_leader_has_ends_here_before_a_copy() -> None:
     """The leader may have its results first: here the step may still write to a page that is copied."""
     log: list[str] = []
     moves = [PageMoves(False, [1], [2])]
-    sent = [StepBatch.idle(), Copies(moves, settled=False), Copies(moves, settled=True), StepBatch.idle()]
+    sent = [StepBatch.idle(), *(packing.Copies(moves, settled) for settled in (False, True)), StepBatch.idle()]
     leader: Any = SimpleNamespace(receive_message=lambda: packing.encode(sent.pop(0)) if sent else b"")
     step = SimpleNamespace(done=lambda: True, result=lambda: log.append("end"))
     runner: Any = SimpleNamespace(launch=lambda batch: (log.append("step"), step)[1])
@@ -168,7 +167,7 @@ def test_follower_that_ends_during_a_load_ends_the_replica() -> None:
     driver.engine._lockstep = leader
     driver.ask(2, PROMPT)
     driver.step()
-    assert isinstance(packing.decode(follower._receive()), Copies)
+    assert isinstance(packing.decode(follower._receive()), packing.Copies)
     follower._close()
     with pytest.raises(RankLost, match="rank 1 has ended"):
         for room in range(3, 100):

@@ -7,9 +7,8 @@ import torch
 from millrace_bench import v3
 from millrace_common.config import OverCommitted
 from millrace_serve.engine.config import GIB, Execution, Limits, Role
-from millrace_serve.engine.start import memory
 from millrace_serve.engine.start.activations import activation_bytes
-from millrace_serve.engine.start.memory import MIB, Demand, Memory, MemoryPlan, make_plan
+from millrace_serve.engine.start.memory import MIB, Demand, Memory, MemoryPlan, host_memory, make_plan
 from millrace_serve.engine.start.startup import RankSetup, estimated, kv_layout
 from millrace_serve.model.config import ModelConfig
 from millrace_serve.model.parallel import ParallelDims
@@ -133,8 +132,8 @@ def test_hosts_memory_is_what_machine_and_container_leave(tmp_path: Path, limit:
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         (tmp_path / "memory.current").write_text("1000\n")
         (tmp_path / "memory.stat").write_text("anon 600\ninactive_file 400\n")
-    assert memory.host_memory(proc=tmp_path, cgroup=tmp_path) == expected
+    assert host_memory(proc=tmp_path, cgroup=tmp_path) == expected
 
 
 def test_hosts_memory_here() -> None:
-    assert 0 < memory.host_memory() < 1 << 50
+    assert 0 < host_memory() < 1 << 50

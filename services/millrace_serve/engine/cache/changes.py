@@ -27,8 +27,7 @@ class BlockChanges:
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
         """Return and clear the changes, as `look` has them."""
-        changes = self.look()
-        self.is_stored = {}
+        changes, self.is_stored = self.look(), {}
         return changes
 
     def look(self) -> tuple[list[bytes], list[bytes]]:

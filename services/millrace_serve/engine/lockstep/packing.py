@@ -1,6 +1,4 @@
-"""Places of arrays in one block of bytes, and what a leader sends its followers as such a block: a batch, or copies
-between their pages and the host tier.
-"""
+"""Places of arrays in one block of bytes, and what a leader sends its followers so: a batch, or copies of pages."""
 
 import struct
 

@@ -52,15 +52,12 @@ class DiskMoves:
         return [*read, *self._loading.values(), *self._storing.values()]
 
     def counters(self) -> dict[str, float]:
-        """Of Load: pages stored or found there, loaded, found but not stored so by this deployment, and moves that came
-        to nothing.
-        """
+        """Of Load: pages stored or found there, loaded, refused as not of this deployment, and moves without effect."""
         return {f"disk_pages/{way}": count for way, count in self._counts.items()} if self.store else {}
 
     def open(self, limits: TierLimits, layout: str, memory: PageBuffer, secret: bytes, patient: bool) -> None:
-        """From now on the folder of `limits`, if there is one, is the store. `layout`: fingerprint of the pages.
-        `memory`: of the tier's slots. `patient`: wait until it is open, and raise TransferError if it cannot be; else
-        its store tries again.
+        """From now on the folder of `limits`, if there is one, is the store. `memory`: of the tier's slots. `patient`:
+        wait until it is open, and raise TransferError if it cannot be; else its store tries again.
         """
         if (folder := limits.disk_cache) is None:
             return

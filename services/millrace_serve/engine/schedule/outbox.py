@@ -1,7 +1,5 @@
 """The reports of an engine for its next `Events`, and its running totals."""
 
-import operator
-
 from msgspec.structs import astuple
 
 from millrace_serve.engine.core import CachedTokens, Events, Failure, FinishReason, Request, SequenceOutput, TokenOutput
@@ -38,7 +36,7 @@ class Outbox:
         if seq.silent and gained > 0:
             seq.num_known = seq.num_computed
             gains = gained, gained * from_host, gained * fetched
-            seq.found = CachedTokens(*map(operator.add, astuple(seq.found), gains))
+            seq.found = CachedTokens(*map(sum, zip(astuple(seq.found), gains, strict=True)))
             for name, tokens in zip(CachedTokens.__struct_fields__, gains, strict=True):
                 self.counters[name] += tokens
 

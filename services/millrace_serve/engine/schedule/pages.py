@@ -1,6 +1,4 @@
-"""The pages and slots of sequences: taking them, growing, and giving them back. What there are copies of, in the host's
-memory and on disk, comes from there.
-"""
+"""The pages and slots of sequences: taking them, growing, and giving them back; filling and saving them by copies."""
 
 from collections.abc import Callable
 

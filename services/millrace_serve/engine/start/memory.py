@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from millrace_common.config import OverCommitted
 
-from millrace_serve.engine.config import GIB, EngineConfig, Limits
+from millrace_serve.engine.config import GIB, Limits
 from millrace_serve.plan.facts import CGROUP, memory_limit
 
 MIB = 1 << 20
@@ -106,12 +106,6 @@ def check_pages(num_pages: int, page_bytes: int, available: int) -> None:
             f"limits.num_pages={num_pages} takes {_gib(wanted)}, but only {_gib(available)} of the host's memory are "
             f"available. Set it to {available // page_bytes} or less"
         )
-
-
-def check_simulated(config: EngineConfig, page_bytes: int) -> None:
-    """Of an engine all of whose pages are in the host's memory. Raises: OverCommitted"""
-    check_pages(config.num_pages, page_bytes, host_memory())
-    config.check_host_memory(1, [""], "", host_memory())
 
 
 def host_memory(proc: Path = Path("/proc"), cgroup: Path = CGROUP) -> int:

@@ -28,7 +28,7 @@ from millrace_common import log as logs
 from millrace_common.process_start import no_core_dumps
 
 from millrace_serve.engine.health.heartbeat import HeartbeatThread
-from millrace_serve.engine.start.memory import check_simulated
+from millrace_serve.engine.start.memory import check_pages, host_memory
 from millrace_serve.engine.start.phases import Phases
 from millrace_serve.transfer.base import KvSink, PageBuffer, TransferError
 from millrace_serve.transfer.checked import CheckedSink
@@ -171,7 +171,8 @@ def _build(spec: RankSpec, phases: Phases) -> Parts:
 
     assert config.limits.num_pages != "auto"
     limits = config.limits.resolved(config.limits.num_pages)
-    check_simulated(limits, sim_layout(limits, config.sim).page_bytes)
+    check_pages(limits.num_pages, sim_layout(limits, config.sim).page_bytes, host_memory())
+    limits.check_host_memory(1, [""], "", host_memory())
     engine = build_sim_engine(limits, config.role, config.sim)
     facts = config.sim.vocab_size, config.limits.max_model_len, [config.sim.eos_token_id]
     return Parts(engine.pool, engine.progress, *facts, engine)
