@@ -34,7 +34,12 @@ ONE = Limits(num_pages=9, max_model_len=5, max_running=1, max_prefill_tokens=1)
 
 @pytest.mark.parametrize("limits", [V3, SMALL, SHORT, ONE])
 def test_shapes_respect_the_limits(limits: Limits) -> None:
-    for shape in (largest(limits, 4096), *prefill_shapes(limits), *prefill_shapes(limits, 24), *prefill_shapes(limits, 128)):
+    for shape in (
+        largest(limits, 4096),
+        *prefill_shapes(limits),
+        *prefill_shapes(limits, 24),
+        *prefill_shapes(limits, 128),
+    ):
         assert shape.pages <= limits.max_pages_per_seq
         assert shape.num_decode + shape.chunks <= limits.max_running
         assert shape.chunk + shape.prefix < limits.max_model_len
