@@ -1,4 +1,4 @@
-"""The pages and slots of sequences: taking them, growing, and giving them back; filling and saving them by copies."""
+"""The pages and slots of sequences: taking them, growing, giving them back, and copies that fill and save them."""
 
 from collections.abc import Callable
 

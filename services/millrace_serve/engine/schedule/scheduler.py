@@ -11,7 +11,7 @@ Then each step gives both up to 1 + draft_tokens rows: the last token and drafts
 one of them or more. The rows need pages; with pages for one row a sequence goes on, and the device accepts no
 token beyond the sequence's capacity. Without a free page even for one row, the sequence that goes last (lowest
 priority, latest arrival) is preempted: it returns to the queue without pages and is recomputed here from prompt and
-outputs, whatever its route was, as far as the prefix cache has not its pages. No EXPORT is preempted. Abort or
+outputs, whatever its route was, but for pages that the prefix cache has. No EXPORT is preempted. Abort or
 deadline: DONE; pages of an IMPORTING request stay until KvArrived or KvFailed ends the transfer.
 """
 
