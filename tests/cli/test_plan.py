@@ -30,9 +30,8 @@ def test_a_plan_says_what_is_chosen_what_fits_and_how_long_it_takes(
     plan(v3, "h200", (1, 8), Role.DECODE, Goal.THROUGHPUT, ["limits.max_model_len=8192", "redundant_experts=2"])
     text = capsys.readouterr().out
     lines = {line.split()[0]: line for line in text.splitlines() if line}
-    assert set(AUTO_KEYS) <= lines.keys(), "a column of keys, and nothing runs into it"
     assert "float8_e4m3fn" in lines["kv_dtype"] and "h200/shard-ep8.json" in lines["kv_dtype"]
-    assert "set; the plan has 0" in lines["redundant_experts"]
+    assert "set; the plan has 0" in lines["redundant_experts"] and lines.keys() >= {*AUTO_KEYS}
     assert "sequences at once:" in text and "decode, ms" in text and "8 ranks exchange as 2" in text
     # A worker on such GPUs logs the same lines, but for memory, which it measures.
     monkeypatch.setattr(main, "gpu_here", lambda: "H200")

@@ -10,8 +10,8 @@ is there whole or not at all. What a power cut tore or somebody else wrote fails
     key  = derive(secret, "page code", fingerprint of the KV layout, which names the weights)
     code = blake2b-256(block + SHA-256 of each part of the page), keyed
 
-Every leader counts the folders of all layouts when it has written a tenth of the bound, and deletes what was used longest
-ago. So between two counts the leaders that share a folder may exceed the bound by a tenth each.
+Every leader counts the folders of all layouts when it has written a tenth of the bound, and deletes what was used
+longest ago. So between two counts the leaders that share a folder may exceed the bound by a tenth each.
 """
 
 import contextlib

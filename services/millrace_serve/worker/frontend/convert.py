@@ -99,7 +99,9 @@ def wire_output(output: core.SequenceOutput) -> worker_pb2.SequenceOutput:
         first_index=output.first_index,
         token_ids=[token.token_id for token in output.tokens],
         finish_reason=None if output.finish is None else _FINISH[output.finish],
-        **msgspec.structs.asdict(output.found),
+        cached_tokens=output.found.cached_tokens,
+        host_cached_tokens=output.found.host_cached_tokens,
+        fetched_tokens=output.found.fetched_tokens,
         drafted_tokens=output.num_drafted,
         accepted_draft_tokens=output.num_accepted,
     )
@@ -119,7 +121,7 @@ def core_output(wire: worker_pb2.SequenceOutput) -> core.SequenceOutput:
         tokens = [core.TokenOutput(token) for token in wire.token_ids]
     error = core_failure(wire.failure) if wire.HasField("failure") else None
     finish = _FINISH_BACK.get(wire.finish_reason)
-    found = core.CachedTokens(*[getattr(wire, name) for name in core.CachedTokens.__struct_fields__])
+    found = core.CachedTokens(wire.cached_tokens, wire.host_cached_tokens, wire.fetched_tokens)
     counts = 0.0, wire.drafted_tokens, wire.accepted_draft_tokens  # it was queued elsewhere
     return core.SequenceOutput(request_id(wire.id), wire.first_index, tokens, finish, error, found, *counts)
 
