@@ -105,13 +105,11 @@ class WorkerHealth:
             record.in_a_row = 0
 
     def failed(self, epochs: Collection[str], reason: Reason) -> None:
-        """Record a failed attempt, by the fault of one worker or of either of two."""
-        blamed = [epoch for epoch in epochs if epoch in self._records]
-        if reason not in FAULTS or len(blamed) != 1:
+        """Record a failed attempt. By the fault of either of two it counts for neither, even if one is gone since."""
+        if reason not in FAULTS or len(epochs) != 1:
             return
-        [epoch] = blamed
-        record, now = self._records[epoch], self._clock()
-        if record.failed(self._rules, now):
+        [epoch], now = epochs, self._clock()
+        if (record := self._records.get(epoch)) is not None and record.failed(self._rules, now):
             self._ejected[epoch] = record
             role = self._roles[epoch]
             log.warning("%s worker %s is %s, for %.0f s", role, epoch, EJECTED, record.ejected_until - now)
