@@ -111,8 +111,8 @@ class WorkerHealth:
         [epoch], now = epochs, self._clock()
         if (record := self._records.get(epoch)) is not None and record.failed(self._rules, now):
             self._ejected[epoch] = record
-            role = self._roles[epoch]
-            log.warning("%s worker %s is %s, for %.0f s", role, epoch, EJECTED, record.ejected_until - now)
+            role, seconds = self._roles[epoch], record.ejected_until - now
+            log.warning("%s worker %s is %s (the latest: %s), for %.0f s", role, epoch, EJECTED, reason, seconds)
             self._metrics.ejections.labels(role=role, why="consecutive").inc()
 
     def report(self) -> None:
