@@ -30,6 +30,7 @@ PARAMETER, PARAMETER_END = f"<{DSML}parameter", f"</{DSML}parameter>"
 MARKS = ListMarks((GAP + CALLS, CALLS), CALL, CALL_END, CALLS_END)
 _ATTRIBUTE = re.compile(r"""\s+(\w+)=(?:"([^"\n｜]*)"|'([^'\n｜]*)')""")
 _TAG = re.compile(rf"(?:{_ATTRIBUTE.pattern})*\s*>")
+_BEGUN = re.compile(rf"""(?:{_ATTRIBUTE.pattern})*(?:\s*|\s+\w+(?:=(?:"[^"\n｜]*|'[^'\n｜]*)?)?)""")
 
 
 class _DsmlState(enum.Enum):
@@ -102,6 +103,7 @@ class DsmlCall(CallReader):
         """Take the rest of a tag; None: it is not whole. Attributes of which one is there twice are none."""
         tag = _TAG.match(self._scanner.text)
         if tag is None:
+            self.broken = _BEGUN.fullmatch(self._scanner.text) is None
             return None
         self._raw.append(self._scanner.take(tag.end()))
         found = [(at[1], at[2] if at[3] is None else at[3]) for at in _ATTRIBUTE.finditer(tag[0])]
