@@ -199,7 +199,7 @@ class _Load:
         left = AIM * min(self.slo.tpot_s, NEVER_S) - times.step_s(sequences, sequences * self.keys) - times.chunk_s
         chunk = most if not times.token_s else 1  # where not even the first token of a prompt has time
         if times.fits(left, 0):
-            chunk = max(times.fits(left, start), times.fewest(times.chunk_s, start, most))
+            chunk = max(times.fits(left, start), times.fewest(times.chunk_s, start, most), 1)
         return max(self.uncached / min(chunk, most), 1.0)
 
     def _beside_s(self, sequences: float) -> float:

@@ -118,7 +118,8 @@ class StepTimes:
         lost_s = (1 + LOSS) * (step_s / most + self.token_s + behind_s * min(1 + EXPAND / most, ABSORB)) - self.token_s
         absorbed, expanded = lost_s - ABSORB * behind_s, lost_s - behind_s
         few = step_s / absorbed if absorbed > 0 else most
-        return math.ceil(min(few, (step_s + behind_s * EXPAND) / expanded, most))
+        more = (step_s + behind_s * EXPAND) / expanded if expanded > 0 else most  # the tiniest times round to none
+        return math.ceil(min(few, more, most))
 
     def divide(self, prompts: Sequence[tuple[int, int]], left: int, most: int, left_s: float = math.inf) -> list[int]:
         """Tokens of the next step, `left` in `left_s` seconds in all and `most` in one without limits, for each of
